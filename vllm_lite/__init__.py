@@ -1,0 +1,45 @@
+"""vllm_lite: an LLM inference engine in three kinds of process that share nothing but typed messages.
+
+    client process(es)                engine process                    worker processes, one per rank
+    LLM / AsyncClient                 scheduler + block manager         model shard + KV cache + kernels
+    tokenize, detokenize, stops       no torch, no tokenizer            no scheduling decision
+          |   Generate / Abort               |   SchedulerOutput (diffs)        |
+          +----- DEALER -> ROUTER -----------+----- ROUTER -> DEALER -----------+
+          |   OutputBatch                    |   ModelOutput, Ready             |
+
+Names are imported on first use, so that `import vllm_lite` costs a few milliseconds and no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_lite.client.async_client import AsyncClient
+    from vllm_lite.client.llm import LLM
+    from vllm_lite.client.outputs import CompletionOutput, RequestOutput
+    from vllm_lite.config import EngineConfig
+    from vllm_lite.protocol.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "vllm_lite.client.llm",
+    "AsyncClient": "vllm_lite.client.async_client",
+    "RequestOutput": "vllm_lite.client.outputs",
+    "CompletionOutput": "vllm_lite.client.outputs",
+    "SamplingParams": "vllm_lite.protocol.params",
+    "EngineConfig": "vllm_lite.config",
+}
+
+__all__ = ["LLM", "AsyncClient", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'vllm_lite' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

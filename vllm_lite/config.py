@@ -1,0 +1,239 @@
+"""The configuration: one frozen struct, layered file < environment < flag; unknown keys are errors.
+
+Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
+field's name. `resolve()` returns a new object in which nothing is left to be guessed.
+"""
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.errors import ConfigError
+
+BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
+GIB = 1024**3
+ENV_PREFIX = "VLLM_LITE_"
+DEMO_MODEL = "demo"
+"""The name under which the bundled model is served when no model is given."""
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
+
+    # model
+    model: Annotated[str, Meta(description="folder of a Hugging Face checkpoint; 'demo' is the bundled model")] = (
+        DEMO_MODEL
+    )
+    tokenizer: Annotated[str | None, Meta(description="folder with tokenizer.json (default: the model's)")] = None
+    served_model_name: Annotated[str | None, Meta(description="name clients see (default: the model's folder)")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu"], Meta(description="where the workers run")] = "auto"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="longest prompt plus output, in tokens (default: the model's)")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], Meta(description="'dummy' fills the weights at random")
+    ] = "auto"
+    seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
+
+    # KV cache
+    block_size: Annotated[int, Meta(description=f"tokens in one KV block, one of {BLOCK_SIZES}")] = 16
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=2)] | None, Meta(description="size of the KV pool in blocks, on any device")
+    ] = None
+    cpu_kvcache_space: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less)"),
+    ] = None
+    kv_watermark: Annotated[
+        float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
+    ] = 0.01
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
+    prefix_hash_seed: Annotated[
+        Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
+    ] = None
+
+    # scheduler
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="most sequences in one step (default: 64 on a CPU)")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 512 on a CPU)")
+    ] = None
+    enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
+
+    # processes
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
+    cpu_threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="threads of one CPU worker (default: all physical cores)")
+    ] = None
+    single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = False
+    address: Annotated[
+        str | None, Meta(description="ipc://PATH that clients connect to (default: a private folder)")
+    ] = None
+    ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
+    heartbeat_timeout_s: Annotated[
+        float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
+    ] = 20.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+        if self.address is not None:
+            check_address(self.address)
+
+    @classmethod
+    def load(
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        file: str | Path | None = None,
+    ) -> "EngineConfig":
+        """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
+        values: dict[str, Any] = {}
+        if file is not None:
+            values |= _read_file(Path(file))
+        values |= _read_env(os.environ if env is None else env)
+        values |= {name: value for name, value in (flags or {}).items() if value is not None}
+        return cls.check(values)
+
+    @classmethod
+    def check(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
+        known = set(cls.__struct_fields__)
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                raise ConfigError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        plain = {name: _plain(name, value) for name, value in values.items()}
+        try:
+            return msgspec.convert(plain, cls, strict=False)
+        except msgspec.ValidationError as error:
+            match = re.search(r"`\$\.(\w+)", str(error))
+            name = match.group(1) if match else ""
+            what = str(error).split(" - at ")[0]
+            raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
+
+    def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> "EngineConfig":
+        """Fill in every default that depends on the model or the machine. Raises ConfigError."""
+        max_model_len = self.max_model_len or max_position_embeddings
+        if max_model_len > max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
+            )
+        budget = self.max_num_batched_tokens or (512 if self.enable_chunked_prefill else max(512, max_model_len))
+        if not self.enable_chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_num_batched_tokens must be at least max_model_len ({max_model_len}), "
+                f"got {budget}"
+            )
+        return msgspec.structs.replace(
+            self,
+            model=model_path,
+            tokenizer=self.tokenizer or model_path,
+            served_model_name=self.served_model_name or Path(model_path).name,
+            dtype=dtype,
+            device="cpu",
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs or 64,
+            max_num_batched_tokens=budget,
+            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_limit_bytes() / 4 / GIB),
+        )
+
+
+def memory_limit_bytes() -> int:
+    """This machine's memory, or the control group's limit if that is less."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = min(limit, int(Path(name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return limit
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError unless `address` is an endpoint this version can serve."""
+    scheme, _, path = address.partition("://")
+    if scheme not in ("ipc", "inproc") or not path:
+        raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
+    if scheme == "ipc" and len(os.fsencode(path)) > 107:
+        raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
+    hints = get_type_hints(EngineConfig, include_extras=True)
+    for field in msgspec.structs.fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        text = _description(hints[field.name])
+        shown = "" if field.default is None else f" [{field.default}]"
+        if field.type is bool or isinstance(field.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text + shown)
+        else:
+            parser.add_argument(flag, metavar=field.name.rsplit("_", 1)[-1].upper(), default=None, help=text + shown)
+
+
+def _description(hint: Any) -> str:
+    return next((meta.description for meta in get_args(hint)[1:] if getattr(meta, "description", None)), "")
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Read "32k", "1.5M" as integers and "none" as unset; other values pass through."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
+    if match and name not in ("model", "tokenizer", "served_model_name", "prefix_hash_seed", "address"):
+        return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
+    return None if value.lower() in ("none", "null") else value
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    names = EngineConfig.__struct_fields__
+    return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """A flat YAML or TOML file; keys may be written with - or _."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            values = msgspec.yaml.decode(text)
+        else:
+            raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine process is started with; `run_dir` is the private folder that dies with it."""
+
+    config: EngineConfig
+    address: str
+    run_dir: str
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker process is started with: where its engine listens, and who it is."""
+
+    config: EngineConfig
+    address: str
+    rank: int
+    epoch: int

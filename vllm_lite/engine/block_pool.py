@@ -1,0 +1,279 @@
+"""BlockPool: the physical KV blocks of one tier, their reference counts, the LRU free list, and the prefix-cache index.
+
+A block is in one of these states: free (unhashed, in the free list), allocated (referenced), full and cached
+(referenced, hashed), shared (several references), evictable (hashed, in the free list, found by a hit until it is
+taken). Allocation takes from the head of the free list, freeing appends to its tail, a hit unlinks from the middle.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from vllm_lite.errors import OutOfBlocks
+
+NULL_BLOCK = 0
+"""Never written by a real token, never freed, never cached; fills holes of tables and is the target of padding."""
+
+
+class Block:
+    """One physical block. `prev`/`next` are set exactly while it is in the free list."""
+
+    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        cached = "" if self.block_hash is None else f", hash={self.block_hash.hex()[:8]}"
+        return f"Block({self.block_id}, ref_count={self.ref_count}{cached})"
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle."""
+
+    def __init__(self) -> None:
+        self._head, self._tail = Block(-1), Block(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self.num_free = 0
+
+    def append_n(self, blocks: Sequence[Block]) -> None:
+        """Append in the order given."""
+        tail = self._tail
+        last = tail.prev
+        for block in blocks:
+            last.next, block.prev = block, last  # type: ignore[union-attr]
+            last = block
+        last.next, tail.prev = tail, last  # type: ignore[union-attr]
+        self.num_free += len(blocks)
+
+    def remove_n(self, blocks: Sequence[Block]) -> None:
+        """Unlink each from wherever it is. Raises RuntimeError at one that is not listed."""
+        for block in blocks:
+            before, after = block.prev, block.next
+            if before is None or after is None:
+                raise RuntimeError(f"{block} is not in the free list")
+            before.next, after.prev = after, before
+            block.prev = block.next = None
+        self.num_free -= len(blocks)
+
+    def popleft_n(self, count: int) -> list[Block]:
+        """The `count` blocks at the head, unlinked. Raises OutOfBlocks and takes none if there are fewer."""
+        if count > self.num_free:
+            raise OutOfBlocks(f"Cannot get {count} free blocks from the pool: only {self.num_free} are free")
+        taken = []
+        head, block = self._head, self._head.next
+        for _ in range(count):
+            taken.append(block)
+            after = block.next  # type: ignore[union-attr]
+            block.prev = block.next = None  # type: ignore[union-attr]
+            block = after
+        head.next, block.prev = block, head  # type: ignore[union-attr]
+        self.num_free -= count
+        return taken  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next
+        while block is not self._tail:
+            yield block  # type: ignore[misc]  # only the two ends have no neighbour
+            block = block.next  # type: ignore[union-attr]
+
+
+class BlockPool:
+    """`num_blocks` blocks with ids 0 .. num_blocks - 1, of which 0 is the null block.
+
+    `on_evict(block_id, block_hash)` is called when a cached block is about to be reused, before its content is lost:
+    the place where it can be demoted to another tier.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_caching: bool = True,
+        on_evict: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.peak_used = 0
+        self._on_evict = on_evict
+        self._free = FreeList()
+        self._free.append_n(self.blocks[1:])
+        # A hash maps to its block, or to {id: block} once the same content has been computed twice: two requests
+        # that ran at the same time, or generated text that equals cached text. Tables are append-only, so a
+        # duplicate is never merged away; LRU reclaims it.
+        self._cached: dict[bytes, Block | dict[int, Block]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, evictable cached ones included."""
+        return self._free.num_free
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - self._free.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a prefix hit can find, referenced or evictable."""
+        return sum(len(entry) if isinstance(entry, dict) else 1 for entry in self._cached.values())
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that live sequences reference, 0 to 1."""
+        return self.num_used / self.num_usable
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
+        blocks = self._free.popleft_n(count)
+        ids = []
+        for block in blocks:
+            if block.block_hash is not None:
+                self._evict(block)
+            block.ref_count = 1
+            ids.append(block.block_id)
+        used = self.num_blocks - 1 - self._free.num_free
+        if used > self.peak_used:
+            self.peak_used = used
+        return ids
+
+    def touch(self, ids: Iterable[int]) -> None:
+        """Add one reference to each block; an evictable one leaves the free list. The null block is not counted."""
+        blocks = self.blocks
+        revived = []
+        for block_id in ids:
+            block = blocks[block_id]
+            if block.ref_count == 0:
+                if block_id == NULL_BLOCK:
+                    continue
+                revived.append(block)
+            block.ref_count += 1
+        self._free.remove_n(revived)
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Drop one reference of each block, in the order given: what comes first is evicted first.
+
+        A sequence passes its table reversed, so that its tail is evicted before its prefix.
+        """
+        blocks = self.blocks
+        unreferenced = []
+        for block_id in ids:
+            block = blocks[block_id]
+            count = block.ref_count - 1
+            if count < 0:
+                if block_id == NULL_BLOCK:
+                    continue
+                self._free.append_n(unreferenced)
+                raise ValueError(f"Double free! {block} is already freed.")
+            block.ref_count = count
+            if count == 0:
+                unreferenced.append(block)
+        self._free.append_n(unreferenced)
+
+    def cache_block(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block findable under the hash of its content and everything before it."""
+        if not self.enable_caching or block_id == NULL_BLOCK:
+            return
+        block = self.blocks[block_id]
+        if block.block_hash is not None:
+            raise ValueError(f"{block} is cached already")
+        block.block_hash = block_hash
+        entry = self._cached.get(block_hash)
+        if entry is None:
+            self._cached[block_hash] = block
+        elif isinstance(entry, dict):
+            entry[block_id] = block
+        else:
+            self._cached[block_hash] = {entry.block_id: entry, block_id: block}
+
+    def get_cached_block(self, block_hash: bytes) -> int | None:
+        """The id of any block with this content, or None."""
+        entry = self._cached.get(block_hash)
+        if isinstance(entry, dict):
+            return next(iter(entry))
+        return None if entry is None else entry.block_id
+
+    def is_free(self, block_id: int) -> bool:
+        return self.blocks[block_id].ref_count == 0
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Take blocks out of the cache index, e.g. because their content turned out to be unusable."""
+        for block_id in ids:
+            if self.blocks[block_id].block_hash is not None:
+                self._unindex(self.blocks[block_id])
+
+    def reset_cache(self) -> bool:
+        """Forget every cached block. False, and nothing is done, while any block is referenced."""
+        if self.num_used:
+            return False
+        for block in self.blocks:
+            block.block_hash = None
+        self._cached.clear()
+        return True
+
+    def _evict(self, block: Block) -> None:
+        block_hash = self._unindex(block)
+        if self._on_evict is not None:
+            self._on_evict(block.block_id, block_hash)
+
+    def _unindex(self, block: Block) -> bytes:
+        block_hash = block.block_hash
+        if block_hash is None:
+            raise RuntimeError(f"{block} is not cached")
+        block.block_hash = None
+        entry = self._cached[block_hash]
+        if isinstance(entry, dict):
+            del entry[block.block_id]
+            if len(entry) == 1:
+                self._cached[block_hash] = next(iter(entry.values()))
+        else:
+            del self._cached[block_hash]
+        return block_hash
+
+    def snapshot(self) -> list[tuple[int, int, str | None]]:
+        """(id, reference count, hash as hex or None) of every block that is referenced or cached."""
+        return [
+            (block.block_id, block.ref_count, block.block_hash.hex() if block.block_hash else None)
+            for block in self.blocks
+            if block.ref_count or block.block_hash
+        ]
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise RuntimeError if an invariant is broken. `tables` are all block tables that hold references.
+
+        The invariants: the null block is neither free, referenced nor cached. Every other block is in the free list
+        if and only if nobody references it, and in it once. The index holds exactly the hashed blocks. A block's
+        reference count is the number of table entries that name it.
+        """
+        listed = [block.block_id for block in self._free]
+        unreferenced = [block.block_id for block in self.blocks[1:] if block.ref_count == 0]
+        _require(len(listed) == self._free.num_free, "free list and its count differ")
+        _require(sorted(listed) == unreferenced, "free list and unreferenced blocks differ")
+        null = self.blocks[NULL_BLOCK]
+        _require(null.ref_count == 0 and null.block_hash is None, f"the null block was used: {null}")
+        for block_hash, entry in self._cached.items():
+            found = list(entry.values()) if isinstance(entry, dict) else [entry]
+            _require(not isinstance(entry, dict) or len(entry) > 1, "a duplicate entry with one block is left")
+            _require(all(block.block_hash == block_hash for block in found), "the index names a block of other content")
+        hashed = sum(block.block_hash is not None for block in self.blocks)
+        _require(hashed == self.num_cached, "a hashed block is missing from the index")
+        if tables is not None:
+            counts = [0] * self.num_blocks
+            for table in tables:
+                for block_id in table:
+                    counts[block_id] += 1
+            for block in self.blocks[1:]:
+                _require(block.ref_count == counts[block.block_id], f"{block} is in {counts[block.block_id]} tables")
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise RuntimeError(f"block pool is inconsistent: {what}")

@@ -1,0 +1,157 @@
+"""ClientPort: the engine's side of the client wire. Who is connected, what each is owed, and who has gone.
+
+To a slow reader later tokens are merged into its next message; past a deadline it is given up. A client that has
+gone is noticed by the send that cannot reach it: outputs, or the heartbeat that every client with requests gets.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from vllm_lite import log, transport
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import Finished, FromClient, Heartbeat, Hello, OutputBatch, Refused, ToClient, Tokens, Welcome
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.transport import Delivery
+from vllm_lite.transport.interface import Pollable
+
+HEARTBEAT_S = 0.5
+SLOW_READER_S = 30.0
+
+logger = log.get(__name__)
+
+
+class Outbox:
+    """What one client has not been sent yet, merged per request."""
+
+    __slots__ = ("busy_since_s", "pending")
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Tokens | Finished] = {}
+        self.busy_since_s: float | None = None
+
+    def add(self, output: Tokens | Finished) -> None:
+        earlier = self.pending.get(output.request_id)
+        self.pending[output.request_id] = output if earlier is None else _merge(earlier, output)
+
+
+class ClientPort:
+    """All clients of one engine."""
+
+    def __init__(self, address: str, epoch: int) -> None:
+        self.listener = transport.bind(address)
+        self.malformed = 0
+        self._epoch = epoch
+        self._welcome: Welcome | None = None
+        self._early: dict[bytes, Hello] = {}
+        self._clients: dict[bytes, Outbox] = {}
+        self._next_heartbeat_s = 0.0
+
+    def open(self, welcome: Welcome) -> None:
+        """The engine can serve: answer those who said Hello while it was starting."""
+        self._welcome = welcome
+        early, self._early = self._early, {}
+        for peer, hello in early.items():
+            self._greet(peer, hello)
+
+    def receive(self) -> Iterator[tuple[bytes, FromClient]]:
+        """Messages of clients that have shaken hands. The handshake itself and garbage are dealt with here."""
+        while (item := self.listener.recv()) is not None:
+            peer, payload = item
+            try:
+                message = client_to_engine.decode(payload)
+            except ProtocolError as error:
+                self.malformed += 1
+                logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
+                continue
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+            elif peer not in self._clients:
+                self.send(peer, Refused("say Hello first"))
+            else:
+                yield peer, message
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            reason = f"this engine speaks protocol version {PROTOCOL_VERSION}, the client {hello.version}"
+            self.send(peer, Refused(reason))
+        elif self._welcome is None:
+            self._early[peer] = hello
+        elif hello.model not in (None, self._welcome.model):
+            self.send(peer, Refused(f"this engine serves {self._welcome.model!r}, not {hello.model!r}"))
+        else:
+            self._clients.setdefault(peer, Outbox())
+            self.send(peer, self._welcome)
+
+    def refuse_all(self, reason: str) -> bool:
+        """The engine cannot start: tell everybody who asked so far. False if nobody has."""
+        for _ in self.receive():
+            pass
+        asked = list(self._early)
+        for peer in asked:
+            self.send(peer, Refused(reason))
+        self._early.clear()
+        return bool(asked)
+
+    def send(self, peer: bytes, message: ToClient) -> Delivery:
+        return self.listener.send(peer, engine_to_client.encode(message))
+
+    def push(self, peer: bytes, output: Tokens | Finished) -> None:
+        """Owe `output` to a client; flush() sends it."""
+        outbox = self._clients.get(peer)
+        if outbox is not None:
+            outbox.add(output)
+
+    def flush(self, now_s: float) -> list[bytes]:
+        """Send what is owed, one message per client. Returns the clients that are gone or too slow, now forgotten."""
+        lost = []
+        for peer, outbox in self._clients.items():
+            if not outbox.pending:
+                continue
+            delivery = self.send(peer, OutputBatch(self._epoch, list(outbox.pending.values())))
+            if delivery is Delivery.SENT:
+                outbox.pending.clear()
+                outbox.busy_since_s = None
+            elif delivery is Delivery.GONE:
+                lost.append(peer)
+            elif outbox.busy_since_s is None:
+                outbox.busy_since_s = now_s
+            elif now_s - outbox.busy_since_s > SLOW_READER_S:
+                logger.warning("a client has not read for %.0f s; its requests are aborted", SLOW_READER_S)
+                lost.append(peer)
+        return self._forget(lost)
+
+    def beat(self, now_s: float, step: int, with_requests: set[bytes]) -> list[bytes]:
+        """Every half second tell the clients with requests that the engine lives. Returns those that are gone."""
+        if now_s < self._next_heartbeat_s:
+            return []
+        self._next_heartbeat_s = now_s + HEARTBEAT_S
+        heartbeat = Heartbeat(self._epoch, step)
+        return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
+
+    def owes(self) -> bool:
+        return any(outbox.pending for outbox in self._clients.values())
+
+    def pollables(self) -> tuple[Pollable, ...]:
+        return tuple(self.listener.pollables())
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def _forget(self, peers: list[bytes]) -> list[bytes]:
+        for peer in peers:
+            self._clients.pop(peer, None)
+        return peers
+
+
+def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Finished:
+    """One message for both; `later` begins where `earlier` ends, unless the client asked for a resend."""
+    if later.start != earlier.start + len(earlier.token_ids):
+        return later
+    logprobs = None
+    if earlier.logprobs is not None or later.logprobs is not None:
+        logprobs = (earlier.logprobs or []) + (later.logprobs or [])
+    return msgspec.structs.replace(
+        later, start=earlier.start, token_ids=earlier.token_ids + later.token_ids, logprobs=logprobs
+    )

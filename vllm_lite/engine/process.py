@@ -1,0 +1,219 @@
+"""The engine process: one loop that serves its clients' socket and its workers' socket. Entry point of a child."""
+
+import gc
+import time
+
+from vllm_lite import __version__, log, supervise, transport
+from vllm_lite.config import EngineSettings
+from vllm_lite.engine.client_port import HEARTBEAT_S, ClientPort
+from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.scheduler import Produced
+from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
+from vllm_lite.executor.base import Executor
+from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import Abort, Finished, FromClient, Generate, GetStats, Heartbeat, Ping, Tokens, Welcome
+from vllm_lite.protocol.control import Ready
+from vllm_lite.transport.interface import poller
+from vllm_lite.wakeup import Wakeup
+
+REFUSAL_PATIENCE_S = 2.0
+"""How long an engine that cannot start waits for somebody to tell."""
+
+logger = log.get(__name__)
+
+
+class EngineProcess:
+    """Owns the sockets and the clock; EngineCore owns the requests."""
+
+    def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
+        self._config = settings.config
+        self._stop = stop
+        self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
+        self._port = ClientPort(settings.address, self._epoch)
+        self._worker_address = _worker_address(settings)
+
+    def run(self) -> int:
+        """Serve until told to stop. Returns the exit status: 0 if told to, 1 if something died, 2 for bad input."""
+        executor: Executor | None = None
+        try:
+            try:
+                executor = MultiprocExecutor(self._config, self._worker_address, self._epoch)
+                core = self._start(executor)
+            except VllmLiteError as error:
+                return self._refuse(error)
+            return self._serve(core, executor)
+        finally:
+            if executor is not None:
+                executor.close()
+            self._port.close()
+
+    # ---- start
+
+    def _start(self, executor: Executor) -> EngineCore:
+        ready = executor.start(self._config.ready_timeout_s, self._stop)
+        num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
+        self._check_capacity(num_blocks, ready)
+        executor.allocate(num_blocks, 0)
+        core = EngineCore(self._config, ready, executor, num_blocks, self._epoch)
+        gc.collect()
+        gc.freeze()  # what lives now lives for ever: collections need not look at it again
+        self._port.open(
+            Welcome(
+                version=PROTOCOL_VERSION,
+                epoch=self._epoch,
+                model=self._config.served_model_name or self._config.model,
+                max_model_len=core.max_model_len,
+                vocab_size=ready.vocab_size,
+                eos_token_ids=ready.eos_token_ids,
+                num_blocks=num_blocks,
+                block_size=self._config.block_size,
+            )
+        )
+        logger.info(
+            "ready (version %s): %d KV blocks of %d tokens (%.2f GiB), up to %d sequences of %d tokens",
+            __version__,
+            num_blocks,
+            self._config.block_size,
+            num_blocks * ready.block_bytes / 2**30,
+            self._config.max_num_seqs,
+            core.max_model_len,
+        )
+        return core
+
+    def _check_capacity(self, num_blocks: int, ready: Ready) -> None:
+        if num_blocks < 2:
+            gib = 2 * ready.block_bytes / 2**30
+            raise ConfigError(
+                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
+                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
+            )
+
+    def _refuse(self, error: VllmLiteError) -> int:
+        """Tell whoever waits for this engine why it cannot start."""
+        logger.error("%s", error)
+        deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
+        while not self._port.refuse_all(str(error)) and not self._stop.is_set():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            transport.wait(left_s, self._port, self._stop)
+        return 1 if isinstance(error, EngineError) else 2
+
+    # ---- serve
+
+    def _serve(self, core: EngineCore, executor: Executor) -> int:
+        watched = poller(self._port, executor, self._stop)
+        try:
+            while not self._stop.is_set():
+                watched.poll(self._patience_ms(core))
+                for peer, message in self._port.receive():
+                    self._handle(core, peer, message)
+                output = executor.poll()
+                produced = core.finish(output) if output is not None else []
+                try:
+                    if not core.num_in_flight:
+                        core.begin()  # before the clients are told: the workers should not wait for that
+                finally:
+                    self._publish(core, produced)
+        except (EngineDeadError, ProtocolError) as error:
+            logger.error("%s", error)
+            self._end_all(core, "error", str(error))
+            return 1
+        logger.info("stopping")
+        self._end_all(core, "abort", None)
+        return 0
+
+    def _patience_ms(self, core: EngineCore) -> float | None:
+        """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
+        return 1000 * HEARTBEAT_S if core.scheduler.has_requests() or self._port.owes() else 5000
+
+    def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
+        if isinstance(message, Generate):
+            self._generate(core, peer, message)
+        elif isinstance(message, Abort):
+            request = core.abort(message.request_id)
+            if request is not None:
+                self._port.push(request.client, Finished(request.request_id, request.num_output, [], "abort"))
+        elif isinstance(message, Ping):
+            self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
+        elif isinstance(message, GetStats):
+            self._port.send(peer, core.stats())
+
+    def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
+        try:
+            accepted = core.add(peer, message)
+        except RequestError as error:
+            self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
+            return
+        if accepted.resend:
+            self._port.push(peer, Tokens(message.request_id, message.have, accepted.resend))
+        if accepted.done is not None:
+            self._port.push(peer, _to_wire(accepted.done))
+
+    def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
+        port = self._port
+        for item in produced:
+            port.push(item.request.client, _to_wire(item))
+        now_s = time.monotonic()
+        gone = port.flush(now_s)
+        requests = core.scheduler.requests
+        if requests:
+            gone += port.beat(now_s, core.scheduler.step, {request.client for request in requests.values()})
+        for peer in gone:
+            orphans = [request.request_id for request in requests.values() if request.client == peer]
+            for request_id in orphans:
+                core.abort(request_id)
+            if orphans:
+                logger.info("a client has gone; %d of its requests are aborted", len(orphans))
+
+    def _end_all(self, core: EngineCore, reason: str, error: str | None) -> None:
+        """Exactly one terminal message for every unfinished request."""
+        for request in list(core.scheduler.requests.values()):
+            core.abort(request.request_id)
+            end = Finished(request.request_id, request.num_output, [], reason, error=error)  # type: ignore[arg-type]
+            self._port.push(request.client, end)
+        self._port.flush(time.monotonic())
+
+
+def _to_wire(item: Produced) -> Tokens | Finished:
+    request = item.request
+    if item.reason is None:
+        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs)
+    last = item.token_ids[-1] if item.token_ids else None
+    return Finished(
+        request_id=request.request_id,
+        start=item.start,
+        token_ids=item.token_ids,
+        reason=item.reason,
+        stop_token=last if item.reason == "stop" and last in request.params.stop_token_ids else None,
+        error=item.error,
+        num_cached_tokens=request.num_cached_at_start or 0,
+        logprobs=item.logprobs,
+    )
+
+
+def _worker_address(settings: EngineSettings) -> str:
+    if settings.config.single_process:
+        return settings.address + "-workers"
+    return f"ipc://{settings.run_dir}/workers"
+
+
+def main(settings: EngineSettings, stop: Wakeup) -> int:
+    """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
+    if not settings.config.single_process:
+        log.setup("engine", settings.config.log_level)
+    try:
+        engine = EngineProcess(settings, stop)
+    except EngineError as error:
+        logger.error("%s", error)
+        return 2
+    return engine.run()
+
+
+
+
+if __name__ == "__main__":
+    supervise.run_child(
+        main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
+    )

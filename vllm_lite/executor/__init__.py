@@ -1,0 +1,1 @@
+"""The engine's hand on its workers: base.py the interface, multiproc.py worker processes on this host."""

@@ -1,0 +1,28 @@
+"""What the engine asks of whatever runs its steps: worker processes, or a fake."""
+
+from typing import Protocol
+
+from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.transport import Wakeup
+from vllm_lite.transport.interface import Watched
+
+
+class Executor(Watched, Protocol):
+    """Runs steps in the order submitted. Every method may raise EngineDeadError, with the root cause, once a worker
+    has died, hung or refused; nothing can be submitted after that."""
+
+    def start(self, timeout_s: float, stop: Wakeup) -> Ready:
+        """Block until the model is loaded everywhere; the smallest capacity of any worker. `stop` ends the wait."""
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Have the KV pools allocated. Block until they are."""
+
+    def submit(self, output: SchedulerOutput) -> None:
+        """Hand a step to the workers. Returns at once."""
+
+    def poll(self) -> ModelOutput | None:
+        """The result of the oldest step whose result has not been taken, or None. Never blocks."""
+
+    def close(self) -> None:
+        """End all workers. Safe to call twice."""

@@ -1,0 +1,11 @@
+"""The wire: every message that crosses a process boundary, as frozen msgspec structs. Imports msgspec only.
+
+params.py   what a user may ask of sampling
+api.py      client <-> engine
+step.py     engine -> worker -> engine, once per step
+control.py  engine <-> worker, outside the step: start, heartbeat, stop
+codec.py    one encoder and decoder per direction, with version and size limits
+"""
+
+PROTOCOL_VERSION = 1
+"""Raised by one with every change of a struct; Hello refuses any other version by name."""

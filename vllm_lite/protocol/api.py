@@ -1,0 +1,145 @@
+"""Client <-> engine. Token ids travel as little-endian u32 bytes (`array('I')`); requests by the client's own id.
+
+A client says Hello and is told Welcome or Refused. After that every Generate is answered by any number of Tokens
+and exactly one Finished, rejections included, both inside OutputBatch.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.protocol.params import SamplingParams
+
+MAX_PROMPT_BYTES = 16 * 1024 * 1024
+"""Four million tokens of four bytes."""
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+# ---- client -> engine
+
+
+class Hello(_Message, tag="hello"):
+    """First message of a client. `model=None` takes whatever model the engine serves."""
+
+    version: int
+    model: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class Generate(_Message, tag="generate"):
+    """Start a request, or attach to it again.
+
+    Idempotent: if the engine knows `request_id`, the stream goes on to this client from output token `have`. If not,
+    `output` (empty, or exactly `have` token ids) is what had been generated before, and generation goes on behind it.
+    """
+
+    request_id: RequestId
+    prompt: TokenBytes
+    params: SamplingParams
+    have: Annotated[int, Meta(ge=0)] = 0
+    output: TokenBytes = b""
+
+
+class Abort(_Message, tag="abort"):
+    request_id: RequestId
+
+
+class Ping(_Message, tag="ping"):
+    """Asks for a Heartbeat at once; its answer proves that the engine's loop turns."""
+
+
+class GetStats(_Message, tag="get_stats"):
+    pass
+
+
+# ---- engine -> client
+
+
+class Welcome(_Message, tag="welcome"):
+    """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
+
+    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that were told only an address.
+    """
+
+    version: int
+    epoch: int
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    tokenizer: str | None = None
+
+
+class Refused(_Message, tag="refused"):
+    """The handshake failed, for the reason given; nothing else will be answered."""
+
+    reason: str
+
+
+class TokenLogprobs(_Message):
+    """One sampled token: its raw log-softmax, its rank (1 = most likely), and the top (id, logprob) pairs."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class Tokens(_Message, tag="tokens"):
+    """Output tokens `start .. start + len(token_ids)` of a request that goes on."""
+
+    request_id: RequestId
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Finished(_Message, tag="finished"):
+    """The terminal message of a request, with its last tokens. `error` is set if and only if reason is "error"."""
+
+    request_id: RequestId
+    start: int
+    token_ids: list[int]
+    reason: FinishReason
+    stop_token: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class OutputBatch(_Message, tag="outputs"):
+    epoch: int
+    outputs: list[Tokens | Finished]
+
+
+class Heartbeat(_Message, tag="heartbeat"):
+    epoch: int
+    step: int
+
+
+class Stats(_Message, tag="stats"):
+    """A snapshot; counters run from the engine's start. Blocks exclude the null block."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    peak_used_blocks: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+
+
+FromClient = Hello | Generate | Abort | Ping | GetStats
+ToClient = Welcome | Refused | OutputBatch | Heartbeat | Stats

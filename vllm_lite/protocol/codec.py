@@ -1,0 +1,63 @@
+"""One codec per direction: encode any message of that direction, decode by declared type, never anything else."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol import api, control, step
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+M = TypeVar("M")
+
+
+class Codec(Generic[M]):
+    """msgpack of one union of structs. Anything that does not decode is a ProtocolError, whatever msgspec raised."""
+
+    def __init__(self, union: Any, name: str, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.name = name
+        self.max_bytes = max_bytes
+        self.encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(union).decode
+
+    def decode(self, payload: bytes | memoryview) -> M:
+        if len(payload) > self.max_bytes:
+            raise ProtocolError(f"a {self.name} message has {len(payload)} bytes; at most {self.max_bytes} are taken")
+        try:
+            message: M = self._decode(payload)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a {self.name} message could not be decoded: {error}") from error
+        return message
+
+
+client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
+engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
+
+ToWorker = step.SchedulerOutput | control.Start | control.Shutdown
+FromWorker = (
+    step.ModelOutput
+    | control.WorkerHello
+    | control.Ready
+    | control.Started
+    | control.WorkerHeartbeat
+    | control.Failed
+)
+engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
+worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as u32 in this machine's byte order (x86-64: little-endian). Raises OverflowError or TypeError for what is not a u32."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of pack_tokens. Raises ProtocolError if `data` is not a whole number of tokens."""
+    if len(data) % 4:
+        raise ProtocolError(f"token bytes must be a multiple of 4 long, got {len(data)}")
+    tokens = array("I")
+    tokens.frombytes(data)
+    return tokens.tolist()

@@ -1,0 +1,70 @@
+"""Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
+
+worker: WorkerHello -> engine: (refuses another version or model by closing) -> worker: Ready -> engine: Start ->
+worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on says Failed and exits.
+"""
+
+import msgspec
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class WorkerHello(_Message, tag=30):
+    version: int
+    model: str
+    rank: int
+    pid: int
+
+
+class KVGroupInfo(_Message):
+    """One attention group: its kind ("full", "sliding"), layers, and window in tokens (None = everything)."""
+
+    kind: str
+    num_layers: int
+    window: int | None = None
+
+
+class Ready(_Message, tag=31):
+    """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included)."""
+
+    rank: int
+    num_blocks: int
+    block_bytes: int
+    groups: tuple[KVGroupInfo, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Start(_Message, tag=32):
+    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks)."""
+
+    epoch: int
+    num_blocks: int
+    num_host_blocks: int
+
+
+class Started(_Message, tag=33):
+    rank: int
+
+
+class WorkerHeartbeat(_Message, tag=34):
+    """`progress` grows with every layer computed and every shard loaded: busy is told from hung by it."""
+
+    rank: int
+    progress: int
+
+
+class Failed(_Message, tag=35):
+    """The worker cannot go on. `kind` is the error's class name, `bad_input` that the user's model or config is at fault."""
+
+    rank: int
+    kind: str
+    message: str
+    bad_input: bool
+
+
+class Shutdown(_Message, tag=36):
+    pass

@@ -1,0 +1,36 @@
+"""An event that poll() can watch: how threads and signal handlers reach a loop that waits for messages."""
+
+import os
+
+
+class Wakeup:
+    """Like threading.Event, but with a file descriptor that is readable while it is set."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._set = False
+
+    def set(self) -> None:
+        """Safe from any thread and from a signal handler, also after close()."""
+        self._set = True
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def clear(self) -> None:
+        """Call before looking at what the wakeup announces, or a set() in between is lost."""
+        self._set = False
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass
+
+    def pollables(self) -> tuple[int, ...]:
+        return (self._fd,)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
