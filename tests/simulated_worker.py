@@ -57,7 +57,9 @@ class SimulatedWorker:
         return self._outputs.popleft() if self._outputs else None
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        scheduled = [(handle, count) for entry in output.entries if (step := self._apply(entry)) for handle, count in [step]]
+        scheduled = [
+            (handle, count) for entry in output.entries if (step := self._apply(entry)) for handle, count in [step]
+        ]
         assert len(self.resident) <= self.max_num_seqs
         self.num_scheduled.append(sum(count for _, count in scheduled))
         for handle, count in scheduled:  # a layer writes all KV of the batch ...

@@ -223,11 +223,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine process is started with; `run_dir` is the private folder that dies with it."""
+    """What an engine process is started with; `run_dir` is the private folder that dies with it.
+
+    `worker_module` names the entry point of its workers, which it starts but never imports.
+    """
 
     config: EngineConfig
     address: str
     run_dir: str
+    worker_module: str = "vllm_lite.worker.process"
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -182,7 +182,10 @@ def run_child(
             os._exit(1)
 
     threading.Thread(target=watch_parent, name="parent watch", daemon=True).start()
-    sys.exit(main(settings, stop))
+    status = main(settings, stop)
+    if cleanup is not None and os.getppid() != parent:  # the kernel's signal came before the end of file
+        cleanup(settings)
+    sys.exit(status)
 
 
 def remove_dir(path: str) -> None:

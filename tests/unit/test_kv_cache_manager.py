@@ -132,7 +132,14 @@ def test_hashes_depend_on_seed_and_extra_keys() -> None:
         return hashes[0]
 
     assert digest("a") == digest("a")
-    distinct = [digest("a"), digest("b"), digest("a", "x"), digest("a", "ab", "c"), digest("a", "a", "bc"), digest(None)]
+    distinct = [
+        digest("a"),
+        digest("b"),
+        digest("a", "x"),
+        digest("a", "ab", "c"),
+        digest("a", "a", "bc"),
+        digest(None),
+    ]
     assert len(set(distinct)) == len(distinct)
     assert digest(None) != digest(None)
 

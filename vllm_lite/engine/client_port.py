@@ -11,7 +11,18 @@ import msgspec
 from vllm_lite import log, transport
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Finished, FromClient, Heartbeat, Hello, OutputBatch, Refused, ToClient, Tokens, Welcome
+from vllm_lite.protocol.api import (
+    Dying,
+    Finished,
+    FromClient,
+    Heartbeat,
+    Hello,
+    OutputBatch,
+    Refused,
+    ToClient,
+    Tokens,
+    Welcome,
+)
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.transport import Delivery
 from vllm_lite.transport.interface import Pollable
@@ -84,13 +95,13 @@ class ClientPort:
             self._clients.setdefault(peer, Outbox())
             self.send(peer, self._welcome)
 
-    def refuse_all(self, reason: str) -> bool:
+    def refuse_all(self, reason: str, *, bad_input: bool) -> bool:
         """The engine cannot start: tell everybody who asked so far. False if nobody has."""
         for _ in self.receive():
             pass
         asked = list(self._early)
         for peer in asked:
-            self.send(peer, Refused(reason))
+            self.send(peer, Refused(reason, bad_input))
         self._early.clear()
         return bool(asked)
 
@@ -129,6 +140,12 @@ class ClientPort:
         self._next_heartbeat_s = now_s + HEARTBEAT_S
         heartbeat = Heartbeat(self._epoch, step)
         return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
+
+    def say_dying(self, reason: str) -> None:
+        """Last words to every client, behind what it is owed."""
+        self.flush(0.0)
+        for peer in self._clients:
+            self.send(peer, Dying(reason))
 
     def owes(self) -> bool:
         return any(outbox.pending for outbox in self._clients.values())

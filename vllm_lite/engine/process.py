@@ -28,6 +28,7 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
         self._config = settings.config
+        self._worker_module = settings.worker_module
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         self._port = ClientPort(settings.address, self._epoch)
@@ -38,7 +39,7 @@ class EngineProcess:
         executor: Executor | None = None
         try:
             try:
-                executor = MultiprocExecutor(self._config, self._worker_address, self._epoch)
+                executor = MultiprocExecutor(self._config, self._worker_address, self._epoch, self._worker_module)
                 core = self._start(executor)
             except VllmLiteError as error:
                 return self._refuse(error)
@@ -68,6 +69,7 @@ class EngineProcess:
                 eos_token_ids=ready.eos_token_ids,
                 num_blocks=num_blocks,
                 block_size=self._config.block_size,
+                tokenizer=self._config.tokenizer,
             )
         )
         logger.info(
@@ -93,12 +95,13 @@ class EngineProcess:
         """Tell whoever waits for this engine why it cannot start."""
         logger.error("%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
-        while not self._port.refuse_all(str(error)) and not self._stop.is_set():
+        bad_input = not isinstance(error, EngineError)
+        while not self._port.refuse_all(str(error), bad_input=bad_input) and not self._stop.is_set():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
             transport.wait(left_s, self._port, self._stop)
-        return 1 if isinstance(error, EngineError) else 2
+        return 2 if bad_input else 1
 
     # ---- serve
 
@@ -112,16 +115,16 @@ class EngineProcess:
                 output = executor.poll()
                 produced = core.finish(output) if output is not None else []
                 try:
-                    if not core.num_in_flight:
-                        core.begin()  # before the clients are told: the workers should not wait for that
+                    if not core.num_in_flight:  # before the clients are told: workers should not wait for that
+                        core.begin()
                 finally:
                     self._publish(core, produced)
         except (EngineDeadError, ProtocolError) as error:
             logger.error("%s", error)
-            self._end_all(core, "error", str(error))
+            self._port.say_dying(str(error))  # the end of every request
             return 1
         logger.info("stopping")
-        self._end_all(core, "abort", None)
+        self._abort_all(core)
         return 0
 
     def _patience_ms(self, core: EngineCore) -> float | None:
@@ -167,12 +170,11 @@ class EngineProcess:
             if orphans:
                 logger.info("a client has gone; %d of its requests are aborted", len(orphans))
 
-    def _end_all(self, core: EngineCore, reason: str, error: str | None) -> None:
+    def _abort_all(self, core: EngineCore) -> None:
         """Exactly one terminal message for every unfinished request."""
         for request in list(core.scheduler.requests.values()):
             core.abort(request.request_id)
-            end = Finished(request.request_id, request.num_output, [], reason, error=error)  # type: ignore[arg-type]
-            self._port.push(request.client, end)
+            self._port.push(request.client, Finished(request.request_id, request.num_output, [], "abort"))
         self._port.flush(time.monotonic())
 
 

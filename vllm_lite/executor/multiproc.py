@@ -13,7 +13,6 @@ from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.transport import Delivery, Wakeup
 from vllm_lite.transport.interface import Pollable
 
-WORKER_MODULE = "vllm_lite.worker.process"
 STOP_GRACE_S = 2.0
 LATE_WORDS_S = 0.5
 """How long a dead worker's last message may take to arrive after its end has been noticed."""
@@ -43,8 +42,9 @@ class WorkerState:
 class MultiprocExecutor:
     """See Executor. Rank 0 answers for all."""
 
-    def __init__(self, config: EngineConfig, address: str, epoch: int) -> None:
+    def __init__(self, config: EngineConfig, address: str, epoch: int, worker_module: str) -> None:
         self._config = config
+        self._worker_module = worker_module
         self._epoch = epoch
         self._address = address
         self._exits = Wakeup()
@@ -59,7 +59,7 @@ class MultiprocExecutor:
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:
         for worker in self._workers:
             worker.child = supervise.spawn(
-                WORKER_MODULE,
+                self._worker_module,
                 WorkerSettings(self._config, self._address, worker.rank, self._epoch),
                 f"worker {worker.rank}",
                 lambda _reason: self._exits.set(),

@@ -80,7 +80,17 @@ class Welcome(_Message, tag="welcome"):
 
 
 class Refused(_Message, tag="refused"):
-    """The handshake failed, for the reason given; nothing else will be answered."""
+    """The handshake failed, for the reason given; nothing else will be answered.
+
+    `bad_input` says that the engine cannot start because its model or configuration is at fault.
+    """
+
+    reason: str
+    bad_input: bool = False
+
+
+class Dying(_Message, tag="dying"):
+    """The engine ends because something broke; this is the end of every request, whatever is sent after it."""
 
     reason: str
 
@@ -142,4 +152,4 @@ class Stats(_Message, tag="stats"):
 
 
 FromClient = Hello | Generate | Abort | Ping | GetStats
-ToClient = Welcome | Refused | OutputBatch | Heartbeat | Stats
+ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats

@@ -36,7 +36,7 @@ class ZmqListener:
     def __init__(self, address: str) -> None:
         self.address = address
         path = address.removeprefix("ipc://")
-        if os.path.exists(path) and _answers(address):
+        if os.path.exists(path) and answers(address):
             raise EngineError(f"address {address} is in use by another engine")
         self._socket = _configured(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -123,7 +123,7 @@ class ZmqConnection:
             self._socket.close()
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """True if some process listens behind an existing socket file; a file left by a killed one answers nothing."""
     import socket
 

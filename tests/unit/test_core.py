@@ -1,0 +1,285 @@
+"""EngineCore: validation, idempotent Generate, clamping, stop conditions; and the client port's books."""
+
+import pytest
+
+from tests.simulated_worker import SimulatedWorker, next_token
+from vllm_lite.config import EngineConfig
+from vllm_lite.engine.client_port import SLOW_READER_S, ClientPort, Outbox
+from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.scheduler import Produced
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import (
+    Abort,
+    Finished,
+    Generate,
+    Heartbeat,
+    Hello,
+    OutputBatch,
+    Refused,
+    ToClient,
+    Tokens,
+    Welcome,
+)
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
+from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.transport import Delivery, connect
+
+VOCAB = 50
+EOS = 7
+
+
+def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
+    config = EngineConfig.check({"block_size": 4, **settings})
+    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+    ready = Ready(0, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
+    worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
+    return EngineCore(config, ready, worker, num_blocks, epoch=3)  # type: ignore[arg-type]
+
+
+def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:
+    core.add(b"client", Generate(name, pack_tokens(prompt), SamplingParams(**params)))  # type: ignore[arg-type]
+    return drain(core)
+
+
+def drain(core: EngineCore) -> list[Produced]:
+    produced = []
+    for _ in range(1000):
+        if not core.begin():
+            core.scheduler.check_integrity()
+            return produced
+        output = core._executor.poll()
+        assert output is not None
+        produced += core.finish(output)
+    raise AssertionError("the requests do not end")
+
+
+def tokens_of(produced: list[Produced]) -> list[int]:
+    return [token for item in produced for token in item.token_ids]
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (Generate("r", b"", SamplingParams()), "the prompt is empty"),
+        (Generate("r", b"123", SamplingParams()), "3 bytes, which is not a multiple of 4"),
+        (Generate("r", pack_tokens([1, 50]), SamplingParams()), "token ids must be below 50, the prompt holds 50"),
+        (Generate("r", pack_tokens([1] * 40), SamplingParams()), "the prompt has 40 tokens; at most 39 leave room"),
+        (
+            Generate("r", pack_tokens([1] * 30), SamplingParams(max_tokens=16)),
+            "30 tokens and max_tokens=16 are 6 more than the 40 that fit; ask for at most 10",
+        ),
+        (Generate("r", pack_tokens([1]), SamplingParams(), have=2, output=pack_tokens([1])), "2 tokens the client has"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_with_numbers(message: Generate, error: str) -> None:
+    core = make_core()
+    with pytest.raises(RequestError, match=error):
+        core.add(b"client", message)
+    assert not core.scheduler.has_requests()
+
+
+def test_defaulted_max_tokens_means_what_fits() -> None:
+    produced = generate(make_core(), [1] * 30, max_tokens=None, ignore_eos=True)
+    assert len(tokens_of(produced)) == 10
+    assert produced[-1].reason == "length"
+
+
+def prompt_that_ends_at(position: int) -> list[int]:
+    """A prompt whose continuation has EOS first at `position`."""
+    for start in range(10_000):
+        prompt = [start % VOCAB, start // VOCAB % VOCAB, 1]
+        if EOS in (tokens := continuation(prompt, 12)) and tokens.index(EOS) == position:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def test_end_of_sequence_token_ends() -> None:
+    produced = generate(make_core(), prompt_that_ends_at(3), max_tokens=12)
+    assert (len(tokens_of(produced)), produced[-1].reason) == (4, "stop")
+
+
+def test_ignore_eos_goes_on() -> None:
+    produced = generate(make_core(), prompt_that_ends_at(3), max_tokens=12, ignore_eos=True)
+    assert (len(tokens_of(produced)), produced[-1].reason) == (12, "length")
+
+
+def test_min_tokens_postpones_the_end() -> None:
+    produced = generate(make_core(), prompt_that_ends_at(3), max_tokens=12, min_tokens=5)
+    assert len(tokens_of(produced)) >= 5
+
+
+def test_generate_again_attaches_and_resends_from_have() -> None:
+    core = make_core()
+    message = Generate("r", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=8, ignore_eos=True))
+    core.add(b"first", message)
+    for _ in range(4):
+        core.begin()
+        output = core._executor.poll()
+        assert output is not None
+        core.finish(output)
+    again = Generate("r", message.prompt, message.params, have=1, output=pack_tokens(continuation([1, 2, 3], 1)))
+    accepted = core.add(b"second", again)
+    assert accepted.resend == continuation([1, 2, 3], 4)[1:]
+    assert accepted.request.client == b"second"
+    with pytest.raises(RequestError, match="in use for another prompt"):
+        core.add(b"thief", Generate("r", pack_tokens([9]), SamplingParams()))
+    with pytest.raises(RequestError, match="9 tokens were claimed, but only 4"):
+        core.add(b"second", Generate("r", message.prompt, message.params, have=9, output=pack_tokens([1] * 9)))
+
+
+def test_an_unknown_request_goes_on_behind_what_the_client_has() -> None:
+    core = make_core()
+    whole = continuation([1, 2, 3], 8)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    core.add(b"c", Generate("r", pack_tokens([1, 2, 3]), params, have=5, output=pack_tokens(whole[:5])))
+    produced = drain(core)
+    assert [item.start for item in produced] == [5, 6, 7]
+    assert tokens_of(produced) == whole[5:]
+
+
+def test_a_resubmitted_request_that_had_ended_ends_at_once() -> None:
+    core = make_core()
+    have = pack_tokens(continuation([1, 2, 3], 4))
+    accepted = core.add(
+        b"c", Generate("r", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=4, ignore_eos=True), have=4, output=have)
+    )
+    assert accepted.done is not None
+    assert accepted.done.reason == "length"
+    assert not core.scheduler.has_requests()
+
+
+# ---- the client port, over the in-process transport
+
+
+class Wire:
+    """A port and one client of it."""
+
+    def __init__(self, name: str) -> None:
+        self.address = f"inproc://{name}"
+        self.port = ClientPort(self.address, epoch=5)
+        self.connection = connect(self.address, b"peer")
+
+    def say(self, message: object) -> list[object]:
+        self.connection.send(client_to_engine.encode(message))  # type: ignore[arg-type]
+        return [received for _, received in self.port.receive()]
+
+    def heard(self) -> list[ToClient]:
+        messages = []
+        while (payload := self.connection.recv()) is not None:
+            messages.append(engine_to_client.decode(payload))
+        return messages
+
+    def welcome(self) -> None:
+        self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, VOCAB, (EOS,), 11, 4))
+
+    def close(self) -> None:
+        self.connection.close()
+        self.port.close()
+
+
+@pytest.fixture
+def wire(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    made = Wire(request.node.name)
+    yield made
+    made.close()
+
+
+def test_hello_is_answered_once_the_engine_serves(wire: Wire) -> None:
+    wire.say(Hello(PROTOCOL_VERSION))
+    assert wire.heard() == []
+    wire.welcome()
+    assert [type(message) for message in wire.heard()] == [Welcome]
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (Hello(PROTOCOL_VERSION + 1), f"speaks protocol version {PROTOCOL_VERSION}, the client {PROTOCOL_VERSION + 1}"),
+        (Hello(PROTOCOL_VERSION, "other"), "serves 'model', not 'other'"),
+    ],
+)
+def test_another_version_or_model_is_refused_by_name(wire: Wire, hello: Hello, reason: str) -> None:
+    wire.welcome()
+    wire.say(hello)
+    (refused,) = wire.heard()
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+
+
+def test_nothing_is_taken_before_hello(wire: Wire) -> None:
+    wire.welcome()
+    assert wire.say(Abort("r")) == []
+    assert wire.heard() == [Refused("say Hello first")]
+
+
+def test_garbage_is_dropped_and_counted(wire: Wire) -> None:
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.connection.send(b"\xc1garbage")
+    assert wire.say(Abort("r")) == [Abort("r")]
+    assert wire.port.malformed == 1
+
+
+def test_a_failed_start_is_told_to_whoever_asked(wire: Wire) -> None:
+    assert not wire.port.refuse_all("no model", bad_input=True)
+    wire.say(Hello(PROTOCOL_VERSION))
+    assert wire.port.refuse_all("no model", bad_input=True)
+    assert wire.heard() == [Refused("no model", True)]
+
+
+def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.heard()
+    wire.port.push(b"peer", Tokens("a", 0, [1]))
+    wire.port.push(b"peer", Tokens("b", 0, [2]))
+    assert wire.port.flush(0.0) == []
+    assert wire.heard() == [OutputBatch(5, [Tokens("a", 0, [1]), Tokens("b", 0, [2])])]
+
+
+def test_a_slow_reader_gets_merged_tokens_and_in_the_end_none(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.heard()
+    deliver = wire.port.listener.send
+    monkeypatch.setattr(wire.port.listener, "send", lambda *_: Delivery.BUSY)
+    for index in range(3):
+        wire.port.push(b"peer", Tokens("a", index, [index]))
+        assert wire.port.flush(float(index)) == []
+    wire.port.push(b"peer", Finished("a", 3, [3], "stop"))
+    monkeypatch.setattr(wire.port.listener, "send", deliver)
+    wire.port.flush(3.0)
+    assert wire.heard() == [OutputBatch(5, [Finished("a", 0, [0, 1, 2, 3], "stop")])]
+    monkeypatch.setattr(wire.port.listener, "send", lambda *_: Delivery.BUSY)
+    wire.port.push(b"peer", Tokens("b", 0, [1]))
+    assert wire.port.flush(10.0) == []
+    assert wire.port.flush(11.0 + SLOW_READER_S) == [b"peer"]
+
+
+def test_a_client_that_went_is_found_by_its_heartbeat(wire: Wire) -> None:
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.heard()
+    assert wire.port.beat(10.0, 1, {b"peer"}) == []
+    assert wire.heard() == [Heartbeat(5, 1)]
+    assert wire.port.beat(10.1, 1, {b"peer"}) == []
+    assert wire.heard() == []
+    wire.connection.close()
+    assert wire.port.beat(10.6, 1, {b"peer"}) == [b"peer"]
+
+
+def test_resent_tokens_replace_what_was_pending() -> None:
+    outbox = Outbox()
+    outbox.add(Tokens("a", 4, [4]))
+    outbox.add(Tokens("a", 2, [2, 3, 4]))
+    outbox.add(Tokens("a", 5, [5]))
+    assert outbox.pending["a"] == Tokens("a", 2, [2, 3, 4, 5])

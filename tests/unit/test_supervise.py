@@ -1,0 +1,134 @@
+"""Children die with their parents, parents hear of their children. Real processes, a deadline on every wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_lite import supervise
+
+DEADLINE_S = 20.0
+CHILD = "tests.unit.child_for_supervise"
+
+
+class Settings(msgspec.Struct):
+    marker: str
+    mode: str
+
+
+class Exits:
+    """Collects the reason a child ended for."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.event = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
+        self.event.set()
+
+    def wait(self) -> str:
+        assert self.event.wait(DEADLINE_S), "the child did not end before the deadline"
+        return self.reason
+
+
+def wait_for(path: Path) -> str:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not path.exists() or not path.read_text().endswith("\n"):
+        assert time.monotonic() < deadline_s, f"{path} did not appear"
+        time.sleep(0.01)
+    return path.read_text().strip()
+
+
+def wait_gone(pid: int) -> float:
+    """Seconds until `pid` is no running process any more."""
+    start = time.monotonic()
+    while time.monotonic() - start < DEADLINE_S:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return time.monotonic() - start
+        if state in "ZX":
+            return time.monotonic() - start
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} lives on")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("return 0", "exit status 0"), ("return 3", "exit status 3"), ("raise", "exit status 1")]
+)
+def test_exit_status_is_reported(tmp_path: Path, mode: str, reason: str) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), mode), "child", exits)
+    assert exits.wait() == reason
+    assert child.exited() == reason
+
+
+def test_settings_arrive_and_a_kill_is_named(tmp_path: Path) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "wait"), "child", exits)
+    assert int(wait_for(tmp_path / "m")) == child.pid
+    assert child.exited() is None
+    os.kill(child.pid, signal.SIGKILL)
+    assert exits.wait() == "killed by SIGKILL"
+
+
+def test_stop_asks_first(tmp_path: Path) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "graceful"), "child", exits)
+    wait_for(tmp_path / "m")
+    child.stop(DEADLINE_S)
+    assert child.exited() == "exit status 7"
+
+
+def test_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "deaf"), "child", exits)
+    wait_for(tmp_path / "m")
+    child.stop(0.2)
+    assert child.exited() == "killed by SIGKILL"
+
+
+@pytest.mark.parametrize("mode", ["wait", "deaf"])
+def test_child_ends_when_its_parent_is_killed(tmp_path: Path, mode: str) -> None:
+    """The cleanup runs too, since the parent cannot run its own."""
+    (tmp_path / "run").mkdir()
+    code = (
+        "import time; from vllm_lite import supervise; from tests.unit.test_supervise import CHILD, Settings; "
+        f"supervise.spawn(CHILD, Settings({str(tmp_path / 'm')!r}, {mode!r}), 'child', print); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        pid = int(wait_for(tmp_path / "m"))
+    finally:
+        parent.kill()
+        parent.wait(DEADLINE_S)
+    assert wait_gone(pid) < 5.0
+    assert wait_for(tmp_path / "m.cleaned") == "cleaned"
+
+
+def test_child_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
+    """PR_SET_PDEATHSIG fires when the starting *thread* ends; that thread must not be the caller's."""
+    exits = Exits()
+    children: list[supervise.Child] = []
+    settings = Settings(str(tmp_path / "m"), "wait")
+    thread = threading.Thread(target=lambda: children.append(supervise.spawn(CHILD, settings, "child", exits)))
+    thread.start()
+    thread.join(DEADLINE_S)
+    wait_for(tmp_path / "m")
+    assert not exits.event.wait(0.5)
+    children[0].stop(DEADLINE_S)
+
+
+def test_a_thread_can_stand_in_for_the_process(tmp_path: Path) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "graceful"), "child", exits, in_thread=True)
+    assert int(wait_for(tmp_path / "m")) == os.getpid()
+    child.stop(DEADLINE_S)
+    assert exits.wait() == "exit status 7"

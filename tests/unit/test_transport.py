@@ -1,0 +1,134 @@
+"""Both transports against one contract."""
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_lite import transport
+from vllm_lite.errors import EngineError
+from vllm_lite.transport import Connection, Delivery, Listener, Wakeup
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield f"inproc://{tmp_path}" if request.param == "inproc" else f"ipc://{tmp_path}/s"
+
+
+def receive(channel: Connection | Listener) -> bytes | tuple[bytes, bytes]:
+    while (item := channel.recv()) is None:
+        assert transport.wait(DEADLINE_S, channel), "nothing arrived before the deadline"
+    return item
+
+
+def test_messages_go_both_ways_in_order(address: str) -> None:
+    listener = transport.bind(address)
+    connection = transport.connect(address, b"me")
+    for index in range(100):
+        connection.send(b"%d" % index)
+    assert [receive(listener) for _ in range(100)] == [(b"me", b"%d" % index) for index in range(100)]
+    for index in range(100):
+        assert listener.send(b"me", b"%d" % index) is Delivery.SENT
+    assert [receive(connection) for _ in range(100)] == [b"%d" % index for index in range(100)]
+    assert connection.recv() is None
+    connection.close()
+    listener.close()
+
+
+def test_what_is_sent_before_anybody_listens_arrives(address: str) -> None:
+    connection = transport.connect(address, b"early")
+    connection.send(b"hello")
+    listener = transport.bind(address)
+    assert receive(listener) == (b"early", b"hello")
+    connection.close()
+    listener.close()
+
+
+def test_unknown_peer_is_gone(address: str) -> None:
+    listener = transport.bind(address)
+    assert listener.send(b"nobody", b"x") is Delivery.GONE
+    listener.close()
+
+
+def test_closed_peer_is_gone_before_the_deadline(address: str) -> None:
+    listener = transport.bind(address)
+    connection = transport.connect(address, b"me")
+    connection.send(b"hello")
+    receive(listener)
+    connection.close()
+    wakeup = Wakeup()
+    for _ in range(1000):
+        if listener.send(b"me", b"x") is Delivery.GONE:
+            break
+        transport.wait(0.01, wakeup)
+    else:
+        pytest.fail("the peer never went")
+    listener.close()
+
+
+def test_connection_learns_that_its_peer_went(address: str) -> None:
+    listener = transport.bind(address)
+    connection = transport.connect(address, b"me")
+    connection.send(b"hello")
+    receive(listener)
+    assert not connection.lost()
+    listener.close()
+    assert transport.wait(DEADLINE_S, connection)
+    assert connection.lost()
+    connection.close()
+
+
+def test_address_in_use_is_refused(address: str) -> None:
+    listener = transport.bind(address)
+    with pytest.raises(EngineError, match="in use"):
+        transport.bind(address)
+    listener.close()
+    transport.bind(address).close()
+
+
+def test_socket_file_is_private_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listener = transport.bind(f"ipc://{path}")
+    assert stat.S_IMODE(os.stat(path).st_mode) & 0o077 == 0
+    listener.close()
+    assert not path.exists()
+
+
+def test_socket_file_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    import socket
+
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / "s"))
+    stale.close()
+    transport.bind(f"ipc://{tmp_path}/s").close()
+
+
+def test_wakeup_ends_a_wait_from_another_thread() -> None:
+    wakeup = Wakeup()
+    thread = threading.Thread(target=wakeup.set)
+    thread.start()
+    assert transport.wait(DEADLINE_S, wakeup)
+    assert wakeup.is_set()
+    wakeup.clear()
+    assert not transport.wait(0, wakeup)
+    thread.join()
+    wakeup.close()
+    wakeup.set()  # after close: nothing happens
+
+
+def test_reader_that_does_not_read_makes_sends_busy(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/s"
+    listener = transport.bind(address)
+    connection = transport.connect(address, b"slow")
+    connection.send(b"hello")
+    receive(listener)
+    payload = b"x" * 100_000
+    deliveries = {listener.send(b"slow", payload) for _ in range(4000)}
+    assert Delivery.BUSY in deliveries
+    connection.close()
+    listener.close()

@@ -1,0 +1,225 @@
+"""`vllm-lite bench engine`: what the engine itself costs, without any model. Medians, on whatever machine this is."""
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_lite import supervise
+from vllm_lite.client.session import Session
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.block_pool import BlockPool
+from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
+from vllm_lite.transport.interface import poller
+from vllm_lite.wakeup import Wakeup
+
+STUB_WORKER = "vllm_lite.bench.stub_worker"
+SIZES = (16, 64, 256, 1024)
+BLOCK_SIZE = 16
+
+
+def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
+    """Measure everything; `report` is told what is being measured."""
+    figures: dict[str, Any] = {}
+    for name, measure in (
+        ("import_s", import_s),
+        ("engine_ready_s", engine_ready_s),
+        ("client_rss_mb", client_rss_mb),
+        ("round_trip_us", round_trip_us),
+        ("schedule_update_us", lambda: {str(size): schedule_update_us(size) for size in SIZES}),
+        ("message_bytes", lambda: {str(size): message_bytes(size) for size in SIZES}),
+        ("codec_us", lambda: {str(size): codec_us(size) for size in SIZES}),
+        ("block_alloc_free_us", block_alloc_free_us),
+        ("block_touch_free_us", block_touch_free_us),
+    ):
+        report(f"measuring {name} ...")
+        figures[name] = measure()
+    return figures
+
+
+def _median_us(action: Callable[[], object], repeats: int) -> float:
+    """Median of one call, in microseconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 3)
+
+
+def _python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return result.stdout.strip()
+
+
+def import_s() -> float:
+    """`import vllm_lite` and its public names in a fresh interpreter, without the interpreter's own start."""
+    code = (
+        "import time; t = time.perf_counter(); import vllm_lite; vllm_lite.SamplingParams; print(time.perf_counter() - t)"
+    )
+    return round(statistics.median(float(_python(code)) for _ in range(5)), 4)
+
+
+def client_rss_mb() -> float:
+    """Resident memory of a fresh process with the client imported, in MB."""
+    code = (
+        "import vllm_lite, resource; vllm_lite.LLM, vllm_lite.AsyncClient; "
+        "print(int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 1e6)"
+    )
+    return round(statistics.median(float(_python(code)) for _ in range(3)), 1)
+
+
+def _stub_config() -> EngineConfig:
+    config = EngineConfig.check({"log_level": "error"})
+    return config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
+
+
+def engine_ready_s() -> float:
+    """From the start of an engine process, with a worker that has no model, to its answer to Hello."""
+    times = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
+            address = f"ipc://{run_dir}/clients"
+            start = time.perf_counter()
+            settings = EngineSettings(_stub_config(), address, run_dir, STUB_WORKER)
+            child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
+            session = Session.connect(address, alive=child.exited)
+            times.append(time.perf_counter() - start)
+            session.close()
+            child.stop(5.0)
+    return round(statistics.median(times), 4)
+
+
+def round_trip_us() -> float:
+    """A step of one sequence from the engine to a worker process without a model and back."""
+    with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
+        executor = MultiprocExecutor(_stub_config(), f"ipc://{run_dir}/workers", 1, STUB_WORKER)
+        try:
+            executor.start(60.0, Wakeup())
+            executor.allocate(16, 0)
+            watched = poller(executor)
+            output = SchedulerOutput(1, 1, [], [Continue(0, 1, [])])
+
+            def trip() -> None:
+                executor.submit(output)
+                while executor.poll() is None:
+                    watched.poll(1000)
+
+            return _median_us(trip, 3000)
+        finally:
+            executor.close()
+
+
+def _scheduler(num_requests: int) -> Scheduler:
+    """One with `num_requests` running, each in the middle of its decode."""
+    pool = BlockPool(num_requests * 64 + 1)
+    kv = KVCacheManager(pool, BLOCK_SIZE, PrefixHasher(BLOCK_SIZE, "bench"))
+    scheduler = Scheduler(kv, max_num_seqs=num_requests, max_num_batched_tokens=10**9)
+    params = SamplingParams(max_tokens=10**6, temperature=0.0)
+    for index in range(num_requests):
+        prompt = pack_tokens(range(index, index + 100 + index % BLOCK_SIZE))  # blocks fill up at different steps
+        scheduler.add(Request(f"request-{index}", b"client", prompt, b"", params, 10**6, frozenset((0,))))
+    return scheduler
+
+
+def schedule_update_us(num_requests: int) -> float:
+    """schedule() and update() together, per step of `num_requests` decodes."""
+    scheduler = _scheduler(num_requests)
+    tokens = pack_tokens([1] * num_requests)
+    gc.collect()
+    gc.freeze()
+    times = []
+    for _ in range(320):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        middle = time.perf_counter()
+        if plan is None:
+            raise RuntimeError("the scheduler has nothing to do")
+        output = ModelOutput(0, plan.step, tokens)
+        resumed = time.perf_counter()
+        scheduler.update(output)
+        times.append(middle - start + time.perf_counter() - resumed)
+    gc.unfreeze()
+    scheduler.check_integrity()
+    return round(statistics.median(times[20:]) * 1e6, 1)
+
+
+def _decode_step(num_requests: int) -> SchedulerOutput:
+    scheduler = _scheduler(num_requests)
+    plan = scheduler.schedule()
+    while plan is not None and not all(isinstance(entry, Continue) for entry in plan.entries):
+        scheduler.update(ModelOutput(0, plan.step, pack_tokens([1] * num_requests)))
+        plan = scheduler.schedule()
+    if plan is None:
+        raise RuntimeError("the scheduler has nothing to do")
+    return plan
+
+
+def message_bytes(num_requests: int) -> int:
+    """Length of the SchedulerOutput of one step of decodes."""
+    return len(engine_to_worker.encode(_decode_step(num_requests)))
+
+
+def codec_us(num_requests: int) -> float:
+    """Encoding and decoding that message."""
+    plan = _decode_step(num_requests)
+    return _median_us(lambda: engine_to_worker.decode(engine_to_worker.encode(plan)), 500)
+
+
+def block_alloc_free_us() -> float:
+    """get_new_blocks + free, per block, 64 blocks at a time."""
+    pool = BlockPool(10_000)
+    return round(_median_us(lambda: pool.free(reversed(pool.get_new_blocks(64))), 2000) / 64, 4)
+
+
+def block_touch_free_us() -> float:
+    """touch + free of evictable blocks, per block, 64 blocks at a time."""
+    pool = BlockPool(10_000)
+    ids = pool.get_new_blocks(64)
+    pool.free(ids)
+
+    def action() -> None:
+        pool.touch(ids)
+        pool.free(ids)
+
+    return round(_median_us(action, 2000) / 64, 4)
+
+
+BUDGETS: tuple[tuple[str, str, float], ...] = (
+    ("import_s", "", 0.1),
+    ("engine_ready_s", "", 0.5),
+    ("client_rss_mb", "", 60.0),
+    ("round_trip_us", "", 150.0),
+    ("schedule_update_us", "256", 1000.0),
+    ("message_bytes", "256", 4096.0),
+    ("codec_us", "256", 150.0),
+    ("block_alloc_free_us", "", 0.4),
+    ("block_touch_free_us", "", 0.24),
+)
+"""(figure, size, the most it may be): DESIGN section 10."""
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures beside their budgets."""
+    lines = [f"{'figure':<28}{'measured':>12}{'budget':>12}"]
+    for name, size, budget in BUDGETS:
+        value = figures[name][size] if size else figures[name]
+        label = f"{name} at {size}" if size else name
+        lines.append(f"{label:<28}{value:>12g}{budget:>12g}  {'ok' if value < budget else 'OVER'}")
+    per_request = {size: figures["schedule_update_us"][str(size)] / size for size in (SIZES[0], SIZES[-1])}
+    ratio = per_request[SIZES[-1]] / per_request[SIZES[0]]
+    lines.append(f"{'per request, 1024 over 16':<28}{ratio:>12.2f}{1.6:>12g}  {'ok' if ratio <= 1.6 else 'OVER'}")
+    lines.append(f"cores: {os.cpu_count()}, Python {sys.version.split()[0]}")
+    return "\n".join(lines)

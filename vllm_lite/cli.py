@@ -1,0 +1,63 @@
+"""The command line: `vllm-lite bench ...`. Every other command of the design comes with the issue that builds it."""
+
+import argparse
+import json
+import sys
+
+from vllm_lite import __version__
+from vllm_lite.errors import VllmLiteError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="vllm-lite", description="An LLM inference engine.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="measure this machine").add_subparsers(dest="bench", required=True)
+    _add_bench_engine(bench)
+    _add_bench_throughput(bench)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except VllmLiteError as error:
+        print(f"vllm-lite: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_bench_engine(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("engine", help="scheduler, messages and processes, without a model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_bench_engine)
+
+
+def _bench_engine(arguments: argparse.Namespace) -> int:
+    from vllm_lite.bench import engine
+
+    figures = engine.run(lambda line: print(line, file=sys.stderr))
+    print(json.dumps(figures) if arguments.json else engine.table(figures))
+    return 0
+
+
+def _add_bench_throughput(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from vllm_lite.config import DEMO_MODEL
+
+    parser = commands.add_parser("throughput", help="many requests at once against one at a time")
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, or 'random-100m' [demo]")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--input-len", type=int, default=64, help="prompt tokens [64]")
+    parser.add_argument("--output-len", type=int, default=32, help="generated tokens [32]")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_bench_throughput)
+
+
+def _bench_throughput(arguments: argparse.Namespace) -> int:
+    from vllm_lite.bench import throughput
+
+    figures = throughput.run(
+        arguments.model, arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.dtype
+    )
+    print(json.dumps(figures) if arguments.json else throughput.table(figures))
+    return 0
