@@ -40,7 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     device: Annotated[Literal["auto", "cpu"], Meta(description="where the workers run")] = "auto"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="longest prompt plus output, in tokens (default: the model's)")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="longest prompt plus output, in tokens (default: the model's)"),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], Meta(description="'dummy' fills the weights at random")
@@ -78,7 +79,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="threads of one CPU worker (default: all physical cores)")
     ] = None
-    single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = False
+    single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = (
+        False
+    )
     address: Annotated[
         str | None, Meta(description="ipc://PATH that clients connect to (default: a private folder)")
     ] = None

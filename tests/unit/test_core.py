@@ -44,7 +44,7 @@ def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: obj
 
 
 def drain(core: EngineCore) -> list[Produced]:
-    produced = []
+    produced: list[Produced] = []
     for _ in range(1000):
         if not core.begin():
             core.scheduler.check_integrity()
@@ -169,7 +169,7 @@ class Wire:
         self.connection = connect(self.address, b"peer")
 
     def say(self, message: object) -> list[object]:
-        self.connection.send(client_to_engine.encode(message))  # type: ignore[arg-type]
+        self.connection.send(client_to_engine.encode(message))
         return [received for _, received in self.port.receive()]
 
     def heard(self) -> list[ToClient]:
@@ -187,7 +187,7 @@ class Wire:
 
 
 @pytest.fixture
-def wire(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+def wire(request: pytest.FixtureRequest):
     made = Wire(request.node.name)
     yield made
     made.close()

@@ -6,6 +6,7 @@ from vllm_lite.engine.block_pool import BlockPool
 from vllm_lite.engine.kv_cache_manager import KVCacheManager, Verdict, admission
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
+from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
@@ -15,7 +16,7 @@ def make(num_blocks: int = 11, block_size: int = 4, watermark: float = 0.0, cach
 
 
 def request(kv: KVCacheManager, tokens: list[int], name: str = "r") -> Request:
-    made = Request(name, b"client", pack_tokens(tokens), b"", SamplingParams(), 10**6, frozenset())
+    made = Request(Generate(name, pack_tokens(tokens), SamplingParams()), b"client", 10**6, frozenset())
     kv.register(made)
     return made
 

@@ -13,6 +13,7 @@ from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Produced, Scheduler
 from vllm_lite.errors import ProtocolError, RequestError
+from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Preempt, Resume
@@ -35,8 +36,8 @@ class Rig:
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 5, stop: frozenset[int] = frozenset()) -> Request:
         max_len = min(len(prompt) + max_tokens, self.kv.max_tokens)
-        params = SamplingParams(max_tokens=max_tokens)
-        request = Request(name, b"client", pack_tokens(prompt), b"", params, max_len, stop)
+        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens))
+        request = Request(message, b"client", max_len, stop)
         self.outputs[name] = []
         self.scheduler.add(request)
         return request
@@ -113,6 +114,17 @@ def test_without_chunking_a_prompt_waits_for_a_step_it_fits_into() -> None:
     rig.add("b", list(range(20, 30)))
     rig.drain()
     assert rig.worker.num_scheduled[:2] == [15, 11]
+
+
+def test_chunks_of_a_long_prompt_are_shared_before_it_is_whole() -> None:
+    rig = Rig(num_blocks=30, max_num_batched_tokens=8)
+    rig.add("a", list(range(24)), max_tokens=2)
+    rig.step()
+    rig.step()
+    request = rig.add("b", [*range(16), 40], max_tokens=2)
+    rig.step()
+    rig.step()
+    assert request.num_cached_at_start == 16
 
 
 def test_running_comes_before_waiting() -> None:

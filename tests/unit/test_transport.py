@@ -3,7 +3,6 @@
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ DEADLINE_S = 10.0
 
 
 @pytest.fixture(params=["inproc", "ipc"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"inproc://{tmp_path}" if request.param == "inproc" else f"ipc://{tmp_path}/s"
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"inproc://{tmp_path}" if request.param == "inproc" else f"ipc://{tmp_path}/s"
 
 
 def receive(channel: Connection | Listener) -> bytes | tuple[bytes, bytes]:

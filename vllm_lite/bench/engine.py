@@ -19,6 +19,7 @@ from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
@@ -67,7 +68,7 @@ def _python(code: str) -> str:
 def import_s() -> float:
     """`import vllm_lite` and its public names in a fresh interpreter, without the interpreter's own start."""
     code = (
-        "import time; t = time.perf_counter(); import vllm_lite; vllm_lite.SamplingParams; print(time.perf_counter() - t)"
+        "from time import perf_counter as now; t = now(); import vllm_lite; vllm_lite.SamplingParams; print(now() - t)"
     )
     return round(statistics.median(float(_python(code)) for _ in range(5)), 4)
 
@@ -130,7 +131,7 @@ def _scheduler(num_requests: int) -> Scheduler:
     params = SamplingParams(max_tokens=10**6, temperature=0.0)
     for index in range(num_requests):
         prompt = pack_tokens(range(index, index + 100 + index % BLOCK_SIZE))  # blocks fill up at different steps
-        scheduler.add(Request(f"request-{index}", b"client", prompt, b"", params, 10**6, frozenset((0,))))
+        scheduler.add(Request(Generate(f"request-{index}", prompt, params), b"client", 10**6, frozenset((0,))))
     return scheduler
 
 

@@ -164,7 +164,7 @@ class BlockPool:
         A sequence passes its table reversed, so that its tail is evicted before its prefix.
         """
         blocks = self.blocks
-        unreferenced = []
+        unreferenced: list[Block] = []
         for block_id in ids:
             block = blocks[block_id]
             count = block.ref_count - 1

@@ -64,15 +64,8 @@ class EngineCore:
         params = message.params
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=_seed_of(message.request_id))
-        request = Request(
-            message.request_id,
-            client,
-            message.prompt,
-            message.output,
-            params,
-            self._max_len(len(prompt), params),
-            stop_ids(params, self._eos),
-        )
+            message = msgspec.structs.replace(message, params=params)
+        request = Request(message, client, self._max_len(len(prompt), params), stop_ids(params, self._eos))
         reason = check_stop(request, output[-1]) if output else None
         if reason is not None:  # the client lacks nothing but the end
             return Attached(request, [], Produced(request, len(output), [], None, reason, None))

@@ -106,7 +106,7 @@ class KVCacheManager:
         return table.ids
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate until the table holds `num_tokens`. The new ids, or None, with nothing changed, if too few are free."""
+        """Allocate until the table holds `num_tokens`: the new ids, or None and no change if too few are free."""
         table = _table(request)
         count = self._num_blocks(num_tokens) - len(table.ids)
         if count > self.pool.num_free:

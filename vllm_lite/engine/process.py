@@ -19,6 +19,8 @@ from vllm_lite.wakeup import Wakeup
 
 REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for somebody to tell."""
+HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
+IDLE_LOOK_MS = 5_000
 
 logger = log.get(__name__)
 
@@ -127,9 +129,9 @@ class EngineProcess:
         self._abort_all(core)
         return 0
 
-    def _patience_ms(self, core: EngineCore) -> float | None:
+    def _patience_ms(self, core: EngineCore) -> int:
         """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
-        return 1000 * HEARTBEAT_S if core.scheduler.has_requests() or self._port.owes() else 5000
+        return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
 
     def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
         if isinstance(message, Generate):
@@ -211,8 +213,6 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
         logger.error("%s", error)
         return 2
     return engine.run()
-
-
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from array import array
 from enum import Enum
 
 from vllm_lite.engine.block_table import BlockTable
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.step import Continue
 
 
@@ -46,23 +46,15 @@ class Request:
         "tokens",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        client: bytes,
-        prompt: bytes,
-        output: bytes,
-        params: SamplingParams,
-        max_len: int,
-        stop_ids: frozenset[int],
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
+        """`message` with its tokens checked and its seed drawn; `max_len` is where the sequence ends at the latest."""
+        self.request_id = message.request_id
         self.client = client
-        self.params = params
+        self.params = message.params
         self.tokens = array("I")
-        self.tokens.frombytes(prompt)
+        self.tokens.frombytes(message.prompt)
         self.num_prompt = len(self.tokens)
-        self.tokens.frombytes(output)
+        self.tokens.frombytes(message.output)
         self.num_tokens = len(self.tokens)
         self.max_len = max_len
         self.stop_ids = stop_ids

@@ -38,19 +38,14 @@ engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
 ToWorker = step.SchedulerOutput | control.Start | control.Shutdown
 FromWorker = (
-    step.ModelOutput
-    | control.WorkerHello
-    | control.Ready
-    | control.Started
-    | control.WorkerHeartbeat
-    | control.Failed
+    step.ModelOutput | control.WorkerHello | control.Ready | control.Started | control.WorkerHeartbeat | control.Failed
 )
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as u32 in this machine's byte order (x86-64: little-endian). Raises OverflowError or TypeError for what is not a u32."""
+    """Token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for what is not a u32."""
     return array("I", token_ids).tobytes()
 
 

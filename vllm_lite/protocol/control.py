@@ -58,7 +58,7 @@ class WorkerHeartbeat(_Message, tag=34):
 
 
 class Failed(_Message, tag=35):
-    """The worker cannot go on. `kind` is the error's class name, `bad_input` that the user's model or config is at fault."""
+    """The worker cannot go on. `kind` is the error's class; `bad_input`: the user's model or config is at fault."""
 
     rank: int
     kind: str

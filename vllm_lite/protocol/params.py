@@ -1,5 +1,6 @@
 """SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -40,8 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Annotated[int, Meta(ge=0)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = 16
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    stop: Annotated[tuple[str, ...], Meta(max_length=MAX_STOPS)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOPS)] = ()
+    stop: Annotated[Sequence[str], Meta(max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[Sequence[int], Meta(max_length=MAX_STOPS)] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

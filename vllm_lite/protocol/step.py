@@ -104,7 +104,7 @@ Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):
-    """One step: run `block_ops`, apply `entries` in order, one forward pass, sample every sequence that is caught up."""
+    """One step: run `block_ops`, apply `entries` in order, one forward pass, sample what is caught up."""
 
     epoch: int
     step: int

@@ -68,4 +68,4 @@ def poller(*watched: Watched) -> zmq.Poller:
 
 def wait(timeout_s: float, *watched: Watched) -> bool:
     """Block until one of `watched` has something, at most `timeout_s`. True if something came."""
-    return bool(poller(*watched).poll(max(0.0, timeout_s) * 1000))
+    return bool(poller(*watched).poll(int(max(0.0, timeout_s) * 1000)))

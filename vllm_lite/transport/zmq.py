@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
@@ -19,7 +18,7 @@ LINGER_MS = 1_000
 
 
 def _configured(kind: int) -> zmq.Socket[bytes]:
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -109,7 +108,7 @@ class ZmqConnection:
 
     def lost(self) -> bool:
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+            self._monitor.recv_multipart()  # the only event asked for
             self._lost = True
         return self._lost
 

@@ -1,0 +1,328 @@
+"""A checkpoint's config.json, read into one frozen `ModelSpec`: what the model is, in numbers. No torch.
+
+The engine, the client, the planner and the worker all size things by it. Both spellings of config.json are read: the
+old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`, `dtype`). What is not supported is
+refused here, by name, before any weight is opened.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.errors import ConfigError, ModelError
+
+T = TypeVar("T")
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_ROPE_THETA = 10000.0
+
+
+class Family(msgspec.Struct, frozen=True):
+    """How the architectures that share one model file differ where config.json does not say it."""
+
+    qk_norm: bool
+    default_head_dim: int | None
+    """Head size when config.json has none; None = hidden_size / num_attention_heads."""
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(qk_norm=False, default_head_dim=None),
+    "Qwen3ForCausalLM": Family(qk_norm=True, default_head_dim=128),
+}
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """Rotary embedding. The last four fields are used by kind "llama3" only (they stretch the long wavelengths)."""
+
+    kind: Literal["default", "llama3"]
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers whose KV blocks are allocated together, because they see the same positions."""
+
+    kind: Literal["full"]
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decoder-only model is, in numbers. Built by `ModelSpec.load`; every field is validated there."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: Literal["silu"]
+    rope: Rope
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    kv_groups: tuple[KVGroup, ...]
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ModelSpec":
+        """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`.
+
+        Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
+        spec = _read(folder / "config.json", _parse_config)
+        if (folder / "generation_config.json").exists():
+            eos = _read(folder / "generation_config.json", _parse_generation_config)
+            spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
+        return spec
+
+    def kv_heads_per_rank(self, tp: int = 1) -> int:
+        """KV heads that one of `tp` ranks holds: a share of them, or one copy when there are more ranks than heads."""
+        if tp < 1 or self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads):
+            raise ConfigError(
+                f"tensor_parallel_size {tp} does not fit this model: it must divide its {self.num_heads} heads, and "
+                f"divide or be a multiple of its {self.num_kv_heads} KV heads"
+            )
+        return max(1, self.num_kv_heads // tp)
+
+    def layers_per_group(self) -> int:
+        """Layers that one KV block spans. Groups share one pool, so the smaller ones are padded to the largest."""
+        return max(len(group.layers) for group in self.kv_groups)
+
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
+        """Bytes of one KV block on one rank: K and V of `block_size` tokens in all layers of a group."""
+        tokens_bytes = block_size * self.kv_heads_per_rank(tp) * self.head_dim * dtype_bytes
+        return self.layers_per_group() * 2 * tokens_bytes
+
+    def num_parameters(self) -> int:
+        """Weights of the whole model; a tied LM head counts once."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
+        attention += self.attention_bias * (q + 2 * kv + self.hidden_size) + self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        per_layer = attention + mlp + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * per_layer + self.hidden_size
+
+
+def resolve_dtype(requested: str, spec: ModelSpec) -> str:
+    """The dtype to compute in: `requested` itself, or for "auto" the checkpoint's own.
+
+    Raises ConfigError for a name that is neither.
+    """
+    if requested == "auto":
+        return spec.dtype
+    if requested not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {requested!r} is not supported; use auto, {', '.join(DTYPE_BYTES)}")
+    return requested
+
+
+# ------------------------------------------------------------------------------------ config.json as it is
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class _RawRope(msgspec.Struct):
+    """`rope_parameters` (new) or `rope_scaling` (old, where the kind may be called `type`)."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: float = 1.0
+
+
+class _RawConfig(msgspec.Struct):
+    """The keys of config.json that are read; all others are ignored, as they do not change the numbers."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    num_attention_heads: Size
+    rms_norm_eps: Positive
+    max_position_embeddings: Size
+    architectures: list[str] | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Positive | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _RawGenerationConfig(msgspec.Struct):
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
+# --------------------------------------------------------------------------- from raw JSON to ModelSpec
+# Below, a ModelError names the key and the value; `_read` puts the file's name before it.
+
+
+def _read(source: Path, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(msgspec.json.decode(source.read_bytes()))
+    except FileNotFoundError:
+        raise ModelError(f"{source}: no such file; a Hugging Face checkpoint folder has one") from None
+    except OSError as error:
+        raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{source}: not valid JSON ({error})") from error
+
+
+def _convert(raw: Any, kind: type[T], within: str = "") -> T:
+    """Check `raw` against the declared type; the message shows the offending key and value."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").removeprefix(".").partition("[")[0]
+        where = ".".join(filter(None, (within, key)))
+        given = f", but it is {raw[key]!r}" if isinstance(raw, dict) and key in raw else ""
+        raise ModelError(f"{where}: {problem}{given}" if where else problem) from None
+
+
+def _parse_config(raw_json: Any) -> ModelSpec:
+    architecture, family = _family(raw_json)
+    raw = _convert(raw_json, _RawConfig)
+    _refuse_unsupported(raw)
+    num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if raw.num_attention_heads % num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {raw.num_attention_heads}"
+        )
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(raw, family),
+        norm_eps=raw.rms_norm_eps,
+        activation="silu",
+        rope=_rope(raw),
+        max_position_embeddings=raw.max_position_embeddings,
+        tie_word_embeddings=raw.tie_word_embeddings,
+        attention_bias=raw.attention_bias,
+        mlp_bias=raw.mlp_bias,
+        qk_norm=family.qk_norm,
+        bos_token_id=raw.bos_token_id,
+        eos_token_ids=_as_ids(raw.eos_token_id),
+        dtype=_dtype(raw),
+        kv_groups=(KVGroup(kind="full", layers=tuple(range(raw.num_hidden_layers))),),
+    )
+
+
+def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:
+    return _as_ids(_convert(raw_json, _RawGenerationConfig).eos_token_id)
+
+
+def _family(raw_json: Any) -> tuple[str, Family]:
+    """Checked before all else: of a foreign model, its missing keys are not the news."""
+    names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return name, ARCHITECTURES[name]
+
+
+def _refuse_unsupported(raw: _RawConfig) -> None:
+    if raw.hidden_act not in ("silu", "swish"):
+        raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
+    if raw.quantization_config is not None:
+        method = raw.quantization_config.get("quant_method", "unknown")
+        raise ModelError(f"quantization_config {method!r} is not supported; use an unquantized checkpoint")
+    others = sorted(set(raw.layer_types or ()) - {"full_attention"})
+    if others:
+        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: full_attention")
+    # Qwen writes a sliding_window that use_sliding_window then turns off.
+    if raw.use_sliding_window or (raw.sliding_window is not None and raw.use_sliding_window is None):
+        raise ModelError(f"sliding_window {raw.sliding_window} is not supported; every layer must use full attention")
+
+
+def _head_dim(raw: _RawConfig, family: Family) -> int:
+    head_dim = raw.head_dim or family.default_head_dim
+    if head_dim is None:
+        head_dim, remainder = divmod(raw.hidden_size, raw.num_attention_heads)
+        if remainder:
+            raise ModelError(
+                f"hidden_size {raw.hidden_size} is not a multiple of num_attention_heads {raw.num_attention_heads}; "
+                "without a head_dim it must be"
+            )
+    if head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is odd; rotary embedding turns pairs, so it must be even")
+    return head_dim
+
+
+def _rope(raw: _RawConfig) -> Rope:
+    key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
+    values = raw.rope_parameters or raw.rope_scaling or {}
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ModelError(f"{key} differs by layer type ({', '.join(values)}); one for all layers is supported")
+    rope = _convert(values, _RawRope, within=key)
+    theta = rope.rope_theta or raw.rope_theta or DEFAULT_ROPE_THETA
+    kind = rope.rope_type or rope.type or "default"
+    if rope.partial_rotary_factor != 1.0:
+        raise ModelError(f"{key}.partial_rotary_factor {rope.partial_rotary_factor} is not supported; it must be 1.0")
+    if kind == "default":
+        return Rope(kind="default", theta=theta)
+    if kind != "llama3":
+        raise ModelError(f"{key}.rope_type {kind!r} is not supported; supported: default, llama3")
+    factor, low, high = rope.factor, rope.low_freq_factor, rope.high_freq_factor
+    if factor is None or low is None or high is None:
+        raise ModelError(f"{key} of type llama3 needs factor, low_freq_factor and high_freq_factor; it has {values}")
+    if high <= low:
+        raise ModelError(f"{key}.high_freq_factor {high} must be greater than low_freq_factor {low}")
+    original = rope.original_max_position_embeddings or raw.max_position_embeddings
+    return Rope("llama3", theta, factor, low, high, original)
+
+
+def _dtype(raw: _RawConfig) -> str:
+    """The checkpoint's dtype; one that does not say is taken for float32, as nothing is lost by it."""
+    name = (raw.dtype or raw.torch_dtype or "float32").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
