@@ -1,0 +1,94 @@
+"""Tiny random checkpoints in the format of the model hub, made with transformers: config, weights and a tokenizer."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 384
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
+_TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "A small engine reads a page, writes a page, and never forgets where the page was.",
+    "One, two, three, four, five; once I caught a fish alive. Why did you let it go?",
+    "Übung macht den Meister. 猫が好き。 😀 Ça va bien, merci.",
+]
+
+
+def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write a random checkpoint of `family` ("llama" or "qwen3") to the folder `path` and return it.
+
+    `overrides` are arguments of the transformers config, and also `max_shard_size` (like "100KB") for a sharded one and
+    `seed`. The weights are wide (initializer_range 0.3), so that every token depends visibly on its whole context.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    path = Path(path)
+    classes: dict[str, Any] = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    config_class, model_class = classes[family]
+    shard_size = overrides.pop("max_shard_size", "1GB")
+    seed = overrides.pop("seed", 0)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32 if family == "qwen3" else 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(settings | overrides)))
+        _shake_vectors(model)
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard_size)
+    _write_tokenizer(path)
+    return path
+
+
+def _shake_vectors(model: Any) -> None:
+    """Random norm weights and biases: transformers leaves them 1 and 0, which would hide that one is not loaded."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                mean = 0.0 if name.endswith("bias") else 1.0
+                parameter.normal_(mean, 0.2)
+
+
+@cache
+def _tokenizer_json() -> str:
+    """A byte-level BPE with a few merges, so that any text can be encoded and some tokens are parts of characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT * 4, trainer)
+    return tokenizer.to_str()
+
+
+def _write_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")

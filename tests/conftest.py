@@ -1,0 +1,17 @@
+"""Fixtures that many tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+# Tiny models gain nothing from threads, and OpenMP's spinning ones lose tenfold on a busy machine. Children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer random Llama in float32 and its tokenizer; do not write to it."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny-llama")

@@ -1,0 +1,137 @@
+"""Linear layers, packed or not, whole or cut over ranks; and the rounding of RMSNorm."""
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from vllm_lite.layers import linear as linear_module
+from vllm_lite.layers.embedding import Embedding, LMHead
+from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.norm import RMSNorm
+from vllm_lite.layers.onednn import pack, packed_linear
+from vllm_lite.layers.weight_slot import Shard, Split
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.models.llama import Llama
+from vllm_lite.models.weights import load_weights
+
+CPU = torch.device("cpu")
+SIZES = (24, 8, 8)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def make_linear(dtype, bias):
+    linear = Linear(Split.whole(48), [Split.whole(size) for size in SIZES], bias=bias, dtype=dtype, device=CPU)
+    linear.weight.copy_(random(40, 48))
+    if linear.bias is not None:
+        linear.bias.copy_(random(40))
+    return linear
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 5, 64])
+def test_linear(monkeypatch, num_rows, dtype, bias, packs):
+    if not packs:
+        monkeypatch.setattr(linear_module, "pack", lambda _: None)
+    linear = make_linear(dtype, bias)
+    x = random(num_rows, 48, dtype=dtype)
+    expected = x.double() @ linear.weight.double().t()
+    if linear.bias is not None:
+        expected += linear.bias.double()
+    linear.finish_loading()
+    assert packs or linear.packed is None
+    out = torch.full((num_rows, 40), torch.nan, dtype=dtype)
+    linear.forward(x, out)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    assert torch.allclose(out.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_this_torch_can_pack():
+    """If this fails, torch has changed operators that it does not document: see layers/onednn.py, all is slower now."""
+    weight, x, bias = random(40, 48), random(3, 48), random(40)
+    packed = pack(weight)
+    assert packed is not None
+    assert torch.allclose(packed_linear(x, packed, bias), x @ weight.t() + bias, atol=1e-5)
+
+
+def test_a_packed_row_does_not_depend_on_the_rows_beside_it():
+    linear = make_linear(torch.bfloat16, bias=False)
+    linear.finish_loading()
+    x, out = random(64, 48, dtype=torch.bfloat16), torch.empty(64, 40, dtype=torch.bfloat16)
+    linear.forward(x, out)
+    for num_rows in (1, 2, 3, 8, 33):
+        few = torch.empty(num_rows, 40, dtype=torch.bfloat16)
+        linear.forward(x[:num_rows], few)
+        assert torch.equal(few, out[:num_rows])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_lm_head(tied):
+    embedding = Embedding(40, 48, dtype=torch.float32, device=CPU)
+    embedding.weight.copy_(random(40, 48))
+    head = LMHead(embedding, tied=tied)
+    if not tied:
+        head.weight.copy_(random(40, 48) * 2)
+    expected = random(3, 48) @ head.weight.t()
+    head.finish_loading()
+    assert torch.allclose(head.forward(random(3, 48)), expected, atol=1e-5)
+    out = torch.empty(2, 48)
+    embedding.forward(torch.tensor([7, 39], dtype=torch.int32), out)
+    assert torch.equal(out, random(40, 48)[[7, 39]])
+
+
+def test_splits():
+    assert [Split.even(12, Shard(rank, 3)) for rank in range(3)] == [(12, 0, 4), (12, 4, 4), (12, 8, 4)]
+    with pytest.raises(ValueError, match="13 cannot be split over 3 ranks"):
+        Split.even(13, Shard(0, 3))
+    whole_heads = [Split.kv_heads(4, 8, Shard(rank, 2)) for rank in range(2)]
+    assert whole_heads == [(32, 0, 16), (32, 16, 16)]
+    replicated = [Split.kv_heads(2, 8, Shard(rank, 4)) for rank in range(4)]
+    assert replicated == [(16, 0, 8), (16, 0, 8), (16, 8, 8), (16, 8, 8)]
+
+
+def test_ranks_load_the_parts_of_the_whole(tmp_path):
+    """The seam for tensor parallelism: put together along their split dimension, the ranks' weights are the model's."""
+    path = make_checkpoint(tmp_path / "model", attention_bias=True)
+    spec = ModelSpec.load(path)
+
+    def load(shard):
+        model = Llama(spec, torch.float32, CPU, 16, 4, shard)
+        table = model.weight_table()
+        load_weights(model, path)
+        return {name: slot.view for name, slot in table.items()}
+
+    whole, *ranks = (load(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
+    num_split = 0
+    for name, tensor in whole.items():
+        parts = [rank[name] for rank in ranks]
+        axes = [axis for axis in range(tensor.dim()) if parts[0].shape[axis] != tensor.shape[axis]]
+        num_split += len(axes)
+        assert torch.equal(torch.cat(parts, dim=axes[0]) if axes else parts[0], tensor), name
+    assert num_split == spec.num_layers * (7 + 3)  # seven matrices and the biases of Q, K and V
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_rounds_like_transformers(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    theirs = LlamaRMSNorm(96, 1e-5).to(dtype)
+    ours = RMSNorm(96, 1e-5, dtype=dtype, device=CPU)
+    weight, x, residual = 1 + random(96) / 4, random(64, 96, dtype=dtype), random(64, 96, dtype=dtype) * 3
+    theirs.weight.data.copy_(weight)
+    ours.weight.copy_(weight)
+    with torch.inference_mode():
+        expected, expected_sum = theirs(x), theirs(residual + x)
+    out = torch.empty_like(x)
+    ours.forward(x, out)
+    exactly_equal = (out == expected).float().mean()
+    assert exactly_equal > (0.99 if dtype == torch.bfloat16 else 0.5)
+    assert torch.allclose(out, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    total = residual + x
+    ours.add_forward(residual, x, out=x)
+    assert torch.equal(residual, total)
+    assert torch.allclose(x, expected_sum, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)

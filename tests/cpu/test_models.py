@@ -1,0 +1,238 @@
+"""Every family gives the logits of transformers at every position, however its prompt is cut up and its blocks lie."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.select import select_backend
+from vllm_lite.errors import ModelError
+from vllm_lite.layers.rope import inverse_frequencies
+from vllm_lite.model_spec import ARCHITECTURES, ModelSpec, Rope
+from vllm_lite.models.registry import MODELS, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.protocol.step import BlockOp
+from vllm_lite.worker.cache_engine import CacheEngine
+
+MAX_DIFFERENCE = 3e-4
+"""Of logits of size 10 in float32; what a wrong model gives is over 0.1 (see the negative controls)."""
+BLOCK_SIZE = 8
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-rope3": {"rope_parameters": LLAMA3},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "llama-sharded": {"max_shard_size": "100KB", "num_hidden_layers": 3},
+    "llama-heads": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
+    "qwen3": {"family": "qwen3"},
+    "qwen3-tied-biases": {"family": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+}
+
+
+class Oracle:
+    """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
+
+    def __init__(self, path: Path, dtype: str = "float32") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.path = path
+        self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        with torch.inference_mode():
+            self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
+        self.spec = ModelSpec.load(path)
+        self.model = build(self.spec, dtype, "cpu", max_model_len=256, max_num_tokens=512)
+        load_weights(self.model, path)
+
+    def difference(self, logits: torch.Tensor, first: int = 0) -> float:
+        """Largest difference to transformers, for rows that stand at positions from `first` on."""
+        return float((logits.float() - self.logits[first : first + len(logits)]).abs().max())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("variants")
+    return {name: make_checkpoint(root / name, **options) for name, options in VARIANTS.items()}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def oracle(request, checkpoints) -> Oracle:
+    return Oracle(checkpoints[request.param])
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints) -> Oracle:
+    return Oracle(checkpoints["llama"])
+
+
+@dataclass
+class Sequence:
+    tokens: torch.Tensor
+    blocks: list[int]
+    num_computed: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens of a step, vocab_size]
+
+
+class Paged:
+    """Runs a model over a paged cache whose block ids are shuffled and whose unwritten slots hold NaN."""
+
+    def __init__(self, oracle: Oracle, seed: int = 0) -> None:
+        model, spec = oracle.model, oracle.spec
+        self.dtype = oracle.model.embedding.weight.dtype  # type: ignore[attr-defined]
+        self.model = model
+        self.cache = CacheEngine(spec, BLOCK_SIZE, 128, 0, self.dtype, torch.device("cpu"))
+        self.cache.pool.fill_(torch.nan)
+        self.kv = self.cache.layer_views()
+        shuffled = torch.randperm(127, generator=torch.Generator().manual_seed(seed)) + 1
+        self.free: list[int] = shuffled.tolist()
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, self.dtype, torch.device("cpu")
+        )
+        self.backend = select_backend(shape)
+
+    def sequence(self, tokens: torch.Tensor) -> Sequence:
+        num_blocks = -(-len(tokens) // BLOCK_SIZE)
+        blocks, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        return Sequence(tokens, blocks)
+
+    def step(self, *work: tuple[Sequence, int], shift: int = 0) -> None:
+        """Compute the next tokens of each sequence, so many; `shift` is a deliberate error in the positions."""
+        ids, positions, slots, starts = [], [], [], [0]
+        for sequence, count in work:
+            at = torch.arange(sequence.num_computed, sequence.num_computed + count)
+            ids.append(sequence.tokens[at])
+            positions.append(at + shift)
+            slots.append(torch.tensor(sequence.blocks)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            starts.append(starts[-1] + count)
+            sequence.num_computed += count
+        longest = max(len(sequence.blocks) for sequence, _ in work)
+        table = torch.tensor([s.blocks + [0] * (longest - len(s.blocks)) for s, _ in work], dtype=torch.int32)
+        metadata = AttentionMetadata(
+            num_tokens=starts[-1],
+            num_seqs=len(work),
+            max_query_len=max(count for _, count in work),
+            max_seq_len=max(sequence.num_computed for sequence, _ in work),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor([sequence.num_computed for sequence, _ in work], dtype=torch.int32),
+            block_tables=(table,),
+            slot_mapping=(torch.cat(slots),),
+        )
+        self.backend.prepare(metadata)
+        hidden = self.model.forward(torch.cat(ids), torch.cat(positions), self.kv, metadata, self.backend)
+        logits = self.model.logits(hidden)
+        for (sequence, _), first, last in zip(work, starts[:-1], starts[1:], strict=True):
+            sequence.logits.append(logits[first:last])
+
+    def run(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+        """All logits of `tokens`, computed `chunk` tokens a step: [num_tokens, vocab_size]."""
+        sequence = self.sequence(tokens)
+        while sequence.num_computed < len(tokens):
+            self.step((sequence, min(chunk, len(tokens) - sequence.num_computed)))
+        return torch.cat(sequence.logits)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_logits_are_those_of_transformers_whatever_the_chunk(oracle, chunk):
+    logits = Paged(oracle).run(oracle.tokens, chunk)
+    assert oracle.difference(logits) < MAX_DIFFERENCE
+    assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
+
+
+def test_mixed_batch_of_several_sequences(oracle):
+    paged = Paged(oracle, seed=3)
+    lengths = [150, 1, 9, 64, 33]
+    sequences = [paged.sequence(oracle.tokens[:length]) for length in lengths]
+    long, one, short, middle, late = sequences
+    paged.step((long, 50), (short, 8), (middle, 17))
+    paged.step((middle, 1), (long, 1), (one, 1), (late, 33), (short, 1))
+    paged.step((long, 99), (middle, 46))
+    for sequence in sequences:
+        assert sequence.num_computed == len(sequence.tokens)
+        assert oracle.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
+
+
+def test_moved_to_other_blocks_it_goes_on_as_before(llama):
+    paged = Paged(llama)
+    sequence = paged.sequence(llama.tokens)
+    paged.step((sequence, 100))
+    moved, paged.free = paged.free[: len(sequence.blocks)], paged.free[len(sequence.blocks) :]
+    paged.cache.execute([(BlockOp.COPY, src, dst) for src, dst in zip(sequence.blocks, moved, strict=True)])
+    paged.cache.pool[sequence.blocks] = torch.nan
+    sequence.blocks = moved
+    paged.step((sequence, 50))
+    assert llama.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("error", ["corrupt block", "wrong block", "shifted position"])
+def test_negative_controls(oracle, error):
+    paged = Paged(oracle)
+    sequence = paged.sequence(oracle.tokens)
+    paged.step((sequence, 100))
+    if error == "corrupt block":
+        paged.cache.pool[sequence.blocks[5]] *= 0.5
+    if error == "wrong block":  # to swap two would change nothing: cached keys carry their positions
+        sequence.blocks[3] = sequence.blocks[4]
+    paged.step((sequence, 50), shift=1 if error == "shifted position" else 0)
+    before, after = sequence.logits
+    assert oracle.difference(before) < MAX_DIFFERENCE
+    assert oracle.difference(after, first=100) > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_is_no_further_from_the_truth_than_transformers(checkpoints, name):
+    truth, rounded = Oracle(checkpoints[name]), Oracle(checkpoints[name], "bfloat16")
+    ours = Paged(rounded).run(rounded.tokens, 1000).float()
+    theirs = rounded.logits
+    assert (ours - truth.logits).abs().mean() < 1.2 * (theirs - truth.logits).abs().mean()
+
+
+def test_the_tokens_of_a_prompt_give_many_different_answers(oracle):
+    """Else the parity above could not see the context."""
+    assert len(oracle.logits.argmax(-1).unique()) > 40
+
+
+def test_a_position_beyond_the_model_length_is_an_error(llama):
+    paged = Paged(llama)
+    with pytest.raises(IndexError):
+        paged.step((paged.sequence(llama.tokens), 10), shift=250)
+
+
+def test_more_tokens_than_the_buffers_hold_is_an_error(llama):
+    paged = Paged(llama)
+    with pytest.raises(ValueError, match="600 tokens exceeds the 512"):
+        paged.step((paged.sequence(torch.zeros(600, dtype=torch.int64)), 600))
+
+
+def test_llama3_frequencies_are_those_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw = LlamaConfig(rope_parameters=dict(LLAMA3), head_dim=128)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](raw, torch.device("cpu"))
+    ours = inverse_frequencies(Rope("llama3", 10000.0, 8.0, 1.0, 4.0, 64), 128)
+    assert torch.allclose(ours, expected, rtol=1e-6, atol=0)
+
+
+def test_registry_and_spec_know_the_same_architectures(llama):
+    assert MODELS.keys() == ARCHITECTURES.keys()
+    with pytest.raises(ModelError, match=r"'Other'.*LlamaForCausalLM"):
+        build(replace(llama.spec, architecture="Other"), "float32", "cpu", 8, 8)
+
+
+def test_num_parameters_counts_what_the_model_holds(oracle):
+    table = build(oracle.spec, "float32", "cpu", max_model_len=8, max_num_tokens=8).weight_table()
+    assert oracle.spec.num_parameters() == sum(slot.view.numel() for slot in table.values())

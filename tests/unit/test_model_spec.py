@@ -1,0 +1,214 @@
+"""config.json in its old and new spelling gives one ModelSpec, and what is not supported is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, resolve_dtype
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
+
+
+def config(name: str = "llama_new") -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    return raw
+
+
+def load(folder: Path, raw: object, generation: object = None) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelSpec.load(folder)
+
+
+def refusal(folder: Path, raw: object) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder, raw)
+    assert str(folder / "config.json") in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_old_and_new_spelling_mean_the_same(tmp_path, family):
+    assert load(tmp_path, config(f"{family}_old")) == load(tmp_path, config(f"{family}_new"))
+
+
+def test_llama(tmp_path):
+    assert load(tmp_path, config("llama_old")) == ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        activation="silu",
+        rope=Rope("llama3", 500000.0, 8.0, 1.0, 4.0, 8192),
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009),
+        dtype="bfloat16",
+        kv_groups=(KVGroup("full", tuple(range(32))),),
+    )
+
+
+def test_qwen3(tmp_path):
+    spec = load(tmp_path, config("qwen3_new"))
+    assert (spec.head_dim, spec.qk_norm, spec.tie_word_embeddings) == (128, True, True)
+    assert spec.rope == Rope("default", 1000000.0)
+    assert spec.eos_token_ids == (151645,)
+
+
+def test_a_spec_survives_the_wire(tmp_path):
+    spec = load(tmp_path, config())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama_old", 8.030261248), ("qwen3_old", 0.596049920)], ids=["llama-3.1-8b", "qwen3-0.6b"]
+)
+def test_num_parameters_of_known_models(tmp_path, name, billions):
+    assert load(tmp_path, config(name)).num_parameters() == round(billions * 1e9)
+
+
+def test_defaults_of_keys_that_older_configs_lack(tmp_path):
+    raw = config("llama_old")
+    for key in ("num_key_value_heads", "rope_theta", "rope_scaling", "torch_dtype", "tie_word_embeddings", "mlp_bias"):
+        del raw[key]
+    spec = load(tmp_path, raw)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rope, spec.dtype) == (32, 128, Rope("default", 10000.0), "float32")
+    assert not spec.tie_word_embeddings
+
+
+def test_rope_scaling_in_its_oldest_form_says_type(tmp_path):
+    raw = config("llama_old")
+    raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_type")
+    assert load(tmp_path, raw).rope.kind == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, (7,)),
+        ({}, (7,)),
+        ({"eos_token_id": None}, (7,)),
+        ({"eos_token_id": 8}, (8,)),
+        ({"eos_token_id": [8, 9]}, (8, 9)),
+    ],
+)
+def test_eos_ids_of_generation_config_come_first(tmp_path, generation, expected):
+    assert load(tmp_path, config() | {"eos_token_id": 7}, generation).eos_token_ids == expected
+
+
+def test_a_model_without_eos_has_none(tmp_path):
+    assert load(tmp_path, config() | {"eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", *ARCHITECTURES]),
+        ({"architectures": None}, ["architectures", *ARCHITECTURES]),
+        ({"architectures": [3]}, ["architectures", *ARCHITECTURES]),
+        ({"hidden_size": "4096"}, ["hidden_size", "'4096'", "int"]),
+        ({"hidden_size": 0}, ["hidden_size", "0", ">= 1"]),
+        ({"hidden_size": True}, ["hidden_size", "True", "int"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "10000"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ({"num_key_value_heads": 5}, ["num_key_value_heads 5", "32"]),
+        ({"head_dim": 127}, ["head_dim 127", "even"]),
+        ({"head_dim": None, "hidden_size": 4097}, ["hidden_size 4097", "num_attention_heads 32"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        ({"dtype": "int8"}, ["dtype", "'int8'", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"sliding_window": 4096}, ["sliding_window 4096", "full attention"]),
+        ({"sliding_window": 4096, "use_sliding_window": True}, ["sliding_window 4096"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rope_parameters.rope_type", "'yarn'", "llama3"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
+        ({"rope_parameters": {"factor": "4"}}, ["rope_parameters.factor", "'4'", "float"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor 0.5"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "layer type"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refusals_name_the_key_the_value_and_what_would_be_right(tmp_path, changes, words):
+    message = refusal(tmp_path, config() | changes)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("low", [4.0, 5.0])
+def test_llama3_blend_needs_a_rising_range(tmp_path, low):
+    raw = config()
+    raw["rope_parameters"]["low_freq_factor"] = low
+    assert "high_freq_factor 4.0 must be greater" in refusal(tmp_path, raw)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    raw = config()
+    del raw["vocab_size"]
+    assert "vocab_size" in refusal(tmp_path, raw)
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": }'])
+def test_damaged_json(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):
+        ModelSpec.load(tmp_path)
+
+
+@pytest.mark.parametrize("raw", [[], None, "llama", 3])
+def test_json_that_is_no_object(tmp_path, raw):
+    assert "architectures" in refusal(tmp_path, raw)
+
+
+def test_damaged_generation_config_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"generation_config\.json.*eos_token_id"):
+        load(tmp_path, config(), {"eos_token_id": "x"})
+
+
+def test_missing_folder_and_file(tmp_path):
+    with pytest.raises(ModelError, match="no such folder"):
+        ModelSpec.load(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json: no such file"):
+        ModelSpec.load(tmp_path)
+
+
+def test_kv_block_bytes_of_the_founding_documents(tmp_path):
+    raw = config() | {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    spec = load(tmp_path, raw)
+    assert spec.kv_block_bytes(block_size=4, dtype_bytes=2) == 65536
+    assert [spec.kv_block_bytes(4, 2, tp) for tp in (2, 4, 8)] == [32768, 16384, 8192]
+
+
+def test_kv_heads_are_split_or_replicated(tmp_path):
+    spec = load(tmp_path, config() | {"num_key_value_heads": 2})
+    assert [spec.kv_heads_per_rank(tp) for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3"):
+        spec.kv_heads_per_rank(3)
+
+
+def test_resolve_dtype(tmp_path):
+    spec = load(tmp_path, config())
+    assert resolve_dtype("auto", spec) == "bfloat16"
+    assert resolve_dtype("float32", spec) == "float32"
+    with pytest.raises(ConfigError, match="'fp8'"):
+        resolve_dtype("fp8", spec)
+
+
+def test_no_torch_is_imported():
+    code = "import sys, vllm_lite.model_spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

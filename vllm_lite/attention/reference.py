@@ -1,0 +1,137 @@
+"""Paged attention in plain torch: the truth that every other backend is tested against.
+
+One formula serves decode, chunked prefill and mixed batches. For each sequence: gather its blocks into K and V of
+exactly its length, then attend with the query rows of the heads that share a KV head standing together. Nothing past
+that length is read, so NaN in unused slots cannot leak. On a CPU this also measured 2.5 times faster than one padded
+batch (32 decode rows over 200-1000 tokens), because the K and V of one sequence stay in the L2 cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+
+
+@dataclass(slots=True)
+class _Write:
+    """Where a group's new K and V go. `rows` is None when every token has a slot."""
+
+    rows: torch.Tensor | None  # int64 [num_written]
+    blocks: torch.Tensor  # int64 [num_written]
+    offsets: torch.Tensor  # int64 [num_written]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence that attends in this step."""
+
+    start: int
+    query_len: int
+    seq_len: int
+    blocks: tuple[torch.Tensor, ...]  # per group: int32 [ceil(seq_len / block_size)]
+    visible: torch.Tensor | None  # bool [group_heads * query_len, seq_len]; None = all of it (one query row)
+
+
+@dataclass(slots=True)
+class _Plan:
+    writes: tuple[_Write, ...]
+    sequences: list[_Sequence]
+    has_padding: bool
+
+
+class ReferenceBackend:
+    """Attention for any shape and device that torch has. `prepare` waits for the device: not for CUDA graphs."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self.group_heads = shape.num_heads // shape.num_kv_heads
+
+    @classmethod
+    def supports(cls, shape: AttentionShape) -> str | None:
+        if shape.num_heads % shape.num_kv_heads:
+            return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads evenly"
+        return None
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
+        """K and V of the longest sequence twice (as blocks, then by head), Q and output once more, and the masks."""
+        shape = self.shape
+        kv_bytes = 2 * 2 * max_seq_len * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
+        rows_bytes = 2 * max_num_tokens * shape.num_heads * shape.head_size * shape.dtype.itemsize
+        return kv_bytes + rows_bytes + max_num_tokens * self.group_heads * max_seq_len
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        starts = metadata.query_start_loc.tolist()
+        sequences = []
+        num_rows = 0
+        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+            start, query_len = starts[i], starts[i + 1] - starts[i]
+            if seq_len == 0 or query_len == 0:
+                continue
+            num_blocks = -(-seq_len // self.shape.block_size)
+            blocks = tuple(table[i, :num_blocks] for table in metadata.block_tables)
+            sequences.append(_Sequence(start, query_len, seq_len, blocks, self._visible(query_len, seq_len)))
+            num_rows += query_len
+        writes = tuple(self._write(slots) for slots in metadata.slot_mapping)
+        metadata.plan = _Plan(writes, sequences, has_padding=num_rows < metadata.num_tokens)
+
+    def _visible(self, query_len: int, seq_len: int) -> torch.Tensor | None:
+        """Lower-right causal mask, once per head of a group: row j sees tokens up to seq_len - query_len + j."""
+        if query_len == 1:
+            return None
+        mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=self.shape.device)
+        return mask.tril_(seq_len - query_len).repeat(self.group_heads, 1)
+
+    def _write(self, slots: torch.Tensor) -> _Write:
+        written = slots != PAD_SLOT
+        rows = None if bool(written.all()) else written.nonzero().squeeze(1)
+        slots = slots if rows is None else slots[rows]
+        return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int
+    ) -> None:
+        write: _Write = metadata.plan.writes[group]
+        if write.rows is not None:
+            key, value = key[write.rows], value[write.rows]
+        keys, values = kv[:, 0], kv[:, 1]  # [num_blocks, num_kv_heads, block_size, head_size]
+        keys[write.blocks, :, write.offsets] = key
+        values[write.blocks, :, write.offsets] = value
+
+    def attend(
+        self, query: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int, out: torch.Tensor
+    ) -> None:
+        plan: _Plan = metadata.plan
+        if plan.has_padding:
+            out.zero_()
+        queries, outs = self._by_kv_head(query), self._by_kv_head(out)
+        for sequence in plan.sequences:
+            rows = slice(sequence.start, sequence.start + sequence.query_len)
+            attended = self._attend_one(queries[:, :, rows], kv, sequence, group)
+            outs[:, :, rows].copy_(attended)
+
+    def _by_kv_head(self, heads: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_heads, head_size] -> a view [num_kv_heads, group_heads, num_tokens, head_size]."""
+        by_kv_head = heads.view(len(heads), -1, self.group_heads, self.shape.head_size)
+        return by_kv_head.permute(1, 2, 0, 3)
+
+    def _attend_one(
+        self,
+        query: torch.Tensor,  # [num_kv_heads, group_heads, query_len, head_size]
+        kv: torch.Tensor,
+        sequence: _Sequence,
+        group: int,
+    ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
+        blocks = kv.index_select(0, sequence.blocks[group])  # [n, 2, num_kv_heads, block_size, head_size]
+        cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, n * block_size, head_size]
+        key, value = cached[:, None, :, : sequence.seq_len].unbind()  # [1, num_kv_heads, seq_len, head_size]
+        attended = scaled_dot_product_attention(
+            query.flatten(1, 2)[None],  # [1, num_kv_heads, group_heads * query_len, head_size]
+            key,
+            value,
+            attn_mask=sequence.visible,
+            scale=self.shape.scale,
+        )
+        return attended.view(query.shape)

@@ -1,0 +1,39 @@
+"""Which attention backend serves a model: the first for the device that supports its shape, or the one asked for."""
+
+from importlib import import_module
+
+from vllm_lite.attention.backend import AttentionBackend, AttentionShape
+from vllm_lite.errors import ConfigError
+
+BACKENDS = {
+    "reference": "vllm_lite.attention.reference:ReferenceBackend",
+}
+PREFERENCE = {
+    "cpu": ("reference",),
+    "cuda": ("reference",),
+}
+"""Best first; the reference, which supports everything, is always last."""
+
+
+def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBackend:
+    """Make the attention backend for `shape`; `override` names one of BACKENDS, "auto" takes the device's best.
+
+    Raises ConfigError when the name is unknown or none of the candidates supports the shape; the reasons are listed.
+    """
+    if override != "auto" and override not in BACKENDS:
+        raise ConfigError(f"attention backend {override!r} is unknown; use auto, {', '.join(BACKENDS)}")
+    names = PREFERENCE.get(shape.device.type, ("reference",)) if override == "auto" else (override,)
+    reasons = []
+    for name in names:
+        backend = _import(name)
+        reason = backend.supports(shape)
+        if reason is None:
+            return backend(shape)
+        reasons.append(f"{name}: {reason}")
+    raise ConfigError(f"no attention backend for this model on {shape.device}: {'; '.join(reasons)}")
+
+
+def _import(name: str) -> type[AttentionBackend]:
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+    return backend

@@ -1,0 +1,25 @@
+"""The attention layer: writes a step's K and V to the paged cache, then lets the backend attend over it."""
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.layers.buffers import Rows
+
+
+class Attention:
+    """Causal self-attention of one layer, which belongs to KV group `group`."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    def forward(
+        self,
+        rows: Rows,
+        kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+    ) -> None:
+        """rows.query, rows.key, rows.value -> rows.attended_heads, through the layer's cache."""
+        backend.write_kv(rows.key, rows.value, kv, metadata, self.group)
+        backend.attend(rows.query, kv, metadata, self.group, rows.attended_heads)

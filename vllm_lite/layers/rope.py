@@ -1,0 +1,52 @@
+"""Rotary position embedding in the NeoX order: element i of a head turns with element i + head_dim / 2."""
+
+import math
+
+import torch
+
+from vllm_lite.model_spec import Rope
+
+
+class RotaryEmbedding:
+    """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_dim / 2].
+
+    `select` fetches a step's rows once; `rotate` turns the heads of each layer with them, in the model's dtype.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, max_position: int, *, device: torch.device) -> None:
+        self.half = head_dim // 2
+        positions = torch.arange(max_position, dtype=torch.float32, device=device)
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(device)
+        self.table = torch.stack((angles.cos(), angles.sin()), dim=1)
+
+    def select(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """positions: int64 [num_tokens] -> cos, sin: [num_tokens, 1, head_dim], the first half of sin negated.
+
+        A position at or beyond the table's end is an IndexError on a CPU.
+        """
+        half = self.half
+        rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_dim / 2]
+        cos.view(-1, 2, half).copy_(rows[:, :1])
+        sin.view(-1, 2, half).copy_(rows[:, 1:])
+        sin[..., :half].neg_()
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scratch: torch.Tensor) -> None:
+        """heads: [num_tokens, num_heads, head_dim], turned in place; scratch is of the same shape."""
+        torch.cat((heads[..., self.half :], heads[..., : self.half]), dim=-1, out=scratch)
+        heads.mul_(cos).addcmul_(scratch, sin)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair: float32 [head_dim / 2].
+
+    Kind "llama3" slows wavelengths that did not fit into the original context down by `factor`, leaves those that fit
+    it `high_freq_factor` times alone, and blends linearly (in turns per context) in between.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return frequencies
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep.clamp_(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * (frequencies / rope.factor)

@@ -1,0 +1,154 @@
+"""The Llama family of decoder-only models: Llama and Qwen3, which differ only by what ModelSpec says.
+
+Read `Llama.forward`, then `DecoderLayer.forward`. Activations live in `Buffers`: `residual` is the stream that every
+block adds to; `hidden` is what a block reads (normed) and then what it gives back, which the next norm adds.
+"""
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.layers.activation import silu_and_mul
+from vllm_lite.layers.attention import Attention
+from vllm_lite.layers.buffers import Buffers, Rows
+from vllm_lite.layers.embedding import Embedding, LMHead
+from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.norm import RMSNorm
+from vllm_lite.layers.rope import RotaryEmbedding
+from vllm_lite.layers.weight_slot import SINGLE, Shard, Split, WeightSlot, whole_slot
+from vllm_lite.model_spec import ModelSpec
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self, spec: ModelSpec, group: int, rope: RotaryEmbedding, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        hidden = Split.whole(spec.hidden_size)
+        heads = Split.even(spec.num_heads * spec.head_dim, shard)
+        kv_heads = Split.kv_heads(spec.num_kv_heads, spec.head_dim, shard)
+        inner = Split.even(spec.intermediate_size, shard)
+
+        def linear(inputs: Split, *outputs: Split, bias: bool) -> Linear:
+            return Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, spec.norm_eps, dtype=dtype, device=device)
+
+        self.input_norm = norm(spec.hidden_size)
+        self.qkv = linear(hidden, heads, kv_heads, kv_heads, bias=spec.attention_bias)
+        self.query_norm = norm(spec.head_dim) if spec.qk_norm else None
+        self.key_norm = norm(spec.head_dim) if spec.qk_norm else None
+        self.rope = rope
+        self.attention = Attention(group)
+        self.output = linear(heads, hidden, bias=spec.attention_bias)
+        self.mlp_norm = norm(spec.hidden_size)
+        self.gate_up = linear(hidden, inner, inner, bias=spec.mlp_bias)
+        self.down = linear(inner, hidden, bias=spec.mlp_bias)
+
+    def forward(self, rows: Rows, kv: torch.Tensor, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
+        """Adds rows.hidden (the block before) to rows.residual and leaves this layer's MLP output in rows.hidden."""
+        self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.qkv.forward(rows.hidden, out=rows.qkv)
+        if self.query_norm is not None and self.key_norm is not None:
+            self.query_norm.forward(rows.query, out=rows.query)
+            self.key_norm.forward(rows.key, out=rows.key)
+        self.rope.rotate(rows.query_key, rows.cos, rows.sin, rows.rotated)
+        self.attention.forward(rows, kv, metadata, backend)
+        self.output.forward(rows.attended, out=rows.hidden)
+
+        self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.gate_up.forward(rows.hidden, out=rows.gate_up)
+        silu_and_mul(rows.gate_up, out=rows.activated)
+        self.down.forward(rows.activated, out=rows.hidden)
+
+    def finish_loading(self) -> None:
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            linear.finish_loading()
+
+    def weight_table(self, prefix: str) -> dict[str, WeightSlot]:
+        """Checkpoint names under `prefix` (like "model.layers.0.") to the weights they fill."""
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        table = {
+            f"{prefix}input_layernorm.weight": whole_slot(self.input_norm.weight),
+            f"{prefix}post_attention_layernorm.weight": whole_slot(self.mlp_norm.weight),
+            **self.qkv.slots(f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"),
+            **self.output.slots(f"{attention}o_proj"),
+            **self.gate_up.slots(f"{mlp}gate_proj", f"{mlp}up_proj"),
+            **self.down.slots(f"{mlp}down_proj"),
+        }
+        if self.query_norm is not None and self.key_norm is not None:
+            table[f"{attention}q_norm.weight"] = whole_slot(self.query_norm.weight)
+            table[f"{attention}k_norm.weight"] = whole_slot(self.key_norm.weight)
+        return table
+
+
+class Llama:
+    """One rank's part of the model. Its weights are uninitialised until `weights.load_weights` has filled them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        max_num_tokens: int,
+        shard: Shard = SINGLE,
+    ) -> None:
+        self.spec = spec
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, max_model_len, device=device)
+        group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
+        self.layers = [
+            DecoderLayer(spec, group_of[layer], self.rope, shard, dtype, device) for layer in range(spec.num_layers)
+        ]
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings)
+        self.buffers = Buffers(spec, shard, max_num_tokens, dtype, device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # int [num_tokens]
+        positions: torch.Tensor,  # int64 [num_tokens]
+        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,  # prepared by `backend`
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """Every token's hidden state after the final norm: [num_tokens, hidden_size], overwritten by the next call."""
+        rows = self.buffers.rows(input_ids.shape[0])
+        self.embedding.forward(input_ids, out=rows.residual)
+        self.rope.select(positions, rows.cos, rows.sin)
+        rows.hidden.zero_()
+        for layer, kv in zip(self.layers, kv_caches, strict=True):
+            layer.forward(rows, kv, metadata, backend)
+        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        return rows.hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> new [num_rows, vocab_size], model's dtype."""
+        return self.lm_head.forward(hidden)
+
+    def weight_table(self) -> dict[str, WeightSlot]:
+        """Every tensor that a checkpoint must have, and the weight that it fills."""
+        table = {
+            "model.embed_tokens.weight": whole_slot(self.embedding.weight),
+            "model.norm.weight": whole_slot(self.norm.weight),
+        }
+        for index, layer in enumerate(self.layers):
+            table |= layer.weight_table(f"model.layers.{index}.")
+        if not self.lm_head.tied:
+            table["lm_head.weight"] = whole_slot(self.lm_head.weight)
+        return table
+
+    def finish_loading(self) -> None:
+        """Called once, when all weights are in their places: `weight_table` is of no use afterwards."""
+        for layer in self.layers:
+            layer.finish_loading()
+        self.lm_head.finish_loading()
+
+    def ignores(self, name: str) -> bool:
+        """Tensors that some checkpoints have and nobody needs: the copy of a tied head, old RoPE tables."""
+        return name.endswith(".rotary_emb.inv_freq") or (self.lm_head.tied and name == "lm_head.weight")

@@ -1,0 +1,70 @@
+"""Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
+
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.errors import ModelError
+from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightSlot
+from vllm_lite.model_spec import ModelSpec
+
+MODELS = {
+    "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
+    "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
+}
+
+
+class Model(Protocol):
+    """What the worker needs of a model. Shapes and lifetimes as in `llama.Llama`."""
+
+    spec: ModelSpec
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        max_num_tokens: int,
+        shard: Shard = SINGLE,
+    ) -> None: ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def weight_table(self) -> dict[str, WeightSlot]: ...
+
+    def finish_loading(self) -> None: ...
+
+    def ignores(self, name: str) -> bool: ...
+
+
+def build(
+    spec: ModelSpec,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    max_model_len: int,
+    max_num_tokens: int,
+) -> Model:
+    """Make the model that `spec` describes, its weights not yet loaded.
+
+    `dtype` may be a name like "bfloat16"; positions go up to `max_model_len`, a step has at most `max_num_tokens`
+    tokens. Raises ModelError for an architecture that is not in MODELS.
+    """
+    if spec.architecture not in MODELS:
+        raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
+    module, _, name = MODELS[spec.architecture].partition(":")
+    model_class: type[Model] = getattr(import_module(module), name)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return model_class(spec, torch_dtype, torch.device(device), max_model_len, max_num_tokens)

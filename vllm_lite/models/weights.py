@@ -1,0 +1,213 @@
+"""Fills a model from a checkpoint folder: table-driven, strict both ways, safetensors only.
+
+The model says which tensors a checkpoint must have and where each goes (`weight_table`). All headers are checked
+against that table before the first byte is copied, so that one error lists everything that is wrong.
+"""
+
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.models.registry import Model
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = ("F32", "BF16", "F16")
+MAX_LISTED = 10
+"""Names that an error lists of each kind."""
+
+Progress = Callable[[int, int], None]
+"""Called as progress(bytes done, bytes in total) after each tensor."""
+
+
+def load_weights(
+    model: Model, path: str | Path, load_format: str = "auto", seed: int = 0, progress: Progress | None = None
+) -> None:
+    """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
+
+    `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
+    `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal.
+    Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
+    unknown load format.
+    """
+    if load_format == "dummy":
+        _fill_randomly(model.weight_table(), seed)
+    elif load_format in ("auto", "safetensors"):
+        _load_files(model, Path(path), progress)
+    else:
+        raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
+    model.finish_loading()
+
+
+def _load_files(model: Model, folder: Path, progress: Progress | None) -> None:
+    table = model.weight_table()
+    with ExitStack() as stack:
+        found: dict[str, _Stored] = {}
+        for file in weight_files(folder):
+            opened = _open(file, stack)
+            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+                if name in found:
+                    raise ModelError(f"{file}: tensor {name!r} is also in {found[name].file.name}; it must be in one")
+                found[name] = _Stored(file, opened, name)
+        _check(table, found, model.ignores, folder)
+        with _reporter(progress, sum(slot.view.nbytes for slot in table.values())) as report:
+            for name, slot in table.items():
+                found[name].copy_into(slot)
+                report(slot.view.nbytes)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder: one file, or the shards that its index names.
+
+    Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
+    """
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.exists():
+        others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors is read" if others else ""
+        raise ModelError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({error})") from error
+    files = []
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: names the file {name!r}; it must be a .safetensors file in the same folder")
+        if not (folder / name).exists():
+            raise ModelError(f"{index}: names the file {name!r}, which is missing")
+        files.append(folder / name)
+    return files
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Stored:
+    """One tensor in an open file."""
+
+    def __init__(self, file: Path, opened: Any, name: str) -> None:
+        self.file = file
+        self.name = name
+        self.slice = opened.get_slice(name)
+        self.shape = tuple(self.slice.get_shape())
+
+    def copy_into(self, slot: WeightSlot) -> None:
+        """Copy the slot's box; the file is mapped, so nothing else of it is read."""
+        box = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.view.shape, strict=True))
+        try:
+            slot.view.copy_(self.slice[box])
+        except SafetensorError as error:
+            raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
+    try:
+        return stack.enter_context(safe_open(file, framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: not a valid safetensors file: {_damage(file) or error}") from error
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file that safetensors refuses, where that can be told in terms of its tensors."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            if header_size > size - 8:
+                return f"its header needs {header_size} bytes and the file has {size}; it is truncated or no such file"
+            header = json.loads(stream.read(header_size))
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        name = max(ends, key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    needed = 8 + header_size + ends[name]
+    return f"tensor {name!r} ends at byte {needed} and the file at {size}; it is truncated" if needed > size else None
+
+
+def _check(
+    table: dict[str, WeightSlot], found: dict[str, _Stored], ignores: Callable[[str], bool], folder: Path
+) -> None:
+    """Raise one ModelError with all missing and unexpected tensors, wrong shapes and dtypes that cannot be read."""
+    both = [(name, table[name], found[name]) for name in table if name in found]
+    problems = [
+        *_listing("missing", [name for name in table if name not in found]),
+        *_listing("unexpected", [name for name in found if name not in table and not ignores(name)]),
+        *_listing(
+            "of another shape",
+            [f"{name} {stored.shape}, not {slot.shape}" for name, slot, stored in both if stored.shape != slot.shape],
+        ),
+        *_listing(
+            f"not stored as one of {', '.join(STORED_DTYPES)}",
+            [
+                f"{name} {stored.slice.get_dtype()}"
+                for name, _, stored in both
+                if stored.slice.get_dtype() not in STORED_DTYPES
+            ],
+        ),
+    ]
+    if problems:
+        raise ModelError(f"{folder}: its tensors are not those that its config.json asks for. {'. '.join(problems)}")
+
+
+def _listing(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        yield f"{len(names)} {what}: {', '.join(names[:MAX_LISTED])}{more}"
+
+
+@contextmanager
+def _reporter(progress: Progress | None, total: int) -> Iterator[Callable[[int], None]]:
+    """A function to call with the bytes of each tensor done: feeds the callback, a bar on a terminal, or nothing."""
+    if progress is not None:
+        done = 0
+
+        def report(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress(done, total)
+
+        yield report
+        return
+    with tqdm(
+        total=total,
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+
+        def advance(num_bytes: int) -> None:
+            bar.update(num_bytes)
+
+        yield advance
+
+
+def _fill_randomly(table: dict[str, WeightSlot], seed: int) -> None:
+    """Matrices from N(0, 1 / fan_in), norms 1, biases 0. Each tensor depends on `seed` and its name only.
+
+    The whole tensor is drawn in float32 and then cut and rounded, so that ranks and dtypes see the same model.
+    """
+    for name, slot in table.items():
+        if len(slot.shape) == 1:
+            slot.view.fill_(0.0 if name.endswith(".bias") else 1.0)
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+        full = torch.randn(slot.shape, generator=generator).mul_(slot.shape[1] ** -0.5)
+        box = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.view.shape, strict=True))
+        slot.view.copy_(full[box])
