@@ -1,6 +1,7 @@
 """An event that poll() can watch: how threads and signal handlers reach a loop that waits for messages."""
 
 import os
+from contextlib import suppress
 
 
 class Wakeup:
@@ -13,8 +14,10 @@ class Wakeup:
     def set(self) -> None:
         """Safe from any thread and from a signal handler, also after close()."""
         self._set = True
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        fd = self._fd
+        if fd >= 0:
+            with suppress(OSError):  # closed by another thread in between
+                os.eventfd_write(fd, 1)
 
     def is_set(self) -> bool:
         return self._set

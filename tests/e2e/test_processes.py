@@ -109,7 +109,9 @@ async def consume(client: AsyncClient, prompt: list[int], started: asyncio.Semap
     return last
 
 
-async def kill_while_streaming(engine: Engine, kill: Callable[[], None], num_streams: int = 20) -> tuple[float, list[Any]]:
+async def kill_while_streaming(
+    engine: Engine, kill: Callable[[], None], num_streams: int = 20
+) -> tuple[float, list[Any]]:
     """Start streams, wait until each has a token, kill; seconds until the last stream has ended, and how each did."""
     async with AsyncClient(engine.address) as client:
         started = asyncio.Semaphore(0)
@@ -218,7 +220,9 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_script_with_its_own_engine_takes_it_along(run_root: Path, tiny_checkpoint: Path, number: signal.Signals) -> None:
+def test_script_with_its_own_engine_takes_it_along(
+    run_root: Path, tiny_checkpoint: Path, number: signal.Signals
+) -> None:
     """No `__main__` guard, no `with`: Ctrl-C, kill -9 and a plain kill in the middle of generate()."""
     code = SCRIPT.format(model=str(tiny_checkpoint))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -80,7 +80,10 @@ class Resume(_Entry, tag=3):
 
 
 class Fork(_Entry, tag=4):
-    """`child` becomes a copy of `parent` (tokens and tables) with its own index of randomness; computes nothing."""
+    """`child` becomes a copy of `parent` with its own index of randomness; computes nothing.
+
+    `block_ids` are its tables; `[]` means the parent's own, block for block.
+    """
 
     parent: Handle
     child: Handle

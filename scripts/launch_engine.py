@@ -1,0 +1,81 @@
+"""Run an engine until SIGTERM or Ctrl-C: python scripts/launch_engine.py --config configs/demo.yaml --block-size 8
+
+Flags win over VLLM_LITE_* variables, those over the file. When the engine is ready, one JSON line on stdout says where
+it is and what it holds. Exit status: 0 if it was stopped, 1 if it died, 2 if a flag or the model is at fault.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+from vllm_lite import log
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.config import EngineConfig, add_flags
+from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
+
+_LOOK_S = 0.2
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for an error, as for every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_args() -> dict[str, Any]:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    add_flags(parser)
+    return vars(parser.parse_args())
+
+
+def ready_line(launched: Launched) -> str:
+    engine = launched.engine
+    return json.dumps(
+        {
+            "address": launched.address,
+            "model": engine.model,
+            "pid": launched.pid,
+            "max_model_len": engine.max_model_len,
+            "num_blocks": engine.num_blocks,
+            "block_size": engine.block_size,
+            "capacity_tokens": (engine.num_blocks - 1) * engine.block_size,  # one is the null block
+        }
+    )
+
+
+def run(flags: dict[str, Any], stop: threading.Event) -> int:
+    config = EngineConfig.load(flags, file=flags.pop("config"))
+    log.setup("launcher", config.log_level)
+    launched = launch(config, stop.is_set)
+    try:
+        print(ready_line(launched), flush=True)
+        while not stop.is_set():
+            if launched.wait(_LOOK_S):
+                print(f"launch_engine: {launched.reason}", file=sys.stderr)
+                return 1
+    finally:
+        launched.close()
+    return 0
+
+
+def main() -> int:
+    flags = parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return run(flags, stop)
+    except VllmLiteError as error:
+        if stop.is_set():
+            return 0
+        print(f"launch_engine: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, ModelError)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The same ids and texts as transformers.AutoTokenizer, whatever tokenizer_config.json says."""
+
+import json
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tokenizers_for_tests as made
+from vllm_lite.client.tokenizer import Tokenizer
+
+DEMO = Path(str(files("vllm_lite") / "demo_model"))
+TEXTS = [
+    "the cat",
+    " the cat sat .",
+    "é 猫 🙂 e\u0301",
+    "<s> the</s>",
+    "two words the",
+    "",
+    "  ",
+    "<|begin|>the<|end|> x",
+    "日本 x",
+    "a\n\tb\r\n",
+]
+# transformers 5 does not look at add_bos_token and add_eos_token where there is a tokenizer.json
+CONFIGS: list[dict[str, Any] | None] = [
+    None,
+    {"tokenizer_class": "PreTrainedTokenizerFast"},
+    {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": True},
+    {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False},
+    {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4, "clean_up_tokenization_spaces": True},
+]
+NAMED = [
+    ("byte level", {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<|begin|>"}),
+    ("byte level", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}),
+    ("byte level, NFC", {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "eos_token": "<|end|>"}),
+]
+
+
+@cache
+def demo() -> tuple[Tokenizer, Any]:
+    return Tokenizer.load(DEMO), auto_tokenizer(DEMO)
+
+
+def auto_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [*product(("byte level", "byte fallback, stripped", "byte fallback"), CONFIGS), *NAMED],
+)
+def test_ids(tmp_path: Path, kind: str, config: dict[str, Any] | None) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(made.KINDS[kind]())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_ids_and_text_of_the_demo_model(text: str) -> None:
+    ours, theirs = demo()
+    ids = ours.encode(text)
+    assert ids == theirs(text).input_ids
+    for skip in (True, False):
+        expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2047), max_size=40), st.booleans())
+def test_text_of_random_ids_of_the_demo_model(ids: list[int], skip: bool) -> None:
+    ours, theirs = demo()
+    expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+
+def test_special_ids_of_the_demo_model() -> None:
+    ours, theirs = demo()
+    assert set(theirs.all_special_ids) <= ours.special_ids
+    assert ours.vocab_size == len(theirs)

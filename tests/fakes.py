@@ -1,0 +1,117 @@
+"""One fake for each interface, driven by the test that uses it."""
+
+import itertools
+import queue
+import threading
+from types import TracebackType
+from typing import Self, TypeVar
+
+from vllm_lite import transport
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import Finished, FromClient, Hello, OutputBatch, ToClient, Tokens, Welcome
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.wakeup import Wakeup
+
+DEADLINE_S = 10.0
+"""For every wait of a test: far more than needed, so that a miss is a bug and not a slow machine."""
+
+_numbers = itertools.count()
+M = TypeVar("M")
+
+
+def welcome(**changes: object) -> Welcome:
+    values = {
+        "version": PROTOCOL_VERSION,
+        "epoch": 1,
+        "model": "fake",
+        "max_model_len": 64,
+        "vocab_size": 300,
+        "eos_token_ids": (2,),
+        "num_blocks": 32,
+        "block_size": 4,
+    }
+    return Welcome(**(values | changes))  # type: ignore[arg-type]
+
+
+class FakeEngine:
+    """An engine as its clients see it: it shakes hands by itself, everything else is said by the test.
+
+    `expect(Generate)` returns the next message from a client; `send`, `tokens` and `finish` answer its sender.
+    """
+
+    def __init__(self, *, answer: ToClient | None = None, silent: bool = False) -> None:
+        """`answer` is the reply to Hello; if `silent` there is none until `greet()`."""
+        self.address = f"inproc://fake-engine-{next(_numbers)}"
+        self.answer: ToClient = answer or welcome()
+        self.hellos: list[Hello] = []
+        self._listener = transport.bind(self.address)
+        self._heard: queue.Queue[FromClient] = queue.Queue()
+        self._peer = b""
+        self._greeting = threading.Event()
+        if not silent:
+            self._greeting.set()
+        self._stop = Wakeup()
+        self._dying = False
+        self._thread = threading.Thread(target=self._listen, name="fake engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.die()
+
+    def expect(self, kind: type[M]) -> M:
+        """The next message, which has to be of this kind."""
+        message = self._heard.get(timeout=DEADLINE_S)
+        assert isinstance(message, kind), message
+        return message
+
+    def expect_nothing_more(self) -> None:
+        assert self._heard.empty(), self._heard.get()
+
+    def greet(self) -> None:
+        self._greeting.set()
+        self._stop.set()
+
+    def send(self, message: ToClient) -> None:
+        self.send_raw(engine_to_client.encode(message))
+
+    def send_raw(self, payload: bytes) -> None:
+        self._listener.send(self._peer, payload)
+
+    def send_outputs(self, *outputs: Tokens | Finished) -> None:
+        self.send(OutputBatch(1, list(outputs)))
+
+    def tokens(self, request_id: str, start: int, *token_ids: int) -> None:
+        self.send_outputs(Tokens(request_id, start, list(token_ids)))
+
+    def finish(self, request_id: str, start: int, *token_ids: int, reason: str = "length", **fields: object) -> None:
+        self.send_outputs(Finished(request_id, start, list(token_ids), reason, **fields))  # type: ignore[arg-type]
+
+    def die(self) -> None:
+        """Close the connection, as a process does that is killed."""
+        if self._thread.is_alive():
+            self._dying = True
+            self._stop.set()
+            self._thread.join(DEADLINE_S)
+            self._listener.close()
+
+    def _listen(self) -> None:
+        greeted = False
+        while not self._dying:
+            transport.wait(DEADLINE_S, self._listener, self._stop)
+            self._stop.clear()
+            while (item := self._listener.recv()) is not None:
+                message = client_to_engine.decode(item[1])
+                if isinstance(message, Hello):
+                    self._peer = item[0]
+                    self.hellos.append(message)
+                    greeted = False
+                else:
+                    self._heard.put(message)
+            if self.hellos and not greeted and self._greeting.is_set():
+                greeted = True
+                self.send(self.answer)

@@ -1,0 +1,150 @@
+"""Starting an engine process: what is checked before, how a failed start is told, and that nothing is left behind."""
+
+import queue
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import fake_engine_process
+from tests.fakes import DEADLINE_S
+from vllm_lite.client import launch as launching
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR of its own, where nothing may be left; and a fake engine."""
+    folder = Path(tempfile.mkdtemp(prefix="t-"))  # tmp_path is too long for a socket
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
+    before = set(psutil.Process().children(recursive=True))
+    yield folder
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def config(behaviour: str, **settings: object) -> EngineConfig:
+    return EngineConfig.check({"served_model_name": behaviour, "ready_timeout_s": DEADLINE_S, **settings})
+
+
+def folder_of(launched: Launched) -> Path:
+    return Path(launched.address.removeprefix("ipc://")).parent
+
+
+def test_an_engine_lives_in_a_private_folder_until_it_is_closed(place: Path) -> None:
+    launched = launch(config("serves"))
+    try:
+        assert launched.engine.model == "serves"
+        assert launched.alive() is None
+        assert launched.config.max_model_len == 2048
+        folder = folder_of(launched)
+        assert folder.parent == place
+        assert folder.name.startswith("vl-")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        child = psutil.Process(launched.pid)
+    finally:
+        launched.close()
+    assert not child.is_running()
+    assert not folder.exists()
+    launched.close()
+
+
+def test_a_refusal_tells_the_root_cause() -> None:
+    with pytest.raises(ModelError, match=f"^{fake_engine_process.REASON}$"):
+        launch(config("refuses"))
+
+
+def test_an_engine_that_ends_at_once() -> None:
+    with pytest.raises(EngineError, match=r"^the engine did not start: exit status 3$"):
+        launch(config("exits"))
+
+
+def test_an_engine_that_never_gets_ready() -> None:
+    with pytest.raises(EngineError, match=r"no engine answered at ipc://.* within 1 s"):
+        launch(config("hangs", ready_timeout_s=1))
+
+
+def test_a_start_can_be_stopped() -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="stopped while it was starting"):
+        launch(config("hangs", ready_timeout_s=100), lambda: time.monotonic() > began + 0.3)
+    assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_killed_engine_ends_every_stream_with_its_reason() -> None:
+    launched = launch(config("dies"))
+    try:
+        events: queue.Queue[list[Event]] = queue.Queue()
+        folder = folder_of(launched)
+        launched.session.submit(Generate("r", b"\1\0\0\0", SamplingParams()), events.put)
+        (failure,) = events.get(timeout=DEADLINE_S)
+        assert isinstance(failure, Failure)
+        assert isinstance(failure.error, EngineDeadError)
+        assert str(failure.error) == "the engine died: killed by SIGKILL"
+        assert launched.wait(DEADLINE_S)
+        assert launched.reason == "the engine died: killed by SIGKILL"
+        assert not folder.exists()
+    finally:
+        launched.close()
+
+
+def test_a_killed_engine_leaves_no_socket_at_an_address_of_ones_own(place: Path) -> None:
+    launched = launch(config("serves", address=f"ipc://{place}/mine"))
+    try:
+        psutil.Process(launched.pid).kill()
+        assert launched.wait(DEADLINE_S)
+        assert list(place.iterdir()) == []
+    finally:
+        launched.close()
+
+
+def test_an_address_of_ones_own(place: Path) -> None:
+    address = f"ipc://{place}/mine"
+    launched = launch(config("serves", address=address))
+    try:
+        assert launched.address == address
+        with pytest.raises(ConfigError, match="in use by another engine"):
+            launch(config("serves", address=address))
+    finally:
+        launched.close()
+    assert not (place / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        ({"model": "/no/such/model"}, ModelError, "/no/such/model"),
+        (
+            {"max_model_len": 10**6},
+            ConfigError,
+            "max_model_len must be at most the model's 2048 positions, got 1000000",
+        ),
+    ],
+)
+def test_bad_input_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], kind: type[Exception], text: str
+) -> None:
+    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    with pytest.raises(kind, match=text):
+        launch(config("serves", **settings))
+
+
+def test_a_long_tmpdir_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = place / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError, match=r"at most 107 bytes, got 1\d\d: .*; set TMPDIR to a shorter folder"):
+        launch(config("serves"))
+    assert list(deep.iterdir()) == []
+    deep.rmdir()

@@ -1,0 +1,93 @@
+"""Loading, encoding and decoding; the ids are compared with transformers in tests/cpu/test_tokenizer_equality.py."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests import tokenizers_for_tests as made
+from tests.fakes import DEADLINE_S
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
+
+
+def test_a_folder_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(made.byte_level())
+    for path in (tmp_path, file, str(tmp_path)):
+        assert Tokenizer.load(path).source == str(file)
+
+
+def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read \(No such file.*save_pretrained"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff\xfe", made.byte_level()[:500]])
+def test_a_damaged_file_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: "):
+        Tokenizer.load(tmp_path)
+
+
+def test_round_trip() -> None:
+    tokenizer = Tokenizer(made.byte_level())
+    for text in ("the cat", "naïve 🙂 猫", " two  spaces\n", ""):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens() -> None:
+    tokenizer = Tokenizer(made.byte_fallback())
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.encode("a")[0] == 0
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
+    ids = tokenizer.encode("<s> a</s>", add_special_tokens=False)
+    assert (ids[0], ids[-1]) == (0, 1)
+    assert tokenizer.decode([0, *tokenizer.encode("a", add_special_tokens=False), 1]) == "a"
+    assert tokenizer.decode([1], skip_special_tokens=False) == "</s>"
+
+
+def test_the_vocabulary() -> None:
+    tokenizer = Tokenizer(made.byte_fallback())
+    assert tokenizer.vocab_size == 3 + 256 + len(made.WORDS)
+    assert tokenizer.token(0) == "<s>"
+    assert tokenizer.token_id("▁the") == tokenizer.vocab_size - len(made.WORDS) + 1
+    assert [tokenizer.token(wrong) for wrong in (-1, tokenizer.vocab_size, 2**32, 2**70)] == [None] * 4
+    assert tokenizer.byte_ids() == {3 + value: value for value in range(256)}
+
+
+def test_what_was_set_for_training_is_not_applied_to_prompts() -> None:
+    """A tokenizer.json may hold a truncation to 512 tokens and a padding to the longest text."""
+    data = json.loads(made.byte_level())
+    data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    data["padding"] = {
+        "strategy": {"Fixed": 8},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+    tokenizer = Tokenizer(json.dumps(data).encode())
+    assert len(tokenizer.encode("x" * 5)) == 5
+
+
+def test_threads_share_a_tokenizer() -> None:
+    tokenizer = Tokenizer(made.byte_level())
+    texts = [f"the {number} " * 50 for number in range(8)]
+    expected = [tokenizer.encode(text) for text in texts]
+    wrong: list[str] = []
+
+    def work(place: int) -> None:
+        for _ in range(30):
+            ids = tokenizer.encode(texts[place])
+            if ids != expected[place] or tokenizer.decode(ids) != texts[place]:
+                wrong.append(texts[place])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not wrong

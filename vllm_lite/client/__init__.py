@@ -1,0 +1,12 @@
+"""What a user's process runs: text in, text out, over one connection to an engine. No torch, no transformers.
+
+tokenizer.py      text -> token ids -> text, over the `tokenizers` library
+detokenizer.py    token ids one at a time -> text, exactly the same text; stop strings
+outputs.py        what a user gets
+prompt.py         what a user may give, checked
+stream.py         one request: events in, RequestOutput out
+session.py        one connection and the thread that owns it
+async_client.py   AsyncClient: streams, for asyncio
+llm.py            LLM: lists in, lists out, owns its engine
+launch.py         starts an engine and waits until it is ready
+"""

@@ -1,0 +1,195 @@
+"""AsyncClient: many streams over one connection, for asyncio."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
+from vllm_lite.client.stream import Event, RequestStream, StreamFactory
+from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.params import SamplingParams
+
+_LONG_TEXT_CHARS = 16_384
+"""Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
+
+
+class _Inbox:
+    """Events of one stream on their way from the session's thread to the task that reads them."""
+
+    __slots__ = ("_arrived", "_events")
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    async def take(self) -> list[Event]:
+        """All that has come, at least one event. No deadline here: the session ends every stream by its own."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What a connected client has."""
+
+    session: Session
+    streams: StreamFactory
+    loop: asyncio.AbstractEventLoop
+
+
+class AsyncClient:
+    """A client of a running engine, for one event loop.
+
+    Either `async with AsyncClient(address) as client`, or `client = await AsyncClient.connect(address)` with
+    `await client.close()` at the end.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tokenizer: str | Path | None = None,
+        model: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
+        another; `timeout_s` is how long an engine may load before it answers; one that owes tokens and is silent for
+        `heartbeat_timeout_s` counts as dead."""
+        self.address = address
+        self._tokenizer = tokenizer
+        self._model = model
+        self._timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._opening = asyncio.Lock()
+        self._link: _Link | None = None
+        self._inboxes: dict[str, _Inbox] = {}
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        tokenizer: str | Path | None = None,
+        model: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> "AsyncClient":
+        """A connected client; parameters as above. Raises EngineError, or ModelError for a bad tokenizer."""
+        client = cls(
+            address, tokenizer=tokenizer, model=model, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+        )
+        return await client.__aenter__()
+
+    async def __aenter__(self) -> Self:
+        async with self._opening:
+            if self._link is None:
+                self._link = await asyncio.to_thread(self._open, asyncio.get_running_loop())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort what is in flight and disconnect; streams that are still read end with EngineError."""
+        if self._link is not None:
+            await asyncio.to_thread(self._link.session.close)
+
+    @property
+    def engine(self) -> Welcome:
+        """What the engine said of itself: model, limits, number and size of its KV blocks."""
+        return self._connected().session.welcome
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue `prompt`; each output holds all text and tokens so far, the last one has `finished` set.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises RequestError if the
+        request is invalid or fails, EngineDeadError if the engine dies.
+        """
+        session, request_id = self._connected().session, request_id or os.urandom(12).hex()
+        stream = await self._make(prompt, sampling_params, request_id)
+        if request_id in self._inboxes:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+        inbox = self._inboxes[request_id] = _Inbox()
+        try:
+            session.submit(stream.message(), self._arrive)
+            while not stream.finished:
+                for event in await inbox.take():
+                    stream.apply(event)
+                if stream.needs_abort:
+                    session.drop(request_id)
+                if stream.error is not None:
+                    raise stream.error
+                yield stream.output()
+        finally:
+            del self._inboxes[request_id]
+            session.drop(request_id)  # nothing to drop if it has ended
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator ends with finish_reason "abort". Unknown ids are ignored."""
+        self._connected().session.abort(request_id)
+
+    async def stats(self) -> Stats:
+        """The engine's counters. Raises EngineError if it does not answer in time."""
+        future = asyncio.wrap_future(self._connected().session.request_stats())
+        try:
+            return await asyncio.wait_for(future, STATS_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
+
+    # ---- inside
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> _Link:
+        session = Session.connect(
+            self.address,
+            model=self._model,
+            timeout_s=self._timeout_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+        )
+        try:
+            return _Link(session, StreamFactory.load(session.welcome, self._tokenizer), loop)
+        except BaseException:
+            session.close()
+            raise
+
+    def _connected(self) -> _Link:
+        if self._link is None:
+            raise EngineError("not connected; use `async with AsyncClient(...)` or `await AsyncClient.connect(...)`")
+        return self._link
+
+    async def _make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
+        make = self._connected().streams.make
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
+            return await asyncio.to_thread(make, prompt, params, request_id)
+        return make(prompt, params, request_id)
+
+    def _arrive(self, events: list[Event]) -> None:
+        """On the session's thread: one call into the loop for one message, however many streams it is for."""
+        self._connected().loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[Event]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox.put(event)

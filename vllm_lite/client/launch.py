@@ -1,0 +1,139 @@
+"""Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
+
+import tempfile
+import threading
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+from vllm_lite import supervise
+from vllm_lite.client.session import Session
+from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address
+from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.model_spec import ModelSpec, resolve_dtype
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.transport.zmq import answers
+
+ENGINE_MODULE = "vllm_lite.engine.process"
+STOP_GRACE_S = 4.0
+"""How long an engine may take to end its workers before it is killed, and they with it."""
+
+
+class Launched:
+    """A running engine that ends with this object, or with this process. Made by launch()."""
+
+    def __init__(self, config: EngineConfig, address: str, run_dir: str) -> None:
+        self.config = config
+        self.address = address
+        self._run_dir = run_dir
+        self._ended = threading.Event()
+        self._session: Session | None = None
+        settings = EngineSettings(config=config, address=address, run_dir=run_dir)
+        self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
+
+    @property
+    def session(self) -> Session:
+        """The connection that waited for the engine; whoever launched it may use it."""
+        if self._session is None:
+            raise EngineError("the engine is not ready")
+        return self._session
+
+    @property
+    def engine(self) -> Welcome:
+        """What the engine said of itself."""
+        return self.session.welcome
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_until_ready(self, stopped: Callable[[], bool]) -> None:
+        """Raises EngineError or ModelError with what the engine says, or with how it ended."""
+        self._session = Session.connect(
+            self.address,
+            timeout_s=self.config.ready_timeout_s,
+            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
+        )
+
+    def alive(self) -> str | None:
+        """None while the engine runs, else how it ended: "killed by SIGKILL", "exit status 1"."""
+        return self._child.exited()
+
+    @property
+    def reason(self) -> str:
+        """Why the engine ended, in one sentence with the root cause where that is known."""
+        return str(self.session.dead or f"the engine ended: {self.alive()}")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the engine has ended, at most `timeout_s`. True if it has."""
+        return self._ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """Abort what is in flight, end the engine and its workers, remove their folder. May be called again."""
+        if self._session is not None:
+            self._session.close()
+        self._child.stop(STOP_GRACE_S)
+        self._remove_files()
+
+    def _on_exit(self, reason: str) -> None:
+        """On the thread that watches the process."""
+        if self._session is not None:
+            self._session.fail(reason)
+        self._remove_files()
+        self._ended.set()
+
+    def _remove_files(self) -> None:
+        """What an engine that was killed could not remove itself."""
+        supervise.remove_dir(self._run_dir)
+        if self.address.startswith("ipc://") and not answers(self.address):
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def launch(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> Launched:
+    """Start an engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
+
+    Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
+    """
+    resolved = resolve(config)
+    _check_free(resolved.address)
+    run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+    try:
+        launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
+    except BaseException:
+        supervise.remove_dir(run_dir)
+        raise
+    try:
+        launched.wait_until_ready(stopped)
+    except BaseException:
+        launched.close()
+        raise
+    return launched
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """`config` with every default filled in. Raises ModelError or ConfigError."""
+    path = str(files("vllm_lite") / "demo_model") if config.model == DEMO_MODEL else str(Path(config.model).absolute())
+    spec = ModelSpec.load(path)
+    return config.resolve(
+        max_position_embeddings=spec.max_position_embeddings,
+        dtype=resolve_dtype(config.dtype, spec),
+        model_path=path,
+    )
+
+
+def _check_free(address: str | None) -> None:
+    """Another engine at this address would answer in the new one's place."""
+    if address is not None and address.startswith("ipc://") and answers(address):
+        raise ConfigError(f"address {address} is in use by another engine; choose another, or stop that one")
+
+
+def _private_address(config: EngineConfig, run_dir: str) -> str:
+    if config.single_process:
+        return f"inproc://{Path(run_dir).name}"
+    address = f"ipc://{run_dir}/engine"
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise ConfigError(f"{error}; set TMPDIR to a shorter folder") from error
+    return address

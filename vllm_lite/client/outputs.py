@@ -1,0 +1,58 @@
+"""What a user gets, under the names that vLLM's users know."""
+
+from dataclasses import dataclass
+
+from vllm_lite.protocol.api import FinishReason
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One candidate for one position: its raw log-softmax, its rank (1 = most likely), its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of time.monotonic(), in seconds; None for what has not happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of the prompt, from its beginning.
+
+    `token_ids` holds every generated token, those of a stop string or the end token included; `text` excludes them
+    unless asked for. `logprobs[i]` maps token ids to candidates for `token_ids[i]`, the sampled one first.
+    `stop_reason` is the stop string or stop token that ended it, None for the model's own end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request so far. `num_cached_tokens`, known at its end, counts prompt tokens whose KV was cached."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None
+    metrics: RequestMetrics

@@ -1,0 +1,53 @@
+"""The progress bar of LLM.generate, with tokens per second. tqdm is imported when one is shown."""
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+
+class Progress:
+    """Counts finished requests and generated tokens; shows them on stderr if enabled."""
+
+    def __init__(self, num_requests: int, *, enabled: bool) -> None:
+        self._num_tokens = 0
+        self._began_s = time.monotonic()
+        self._bar: Any = _make_bar(num_requests) if enabled else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._show()
+            self._bar.close()
+
+    def tokens(self, count: int) -> None:
+        """`count` more tokens have come."""
+        self._num_tokens += count
+        if self._bar is not None:
+            self._show()
+            self._bar.update(0)  # draws if it is time to
+
+    def request(self) -> None:
+        """One more request has ended."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def _show(self) -> None:
+        elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
+        self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.0f} tokens/s", refresh=False)
+
+
+def _make_bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        """Without the semaphore (for other processes) and the thread that tqdm makes by default."""
+
+        _lock = threading.RLock()
+        monitor_interval = 0
+
+    return Bar(total=total, desc="generating", unit="prompt", dynamic_ncols=True)

@@ -1,0 +1,92 @@
+"""What a user may ask, checked before anything is sent. Each error names the wrong value and what would be right."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.params import SamplingParams
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
+_FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that the engine will take."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def read_prompt(given: PromptLike, tokenizer: Tokenizer | None, limits: Welcome) -> Prompt:
+    """Tokenize and check one prompt. Raises RequestError."""
+    plain = _unwrap(given)
+    if isinstance(plain, str):
+        prompt = Prompt(plain, _encode(plain, tokenizer))
+    else:
+        prompt = Prompt(None, _checked_ids(plain, limits.vocab_size))
+    if not prompt.token_ids:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    length = len(prompt.token_ids)
+    if length >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {length} tokens, but {limits.max_model_len} is the most for prompt and output together; "
+            f"shorten it to {limits.max_model_len - 1} or fewer"
+        )
+    return prompt
+
+
+def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: Welcome) -> None:
+    """Check what depends on the model served. Raises RequestError."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
+    if params.stop and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer; this model has none, so use stop_token_ids")
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise RequestError(f"stop_token_ids must be between 0 and {limits.vocab_size - 1}, got {token_id}")
+
+
+def _unwrap(given: Any) -> str | Sequence[int]:
+    plain = given
+    if isinstance(given, Mapping):
+        keys = list(given)
+        if keys not in (["prompt"], ["prompt_token_ids"]):
+            raise RequestError(f"a prompt must be {_FORMS}, got a dict with keys {keys}")
+        plain = given[keys[0]]
+        if isinstance(plain, str) != (keys == ["prompt"]):
+            raise RequestError(f"a prompt must be {_FORMS}, got a {type(plain).__name__} under {keys[0]!r}")
+    if not isinstance(plain, Sequence) or isinstance(plain, (bytes, bytearray)):
+        raise RequestError(f"a prompt must be {_FORMS}, got {type(plain).__name__}")
+    return plain
+
+
+def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
+        raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
+    return tokenizer.encode(text)
+
+
+def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    for place, token_id in enumerate(token_ids):
+        if type(token_id) is not int:
+            raise RequestError(f"token ids must be integers, got {token_id!r} at position {place}")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"token ids must be between 0 and {vocab_size - 1}, got {token_id} at position {place}")
+    return list(token_ids)

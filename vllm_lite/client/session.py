@@ -1,0 +1,380 @@
+"""Session: one connection to one engine, and the one thread that owns it.
+
+Other threads put what they want into a deque and wake that thread; it calls their sinks with what the engine says,
+once per message and sink. Every stream that was submitted ends with exactly one Finished or Failure.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_lite import log, transport
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError, RequestError
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import (
+    Abort,
+    Dying,
+    Finished,
+    FromClient,
+    Generate,
+    GetStats,
+    Hello,
+    OutputBatch,
+    Refused,
+    Stats,
+    ToClient,
+    Tokens,
+    Welcome,
+)
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.transport import Connection, Delivery
+from vllm_lite.transport.interface import poller
+from vllm_lite.wakeup import Wakeup
+
+Sink = Callable[[list[Event]], None]
+"""Takes the events of one message for all streams that share it, on the session's thread: it must not block."""
+
+DEFAULT_TIMEOUT_S = 60.0
+HEARTBEAT_TIMEOUT_S = 30.0
+STATS_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
+_ALIVE_POLL_S = 0.05
+_LAST_WORDS_S = 0.5
+"""How long the reason of an engine's end may take to become known after its end."""
+_IDLE_POLL_MS = 1000
+_BUSY_POLL_MS = 5
+
+logger = log.get(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A stream that has not ended. `have` counts the tokens its sink was given."""
+
+    sink: Sink
+    have: int = 0
+
+
+class Session:
+    """See the module. Made by `Session.connect`; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        welcome: Welcome,
+        address: str,
+        alive: Callable[[], str | None] | None,
+        heartbeat_timeout_s: float,
+    ) -> None:
+        self.welcome = welcome
+        self.address = address
+        self.num_malformed = 0
+        self._connection = connection
+        self._alive = alive
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._last_heard_s = time.monotonic()
+        self._wakeup = Wakeup()
+        self._closing = False
+        self._end: str | None = None  # why the engine ended, if somebody else found out
+        # What several threads change, always under the lock:
+        self._lock = threading.Lock()
+        self._outgoing: deque[FromClient] = deque()
+        self._live: dict[str, _Live] = {}
+        self._leaving: dict[str, int] = {}  # streams dropped here -> how many ends of theirs are still to come
+        self._stats: deque[Future[Stats]] = deque()  # the engine answers in order
+        self._dead: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        model: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        alive: Callable[[], str | None] | None = None,
+    ) -> "Session":
+        """Shake hands with the engine at `address`, waiting while it loads.
+
+        `alive` tells why the engine's process ended, None while it runs. Raises EngineError if the engine refuses
+        (another version, another model, a failed start), has ended, or does not answer in `timeout_s`; ModelError if it
+        cannot start because of its model or configuration.
+        """
+        connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode())
+        try:
+            connection.send(client_to_engine.encode(Hello(PROTOCOL_VERSION, model)))
+            welcome = _await_welcome(connection, address, timeout_s, alive)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, welcome, address, alive, heartbeat_timeout_s)
+
+    @property
+    def dead(self) -> EngineError | None:
+        """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
+        return None if self._dead is None else _again(self._dead)
+
+    def submit(self, message: Generate, sink: Sink) -> None:
+        """Start a request; its events go to `sink`. Raises RequestError for an id in use, EngineError if dead."""
+        with self._lock:
+            self._check_usable()
+            if message.request_id in self._live:
+                raise RequestError(f"request id {message.request_id!r} is in use; choose another")
+            if not self._live:
+                self._last_heard_s = time.monotonic()  # an idle engine was silent with good reason
+            self._live[message.request_id] = _Live(sink, message.have)
+            self._post(message)
+
+    def abort(self, request_id: str) -> None:
+        """Ask the engine to end a request; its stream ends when the engine says so. Unknown ids are ignored."""
+        with self._lock:
+            if request_id in self._live:
+                self._post(Abort(request_id))
+
+    def drop(self, request_id: str) -> None:
+        """Abort a request whose events nobody wants any more: its sink hears no more of it."""
+        with self._lock:
+            if self._live.pop(request_id, None) is not None:
+                self._leaving[request_id] = self._leaving.get(request_id, 0) + 1
+                self._post(Abort(request_id))
+
+    def request_stats(self) -> "Future[Stats]":
+        """Ask for the engine's counters. The future fails with EngineError if the engine does."""
+        future: Future[Stats] = Future()
+        with self._lock:
+            self._check_usable()
+            self._stats.append(future)
+            self._post(GetStats())
+        return future
+
+    def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
+        """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
+        try:
+            return self.request_stats().result(timeout_s)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
+
+    def fail(self, reason: str) -> None:
+        """The engine has ended, as somebody else found out: end everything that runs."""
+        with self._lock:
+            self._end = reason
+            self._wakeup.set()
+
+    def close(self) -> None:
+        """Abort what is in flight, end its streams, and close the connection."""
+        with self._lock:
+            self._closing = True
+            self._wakeup.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise _again(self._dead)
+
+    def _post(self, message: FromClient) -> None:
+        self._outgoing.append(message)
+        self._wakeup.set()
+
+    # ---- the session's own thread
+
+    def _run(self) -> None:
+        try:
+            watched = poller(self._connection, self._wakeup)
+            while not self._closing and self._dead is None:
+                watched.poll(_BUSY_POLL_MS if self._outgoing else _IDLE_POLL_MS)
+                self._wakeup.clear()
+                self._send_queued()
+                self._receive()
+                self._check()
+            self._leave()
+        except Exception as error:
+            logger.exception("the session with the engine failed")
+            self._die(EngineError(f"the client failed: {error!r}"))
+        finally:
+            self._connection.close()
+            with self._lock:
+                self._wakeup.close()
+
+    def _send_queued(self) -> None:
+        while self._outgoing:
+            if self._connection.send(client_to_engine.encode(self._outgoing[0])) is Delivery.BUSY:
+                return
+            self._outgoing.popleft()
+
+    def _receive(self) -> None:
+        while (payload := self._connection.recv()) is not None:
+            self._last_heard_s = time.monotonic()
+            try:
+                message: ToClient = engine_to_client.decode(payload)
+            except ProtocolError as error:
+                self.num_malformed += 1
+                logger.warning("dropped from the engine (%d so far): %s", self.num_malformed, error)
+                continue
+            self._handle(message)
+
+    def _handle(self, message: ToClient) -> None:
+        if isinstance(message, OutputBatch):
+            self._dispatch(message.outputs)
+        elif isinstance(message, Stats):
+            with self._lock:
+                future = self._stats.popleft() if self._stats else None
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_result(message)
+        elif isinstance(message, Dying):
+            self._die(EngineDeadError(message.reason))
+        elif isinstance(message, Refused):  # it was restarted and does not know us
+            self._die(EngineDeadError(f"the engine at {self.address} was restarted and refused us: {message.reason}"))
+
+    def _check(self) -> None:
+        if self._connection.lost() or self._end is not None:
+            self._receive()  # what was sent before the end counts
+            if self._dead is None:
+                self._die(EngineDeadError(f"the engine died: {self._end or self._last_words()}"))
+        silent_s = time.monotonic() - self._last_heard_s
+        if self._live and silent_s > self._heartbeat_timeout_s:
+            self._die(EngineDeadError(f"the engine at {self.address} has been silent for {silent_s:.0f} s"))
+
+    def _last_words(self) -> str:
+        """Why the connection went, as exactly as can be known."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while self._alive is not None and time.monotonic() < deadline_s:
+            reason = self._end or self._alive()
+            if reason is not None:
+                return reason
+            time.sleep(0.01)
+        return f"it closed its connection at {self.address}"
+
+    def _leave(self) -> None:
+        """The end, asked for or not: nothing is left running in the engine, no stream is left open."""
+        with self._lock:
+            self._outgoing += [Abort(request_id) for request_id in self._live]
+        self._send_queued()
+        self._die(EngineError("the client was closed"))
+
+    # ---- streams
+
+    def _dispatch(self, outputs: list[Tokens | Finished]) -> None:
+        """Hand each sink, once, what this message holds for it."""
+        events: dict[Sink, list[Event]] = {}
+        with self._lock:
+            for output in outputs:
+                self._sort(output, events)
+        self._deliver(events)
+
+    def _sort(self, output: Tokens | Finished, events: dict[Sink, list[Event]]) -> None:
+        request_id, is_last = output.request_id, isinstance(output, Finished)
+        if request_id in self._leaving:
+            if is_last:
+                self._count_leaving(request_id)
+            return
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        event: Event = output if output.start == live.have else _resume(output, live.have)
+        if isinstance(event, Failure):
+            if not is_last:
+                self._leaving[request_id] = 1
+                self._outgoing.append(Abort(request_id))
+        else:
+            live.have += len(event.token_ids)
+        if not isinstance(event, Tokens):
+            del self._live[request_id]
+        events.setdefault(live.sink, []).append(event)
+
+    def _count_leaving(self, request_id: str) -> None:
+        self._leaving[request_id] -= 1
+        if not self._leaving[request_id]:
+            del self._leaving[request_id]
+
+    def _deliver(self, events: dict[Sink, list[Event]]) -> None:
+        for sink, its_events in events.items():
+            try:
+                sink(its_events)
+            except Exception:  # its event loop is closed, say: nobody is there to read what it asked for
+                logger.debug("a reader has gone", exc_info=True)
+                self._forget(sink)
+
+    def _forget(self, sink: Sink) -> None:
+        for request_id in [name for name, live in list(self._live.items()) if live.sink == sink]:
+            self.drop(request_id)
+
+    def _die(self, error: EngineError) -> None:
+        """End every stream with `error`, once: the first reason is the one that counts."""
+        with self._lock:
+            if self._dead is not None:
+                return
+            self._dead = error
+            live, self._live = self._live, {}
+            stats, self._stats = self._stats, deque()
+        events: dict[Sink, list[Event]] = {}
+        for request_id, stream in live.items():
+            events.setdefault(stream.sink, []).append(Failure(request_id, _again(error)))
+        self._deliver(events)
+        for future in stats:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_again(error))
+
+
+def _again(error: EngineError) -> EngineError:
+    """An exception of its own for everybody who raises it: a traceback belongs to one."""
+    return type(error)(str(error))
+
+
+def _resume(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
+    """`output` without what was delivered before; a Failure if something between the two is missing."""
+    if output.start > have:
+        missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
+        return Failure(output.request_id, ProtocolError(missing))
+    known = have - output.start
+    logprobs = None if output.logprobs is None else output.logprobs[known:]
+    return msgspec.structs.replace(output, start=have, token_ids=output.token_ids[known:], logprobs=logprobs)
+
+
+def _await_welcome(
+    connection: Connection, address: str, timeout_s: float, alive: Callable[[], str | None] | None
+) -> Welcome:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        death = alive() if alive is not None else None  # asked before reading: what it said before its end counts
+        welcome = _read_welcome(connection, address)
+        if welcome is not None:
+            return welcome
+        if death is not None:
+            _await_last_words(connection, address)
+            raise EngineError(f"the engine did not start: {death}")
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise EngineError(f"no engine answered at {address} within {timeout_s:g} s")
+        transport.wait(min(left_s, _ALIVE_POLL_S), connection)
+
+
+def _await_last_words(connection: Connection, address: str) -> None:
+    """An engine that refuses says why before it ends; its message may still be on its way. Raises what it says."""
+    deadline_s = time.monotonic() + _LAST_WORDS_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        _read_welcome(connection, address)
+        connection.lost()  # or the news of it would end the wait
+        transport.wait(left_s, connection)
+
+
+def _read_welcome(connection: Connection, address: str) -> Welcome | None:
+    while (payload := connection.recv()) is not None:
+        try:
+            message: ToClient = engine_to_client.decode(payload)
+        except ProtocolError as error:
+            raise EngineError(f"what answers at {address} is not an engine of this version: {error}") from error
+        if isinstance(message, Welcome):
+            return message
+        if isinstance(message, Refused):
+            raise ModelError(message.reason) if message.bad_input else EngineError(message.reason)
+    return None

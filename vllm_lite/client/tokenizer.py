@@ -1,0 +1,81 @@
+"""Text to token ids and back, over the `tokenizers` library: the ids transformers.AutoTokenizer would give."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from vllm_lite.errors import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+_BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
+_MAX_U32 = 2**32 - 1
+
+
+class _File(msgspec.Struct):
+    """The one part of tokenizer.json that the library does not show."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """A loaded tokenizer.json. Nothing changes after loading, so any thread may call any method."""
+
+    def __init__(self, data: bytes, source: str = TOKENIZER_FILE) -> None:
+        """`data` is the content of a tokenizer.json, `source` its name in errors. Raises ModelError."""
+        self.source = source
+        try:
+            self._library = tokenizers.Tokenizer.from_buffer(data)
+            self.decoder = msgspec.json.decode(data, type=_File).decoder
+        except Exception as error:  # the library raises bare Exception for a damaged file
+            raise ModelError(f"{source} cannot be read: {error}") from error
+        # A file may remember how its training batches were cut and padded; a prompt is neither.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
+        added = self._library.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Load `path`, a checkpoint's folder or a tokenizer.json. Raises ModelError that says what to do."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / TOKENIZER_FILE
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ModelError(
+                f"{file} cannot be read ({error.strerror}); give a folder with a {TOKENIZER_FILE} as tokenizer "
+                "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+            ) from error
+        return cls(data, str(file))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the file's post-processor adds unless told not to."""
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, None outside the vocabulary."""
+        if not 0 <= token_id <= _MAX_U32:
+            return None
+        token: str | None = self._library.id_to_token(token_id)
+        return token
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        token_id: int | None = self._library.token_to_id(token)
+        return token_id
+
+    def byte_ids(self) -> dict[int, int]:
+        """Token id -> byte, of the tokens <0x00> .. <0xFF> that spell what has no token of its own."""
+        ids = {self.token_id(name): value for name, value in _BYTE_NAMES.items()}
+        return {token_id: value for token_id, value in ids.items() if token_id is not None}
