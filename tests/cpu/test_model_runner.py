@@ -1,0 +1,336 @@
+"""ModelRunner driven by hand-written steps on a tiny checkpoint; transformers says which tokens are right."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ProtocolError
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
+from vllm_lite.protocol.control import Start
+from vllm_lite.protocol.step import (
+    BlockOp,
+    Continue,
+    Entry,
+    Finish,
+    Fork,
+    ModelOutput,
+    NewRequest,
+    Preempt,
+    Resume,
+    Sampling,
+    SchedulerOutput,
+)
+from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.worker import Worker
+
+EPOCH, NUM_BLOCKS, BLOCK = 3, 40, 16
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
+WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
+
+
+class Driver:
+    """Plays the engine for one worker: numbers the steps, and remembers what every sequence got."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        config = EngineConfig(num_gpu_blocks_override=NUM_BLOCKS, max_num_batched_tokens=128, max_num_seqs=8)
+        spec = ModelSpec.load(checkpoint)
+        resolved = config.resolve(
+            max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=str(checkpoint)
+        )
+        self.progress = Progress()
+        self.worker = Worker(resolved, 0, self.progress)
+        self.ready = self.worker.load()
+        self.worker.start(Start(EPOCH, NUM_BLOCKS, 0))
+        self.step = 0
+        self.got: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self.worker.runner.cache_engine.pool
+
+    def run(self, *entries: Entry, ops: tuple[tuple[int, int, int], ...] = ()) -> ModelOutput:
+        """One step; its tokens go to the sequences that are caught up, in the order of their entries."""
+        self.step += 1
+        caught_up = [handle for handle in map(self.follow, entries) if handle is not None]
+        output = self.worker.execute(SchedulerOutput(EPOCH, self.step, list(ops), list(entries)))
+        assert (output.epoch, output.step) == (EPOCH, self.step)
+        for handle, token in zip(caught_up, unpack_tokens(output.tokens), strict=True):
+            self.lengths[handle] += 1
+            self.got.setdefault(handle, []).append(token)
+        self.worker.runner.batch.check_integrity()
+        assert not self.pool[0].any(), "the null block was written"
+        return output
+
+    def follow(self, entry: Entry) -> int | None:
+        """Keep count of lengths and computed tokens; the handle, if its sequence is caught up in this step."""
+        if isinstance(entry, Fork):
+            self.lengths[entry.child], self.computed[entry.child] = (
+                self.lengths[entry.parent],
+                self.computed[entry.parent],
+            )
+        if isinstance(entry, NewRequest):
+            self.lengths[entry.handle] = entry.num_prompt_tokens
+        if not isinstance(entry, NewRequest | Continue | Resume):
+            return None
+        start = self.computed[entry.handle] if isinstance(entry, Continue) else entry.num_computed
+        self.computed[entry.handle] = start + entry.num_tokens
+        return entry.handle if self.computed[entry.handle] == self.lengths[entry.handle] else None
+
+    def decode(self, *handles: int, count: int) -> None:
+        for _ in range(count):
+            self.run(*(Continue(handle, 1, []) for handle in handles))
+
+
+def new_request(handle: int, prompt: list[int], blocks: list[int], **fields: Any) -> NewRequest:
+    values: dict[str, Any] = {
+        "num_computed": 0,
+        "num_cached": 0,
+        "num_tokens": len(prompt),
+        "sampling": GREEDY,
+    } | fields
+    return NewRequest(handle, pack_tokens(prompt), len(prompt), block_ids=[blocks], **values)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
+    return tokens
+
+
+@pytest.fixture
+def driver(tiny_checkpoint: Path) -> Driver:
+    return Driver(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_checkpoint: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+
+
+def expected(oracle: Any, prompt: list[int], count: int) -> list[int]:
+    """What transformers continues with, greedily."""
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    assert len(set(tokens)) > count // 2, "a sequence that repeats itself proves nothing"
+    return tokens
+
+
+# ---- the same tokens as transformers
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 128])
+def test_whole_prompts(driver: Driver, oracle: Any, length: int) -> None:
+    prompt = make_prompt(length)
+    driver.run(new_request(0, prompt, list(range(9, 19))))
+    driver.decode(0, count=11)
+    assert driver.got[0] == expected(oracle, prompt, 12)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_prompts_in_chunks(driver: Driver, oracle: Any, chunk: int) -> None:
+    prompt, blocks = make_prompt(70), [4, 3, 2, 1, 20]
+    owned = -(-chunk // BLOCK)
+    driver.run(new_request(0, prompt, blocks[:owned], num_tokens=chunk))
+    for start in range(chunk, len(prompt), chunk):
+        end = min(start + chunk, len(prompt))
+        needed = -(-end // BLOCK)
+        driver.run(Continue(0, end - start, [blocks[owned:needed]] if needed > owned else []))
+        owned = needed
+    driver.decode(0, count=9)
+    assert driver.got[0] == expected(oracle, prompt, 10)
+
+
+def test_prefill_and_decode_side_by_side(driver: Driver, oracle: Any) -> None:
+    prompts = [make_prompt(length, seed=1) for length in (40, 3, 33)]
+    driver.run(new_request(0, prompts[0], [1, 2, 3, 4], num_tokens=25), new_request(1, prompts[1], [5, 6]))
+    driver.run(Continue(1, 1, []), new_request(2, prompts[2], [7, 8, 9], num_tokens=1), Continue(0, 14, []))
+    driver.run(Continue(2, 32, []), Continue(0, 1, []), Continue(1, 1, []))
+    driver.decode(2, 0, 1, count=6)
+    for handle, prompt in enumerate(prompts):
+        assert driver.got[handle] == expected(oracle, prompt, 9)[: len(driver.got[handle])]
+    assert [len(driver.got[handle]) for handle in range(3)] == [7, 9, 7]
+
+
+def test_preempted_and_resumed_in_other_blocks(driver: Driver, oracle: Any) -> None:
+    prompts = [make_prompt(length, seed=2) for length in (30, 20)]
+    driver.run(new_request(0, prompts[0], [1, 2, 3]), new_request(1, prompts[1], [4, 5]))
+    driver.decode(0, 1, count=4)
+    driver.run(Preempt(0), Continue(1, 1, []))
+    driver.run(new_request(2, make_prompt(40, seed=9), [2, 1, 3]), Continue(1, 1, []))  # overwrites its blocks
+    driver.run(Finish(2), Resume(0, 0, 0, 20, [[11, 3, 10]]), Continue(1, 1, []))
+    driver.run(Continue(0, 15, []), Continue(1, 1, []))
+    driver.decode(1, 0, count=3)
+    assert driver.got[0] == expected(oracle, prompts[0], 9)
+    assert driver.got[1] == expected(oracle, prompts[1], 12)
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "control: not copied"])
+def test_a_fork_with_a_copy_of_the_shared_tail(driver: Driver, oracle: Any, copied: bool) -> None:
+    """Two children of 20 tokens prefilled once share the first block; the second is copied before it is written."""
+    prompt = make_prompt(21, seed=3)
+    driver.run(new_request(0, prompt, [1, 2], num_tokens=20))
+    ops = ((int(BlockOp.COPY), 2, 7),) if copied else ()
+    driver.run(Fork(0, 1, 1, [[1, 7]]), Continue(0, 1, []), Continue(1, 1, []), ops=ops)
+    driver.decode(1, 0, count=9)
+    want = expected(oracle, prompt, 10)
+    assert driver.got[0] == want
+    assert (driver.got[1] == want) is copied
+
+
+def test_a_whole_prompt_hit_reads_the_cache_and_changes_no_bit_of_it(driver: Driver, oracle: Any) -> None:
+    prompt = make_prompt(32, seed=4)
+    driver.run(new_request(0, prompt, [1, 2]))
+    before = driver.pool.clone()
+    driver.run(new_request(1, prompt, [1, 2], num_computed=31, num_cached=32, num_tokens=1))
+    assert torch.equal(driver.pool.view(torch.uint8), before.view(torch.uint8))
+    driver.run(Finish(0), Continue(1, 1, [[3]]))
+    driver.decode(1, count=8)
+    assert driver.got[1] == expected(oracle, prompt, 10)
+
+
+def test_a_damaged_block_changes_the_tokens(driver: Driver, oracle: Any) -> None:
+    """The control of all of the above: these tokens do depend on the cache."""
+    prompt = make_prompt(40, seed=5)
+    driver.run(new_request(0, prompt, [1, 2, 3, 4]))
+    driver.pool[1] = driver.pool[2]
+    driver.decode(0, count=11)
+    assert driver.got[0] != expected(oracle, prompt, 12)
+
+
+def test_logprobs_are_those_of_transformers(driver: Driver, oracle: Any) -> None:
+    prompt = make_prompt(50, seed=6)
+    output = driver.run(
+        new_request(0, prompt, [1, 2, 3, 4], sampling=msgspec.structs.replace(WARM, logprobs=5)),
+        new_request(1, prompt[:20], [5, 6]),
+    )
+    with torch.inference_mode():
+        logprobs = oracle(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert output.logprobs is not None
+    report, nothing = output.logprobs
+    assert nothing is None
+    assert report is not None
+    values, ids = logprobs.topk(5)
+    assert [token for token, _ in report.top] == ids.tolist()
+    assert [value for _, value in report.top] == pytest.approx(values.tolist(), abs=1e-4)
+    assert report.logprob == pytest.approx(logprobs[driver.got[0][0]].item(), abs=1e-4)
+
+
+# ---- sampling
+
+
+def test_a_seed_draws_the_same_whatever_happens_around_it(tiny_checkpoint: Path) -> None:
+    prompt = make_prompt(30, seed=7)
+
+    def alone(driver: Driver) -> None:
+        driver.run(new_request(5, prompt, [1, 2, 3], sampling=WARM))
+        driver.decode(5, count=9)
+
+    def in_chunks_and_company(driver: Driver) -> None:
+        first = new_request(5, prompt, [1, 2, 3], num_tokens=11, sampling=WARM)
+        driver.run(new_request(1, make_prompt(9), [9], sampling=WARM), first)
+        driver.run(Continue(5, 19, []), Continue(1, 1, []))
+        driver.run(Preempt(1), Continue(5, 1, []))
+        driver.run(Preempt(5), Resume(1, 0, 0, 11, [[20]]))
+        driver.run(Resume(5, 0, 0, 32, [[4, 5, 6]]), Finish(1))
+        driver.decode(5, count=7)
+
+    def as_another_child(driver: Driver) -> None:
+        driver.run(new_request(5, prompt, [1, 2, 3], sampling=msgspec.structs.replace(WARM, child=1)))
+        driver.decode(5, count=9)
+
+    results = []
+    for play in (alone, in_chunks_and_company, as_another_child):
+        driver = Driver(tiny_checkpoint)
+        play(driver)
+        results.append(driver.got[5])
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+
+
+def test_stop_ids_wait_for_min_tokens(driver: Driver, oracle: Any) -> None:
+    prompt = make_prompt(20, seed=8)
+    free = expected(oracle, prompt, 4)
+    ruled = msgspec.structs.replace(GREEDY, min_tokens_until=21, stop_ids=(free[0],))
+    driver.run(new_request(0, prompt, [1, 2], sampling=ruled))
+    assert driver.got[0][0] != free[0]
+    later = msgspec.structs.replace(GREEDY, min_tokens_until=20, stop_ids=(free[0],))
+    driver.run(new_request(1, prompt, [3, 4], sampling=later))
+    assert driver.got[1] == free[:1]
+
+
+def test_a_sequence_whose_logits_are_not_finite_fails_alone(
+    driver: Driver, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [make_prompt(length, seed=9) for length in (10, 11, 12)]
+    logits = driver.worker.model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        result = logits(hidden)
+        result[1, 5] = float("nan")
+        return result
+
+    monkeypatch.setattr(driver.worker.model, "logits", poisoned)
+    output = driver.run(*(new_request(handle, prompt, [1 + handle]) for handle, prompt in enumerate(prompts)))
+    assert [handle for handle, _ in output.failed or ()] == [1]
+    assert "not finite" in (output.failed or [])[0][1]
+    monkeypatch.undo()
+    driver.run(Finish(1), Continue(0, 1, []), Continue(2, 1, []))
+    for handle in (0, 2):
+        assert driver.got[handle] == expected(oracle, prompts[handle], 2)
+
+
+# ---- steps as such
+
+
+def test_ready_tells_what_the_engine_needs(driver: Driver) -> None:
+    ready = driver.ready
+    assert (ready.num_blocks, ready.vocab_size, ready.eos_token_ids) == (NUM_BLOCKS, 384, (2,))
+    assert (ready.max_model_len, [group.kind for group in ready.groups]) == (512, ["full"])
+    assert ready.block_bytes == driver.pool[0].numel() * 4
+
+
+def test_warming_up_writes_nothing(driver: Driver) -> None:
+    driver.pool[1:].normal_()
+    before = driver.pool.clone()
+    driver.worker.runner.warm_up()
+    assert torch.equal(driver.pool, before)
+
+
+def test_a_step_without_tokens_still_answers(driver: Driver) -> None:
+    driver.run(new_request(0, [5, 6, 7], [1]))
+    count = driver.progress.count
+    output = driver.run(Finish(0))
+    assert (output.tokens, output.logprobs, output.failed) == (b"", None, None)
+    assert driver.progress.count == count + 1
+    assert driver.run().tokens == b""
+
+
+def test_a_chunk_that_samples_nothing_answers_nothing(driver: Driver) -> None:
+    assert driver.run(new_request(0, make_prompt(20), [1, 2], num_tokens=5)).tokens == b""
+
+
+def test_progress_grows_in_every_layer(driver: Driver) -> None:
+    count = driver.progress.count
+    driver.run(new_request(0, [5, 6, 7], [1]))
+    assert driver.progress.count == count + 2 + 1, "two layers and the step"
+
+
+def test_a_step_of_another_epoch_is_refused(driver: Driver) -> None:
+    with pytest.raises(ProtocolError, match="epoch 4, this worker's is 3"):
+        driver.worker.execute(SchedulerOutput(EPOCH + 1, 1, [], []))
+
+
+def test_a_step_beyond_the_budget_is_refused(driver: Driver) -> None:
+    with pytest.raises(ProtocolError, match="129 tokens, expected at most 128"):
+        driver.run(new_request(0, make_prompt(129), list(range(1, 10))))

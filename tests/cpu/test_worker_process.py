@@ -1,0 +1,278 @@
+"""The worker's conversation with an engine that the test plays: in a thread over both transports, and as a process."""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from vllm_lite import supervise, transport
+from vllm_lite.config import EngineConfig, WorkerSettings
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.codec import (
+    FromWorker,
+    ToWorker,
+    engine_to_worker,
+    pack_tokens,
+    unpack_tokens,
+    worker_to_engine,
+)
+from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Sampling, SchedulerOutput
+from vllm_lite.transport import Delivery
+from vllm_lite.wakeup import Wakeup
+from vllm_lite.worker import process
+
+DEADLINE_S = 60.0
+"""Of every wait; nothing here takes a tenth of it on an idle machine."""
+EPOCH = 11
+
+M = TypeVar("M")
+
+
+class Engine:
+    """The engine's end of the wire."""
+
+    def __init__(self, address: str) -> None:
+        self.listener = transport.bind(address)
+        self.heartbeats: list[WorkerHeartbeat] = []
+
+    def receive(self, kind: type[M]) -> M:
+        """The next message that is no heartbeat, which must be a `kind`."""
+        message = self.next(lambda message: not isinstance(message, WorkerHeartbeat))
+        assert isinstance(message, kind), message
+        return message
+
+    def next(self, wanted: Callable[[FromWorker], bool]) -> FromWorker:
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            item = self.listener.recv()
+            if item is None:
+                transport.wait(end_s - time.monotonic(), self.listener)
+                continue
+            peer, message = item[0], worker_to_engine.decode(item[1])
+            if isinstance(message, WorkerHeartbeat):
+                assert peer == b"worker-0-heartbeat"
+                self.heartbeats.append(message)
+            else:
+                assert peer == b"worker-0"
+            if wanted(message):
+                return message
+        raise TimeoutError(f"nothing of the kind within {DEADLINE_S} s")
+
+    def send(self, message: ToWorker) -> None:
+        assert self.listener.send(b"worker-0", engine_to_worker.encode(message)) is Delivery.SENT
+
+    def start_up(self) -> Ready:
+        self.receive(WorkerHello)
+        ready = self.receive(Ready)
+        self.send(Start(EPOCH, ready.num_blocks, 0))
+        self.receive(Started)
+        return ready
+
+
+class WorkerThread:
+    """`process.main` in a thread, as --single-process runs it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.stop = Wakeup()
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, args=(settings,), daemon=True)
+        self.thread.start()
+
+    def _run(self, settings: WorkerSettings) -> None:
+        self.code = process.main(settings, self.stop)
+
+    def join(self) -> int | None:
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        return self.code
+
+
+def settings_for(model: Path, address: str, **overrides: Any) -> WorkerSettings:
+    config = EngineConfig(num_gpu_blocks_override=20, max_num_batched_tokens=64, max_num_seqs=4, **overrides)
+    path = str(model)
+    if (model / "config.json").exists():
+        spec = ModelSpec.load(path)
+        config = config.resolve(max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=path)
+    else:
+        config = config.resolve(max_position_embeddings=8, dtype="float32", model_path=path)
+    return WorkerSettings(config, address, 0, EPOCH)
+
+
+@pytest.fixture
+def ipc() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="vl-") as folder:
+        yield f"ipc://{folder}/w"
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+def engine(request: pytest.FixtureRequest, ipc: str) -> Iterator[Engine]:
+    engine = Engine(f"inproc://{request.node.name}" if request.param == "inproc" else ipc)
+    yield engine
+    engine.listener.close()
+
+
+def prompt_step(step: int, epoch: int = EPOCH) -> SchedulerOutput:
+    prompt = [5, 6, 7, 8, 9]
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, logprobs=1)
+    return SchedulerOutput(epoch, step, [], [NewRequest(0, pack_tokens(prompt), 5, sampling, 0, 0, 5, [[1]])])
+
+
+def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
+    settings = settings_for(tiny_checkpoint, engine.listener.address)
+    worker = WorkerThread(settings)
+    hello = engine.receive(WorkerHello)
+    assert (hello.version, hello.model, hello.rank) == (PROTOCOL_VERSION, settings.config.model, 0)
+    assert hello.pid == os.getpid()
+    assert engine.receive(Ready).num_blocks == 20
+    engine.send(Start(EPOCH, 20, 0))
+    engine.receive(Started)
+
+    engine.send(prompt_step(1))
+    first = engine.receive(ModelOutput)
+    assert (first.epoch, first.step, len(unpack_tokens(first.tokens))) == (EPOCH, 1, 1)
+    assert first.logprobs is not None
+    for step in (2, 3):  # two in flight
+        engine.send(SchedulerOutput(EPOCH, step, [], [Continue(0, 1, [])]))
+    assert [engine.receive(ModelOutput).step for _ in range(2)] == [2, 3]
+    engine.send(SchedulerOutput(EPOCH, 4, [], [Finish(0)]))
+    assert engine.receive(ModelOutput).tokens == b""
+
+    engine.send(Shutdown())
+    assert worker.join() == 0
+
+
+def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.start_up()
+    engine.next(lambda message: isinstance(message, WorkerHeartbeat))
+    before = engine.heartbeats[-1].progress
+    engine.send(prompt_step(1))
+    engine.receive(ModelOutput)
+    engine.next(lambda message: isinstance(message, WorkerHeartbeat) and message.progress > before)
+    engine.send(Shutdown())
+    assert worker.join() == 0
+
+
+def test_it_ends_when_told_to_stop(engine: Engine, tiny_checkpoint: Path) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.start_up()
+    worker.stop.set()
+    assert worker.join() == 0
+
+
+def test_it_ends_when_the_engine_has_gone(engine: Engine, tiny_checkpoint: Path) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.start_up()
+    engine.listener.close()
+    assert worker.join() == 1
+
+
+def test_a_bad_model_is_the_users_fault(engine: Engine, tmp_path: Path) -> None:
+    worker = WorkerThread(settings_for(tmp_path, engine.listener.address))
+    engine.receive(WorkerHello)
+    failed = engine.receive(Failed)
+    assert (failed.rank, failed.kind, failed.bad_input) == (0, "ModelError", True)
+    assert "config.json" in failed.message
+    assert worker.join() == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (prompt_step(1, epoch=EPOCH + 1), "epoch"),
+        (SchedulerOutput(EPOCH, 1, [], [Continue(77, 1, [])]), "handle 77"),
+        (Start(EPOCH, 20, 0), "expected a SchedulerOutput, got Start"),
+    ],
+)
+def test_what_cannot_be_run_ends_it_with_the_reason(
+    engine: Engine, tiny_checkpoint: Path, message: ToWorker, complaint: str
+) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.start_up()
+    engine.send(message)
+    failed = engine.receive(Failed)
+    assert (failed.kind, failed.bad_input) == ("ProtocolError", False)
+    assert complaint in failed.message
+    assert worker.join() == 1
+
+
+def test_noise_on_the_wire_ends_it_too(engine: Engine, tiny_checkpoint: Path) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.start_up()
+    engine.listener.send(b"worker-0", b"\xc1 not msgpack")
+    assert "could not be decoded" in engine.receive(Failed).message
+    assert worker.join() == 1
+
+
+def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(engine: Engine, tiny_checkpoint: Path) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address, ready_timeout_s=0.01))
+    engine.receive(WorkerHello)
+    engine.receive(Ready)
+    assert "said nothing" in engine.receive(Failed).message
+    assert worker.join() == 1
+
+
+# ---- as a process
+
+
+class Exits:
+    def __init__(self) -> None:
+        self.reason = ""
+        self.event = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
+        self.event.set()
+
+    def wait(self) -> str:
+        assert self.event.wait(DEADLINE_S)
+        return self.reason
+
+
+def test_a_process_serves_and_ends(ipc: str, tiny_checkpoint: Path) -> None:
+    engine, exits = Engine(ipc), Exits()
+    child = supervise.spawn("vllm_lite.worker.process", settings_for(tiny_checkpoint, ipc), "worker 0", exits)
+    try:
+        assert engine.receive(WorkerHello).pid == child.pid
+        engine.receive(Ready)
+        engine.send(Start(EPOCH, 20, 0))
+        engine.receive(Started)
+        engine.send(prompt_step(1))
+        assert len(engine.receive(ModelOutput).tokens) == 4
+        engine.send(Shutdown())
+        assert exits.wait() == "exit status 0"
+    finally:
+        child.stop(1.0)
+        engine.listener.close()
+
+
+def test_the_last_words_of_a_process_arrive(ipc: str, tmp_path: Path) -> None:
+    engine, exits = Engine(ipc), Exits()
+    child = supervise.spawn("vllm_lite.worker.process", settings_for(tmp_path, ipc), "worker 0", exits)
+    try:
+        engine.receive(WorkerHello)
+        assert engine.receive(Failed).bad_input
+        assert exits.wait() == "exit status 1"
+    finally:
+        child.stop(1.0)
+        engine.listener.close()
+
+
+def test_sigterm_ends_a_process_at_once(ipc: str, tiny_checkpoint: Path) -> None:
+    engine, exits = Engine(ipc), Exits()
+    child = supervise.spawn("vllm_lite.worker.process", settings_for(tiny_checkpoint, ipc), "worker 0", exits)
+    try:
+        engine.receive(WorkerHello)  # it is importing torch now
+        os.kill(child.pid, signal.SIGTERM)
+        assert exits.wait() == "killed by SIGTERM"
+    finally:
+        child.stop(1.0)
+        engine.listener.close()
