@@ -1,0 +1,54 @@
+# Everything a contributor needs. `make help` lists the targets.
+#   PYTHON   the interpreter that .venv is made from: 3.11 to 3.13
+#   ARGS     passed on, for example: make test ARGS="tests/unit -k block_pool"
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+NATIVE := $(wildcard csrc/cpu/*)
+SOURCES := vllm_lite scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## make .venv and install the package and its tools into it (instant when up to date)
+
+# The package is installed in place: Python files are used where they are, and only what this depends on is built again.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "vllm_lite needs Python 3.11 to 3.13 as $(PYTHON); name another with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@$(BIN)/python -c 'from vllm_lite.kernels import cpu; cpu.available()'  # says so if they were not built
+	@touch $@
+
+demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print what it cost
+	$(BIN)/python scripts/demo.py $(ARGS)
+
+test: $(STAMP)  ## run the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint, formatting and types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m mypy
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(STAMP)  ## rewrite the sources as `make check` wants them
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+
+bench: $(STAMP)  ## measure the engine's own cost, without a model
+	$(BIN)/vllm-lite bench engine $(ARGS)
+
+clean:  ## remove everything that was made here, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

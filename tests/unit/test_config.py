@@ -1,0 +1,280 @@
+"""EngineConfig: layers, conversions, bounds; every error names the setting, the value and what would be right."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, add_flags, check_address, memory_limit_bytes
+from vllm_lite.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def parse_flags(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return vars(parser.parse_args(argv))
+
+
+# ---- layers
+
+
+def test_defaults_need_nothing() -> None:
+    assert EngineConfig.load(env={}) == EngineConfig()
+
+
+def test_file_env_flag_in_this_order(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "max_num_seqs: 1\nblock_size: 8\nmax_model_len: 100\n")
+    env = {"VLLM_LITE_MAX_NUM_SEQS": "2", "VLLM_LITE_BLOCK_SIZE": "32"}
+    config = EngineConfig.load({"max_num_seqs": 3}, env, file)
+    assert (config.max_num_seqs, config.block_size, config.max_model_len) == (3, 32, 100)
+    assert EngineConfig.load(None, env, file).max_num_seqs == 2
+    assert EngineConfig.load(None, {}, file).max_num_seqs == 1
+
+
+def test_an_unset_flag_shows_the_layers_below() -> None:
+    flags = parse_flags("--block-size", "32")
+    config = EngineConfig.load(flags, {"VLLM_LITE_MAX_NUM_SEQS": "2", "VLLM_LITE_ENABLE_PREFIX_CACHING": "false"})
+    assert (config.block_size, config.max_num_seqs, config.enable_prefix_caching) == (32, 2, False)
+
+
+def test_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LITE_SEED", "17")
+    assert EngineConfig.load().seed == 17
+
+
+def test_foreign_environment_is_left_alone() -> None:
+    assert EngineConfig.load(env={"VLLM_BLOCK_SIZE": "8", "BLOCK_SIZE": "8", "HOME": "/x"}) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "max-num-seqs: 5\nmodel: /m\n"),
+        ("a.yml", "max_num_seqs: '5'\nmodel: /m\n"),
+        ("a.toml", 'max_num_seqs = 5\nmodel = "/m"\n'),
+    ],
+)
+def test_file_formats(tmp_path: Path, name: str, text: str) -> None:
+    config = EngineConfig.load(env={}, file=write(tmp_path, name, text))
+    assert (config.max_num_seqs, config.model) == (5, "/m")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", "{}", "ends in .yaml, .yml or .toml"),
+        ("a.yaml", "[1, 2]", "name: value"),
+        ("a.yaml", "{", "cannot be read"),
+        ("a.toml", "=", "cannot be read"),
+        ("a.toml", "\udcff", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, says: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=says) as info:
+        EngineConfig.load(env={}, file=file)
+    assert str(file) in str(info.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/nowhere/a\.yaml"):
+        EngineConfig.load(env={}, file="/nowhere/a.yaml")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_model_length", "max_model_len"), ("blocksize", "block_size"), ("Model", "model")]
+)
+def test_an_unknown_name_gets_the_nearest_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'; did you mean '{meant}'"):
+        EngineConfig.check({name: 1})
+
+
+def test_an_unknown_name_like_no_other() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown setting 'zzzzz'$"):
+        EngineConfig.check({"zzzzz": 1})
+
+
+def test_an_unknown_name_in_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        EngineConfig.load(env={}, file=write(tmp_path, "a.yaml", "block-sise: 8\n"))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5k", 1_500),
+        ("1m", 10**6),
+        ("1M", 2**20),
+        ("0.5K", 512),
+        ("77", 77),
+        (77, 77),
+    ],
+)
+def test_integers_may_carry_a_suffix(written: str | int, value: int) -> None:
+    assert EngineConfig.check({"max_model_len": written}).max_model_len == value
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "served_model_name", "prefix_hash_seed"])
+def test_a_name_that_looks_like_a_size_stays_a_name(name: str) -> None:
+    assert getattr(EngineConfig.check({name: "7M"}), name) == "7M"
+
+
+@pytest.mark.parametrize(("written", "value"), [("true", True), ("1", True), ("false", False), ("0", False)])
+def test_switches(written: str, value: bool) -> None:
+    assert EngineConfig.load(env={"VLLM_LITE_ENABLE_PREFIX_CACHING": written}).enable_prefix_caching is value
+
+
+def test_none_unsets_what_a_lower_layer_set(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "max_model_len: 100\n")
+    assert EngineConfig.load(env={"VLLM_LITE_MAX_MODEL_LEN": "none"}, file=file).max_model_len is None
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_block_sizes(size: int) -> None:
+    assert EngineConfig.check({"block_size": size}).block_size == size
+
+
+BAD_VALUES = [
+    ("block_size", 12),
+    ("block_size", 0),
+    ("block_size", "sixteen"),
+    ("max_model_len", 0),
+    ("max_model_len", -5),
+    ("max_model_len", "1.5"),
+    ("max_model_len", "32kk"),
+    ("max_model_len", [1]),
+    ("num_gpu_blocks_override", 1),
+    ("cpu_kvcache_space", 0),
+    ("cpu_kvcache_space", "nan"),
+    ("kv_watermark", 1),
+    ("kv_watermark", -0.1),
+    ("max_num_seqs", 0),
+    ("max_num_batched_tokens", 0),
+    ("tensor_parallel_size", 2),
+    ("cpu_threads", 0),
+    ("ready_timeout_s", 0),
+    ("heartbeat_timeout_s", -1),
+    ("dtype", "int8"),
+    ("device", "tpu"),
+    ("load_format", "pickle"),
+    ("log_level", "loud"),
+    ("enable_prefix_caching", "perhaps"),
+    ("prefix_hash_seed", "x" * 65),
+    ("seed", -1),
+    ("model", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES, ids=lambda item: str(item)[:20])
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as info:
+        EngineConfig.check({name: value})
+    assert name in str(info.value)
+    assert str(value) in str(info.value)
+
+
+def test_one_bad_value_among_good_ones_is_the_one_named() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        EngineConfig.check({"block_size": 16, "max_num_seqs": 0, "max_model_len": 5})
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig().block_size = 8  # type: ignore[misc]
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/a.sock", "inproc://engine", "ipc:///" + "x" * 106])
+def test_good_addresses(address: str) -> None:
+    assert EngineConfig.check({"address": address}).address == address
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "/tmp/a.sock", "ipc://", "ipc:/tmp/a", ""])
+def test_bad_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="ipc:///path/to/socket"):
+        EngineConfig.check({"address": address})
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 107, "/" + "ü" * 54])
+def test_an_ipc_path_is_limited_in_bytes(path: str) -> None:
+    with pytest.raises(ValueError, match=r"at most 107 bytes, got (108|109)"):
+        check_address("ipc://" + path)
+
+
+# ---- flags
+
+
+def test_every_field_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        parse_flags("--help")
+    assert info.value.code == 0
+    shown = capsys.readouterr().out
+    for field in msgspec.structs.fields(EngineConfig):
+        flag = field.name.replace("_", "-")
+        assert f"--{flag}" in shown
+        assert (f"--no-{flag}" in shown) == isinstance(field.default, bool)
+
+
+def test_flags_reach_the_config() -> None:
+    flags = parse_flags("--max-model-len", "4K", "--no-enable-prefix-caching", "--kv-watermark", "0.1", "--model", "1k")
+    config = EngineConfig.load(flags, {})
+    assert (config.max_model_len, config.enable_prefix_caching, config.kv_watermark) == (4096, False, 0.1)
+    assert config.model == "1k"
+
+
+# ---- resolve
+
+
+def resolved(max_position_embeddings: int = 1000, **values: Any) -> EngineConfig:
+    config = EngineConfig.check(values)
+    return config.resolve(max_position_embeddings=max_position_embeddings, dtype="float32", model_path="/m/name")
+
+
+def test_resolve_leaves_nothing_open() -> None:
+    config = resolved()
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (1000, 64, 512)
+    assert (config.model, config.tokenizer, config.served_model_name) == ("/m/name", "/m/name", "name")
+    assert (config.dtype, config.device) == ("float32", "cpu")
+    assert config.cpu_kvcache_space == pytest.approx(min(4, memory_limit_bytes() / 4 / 2**30))
+
+
+def test_resolve_keeps_what_was_said() -> None:
+    config = resolved(max_num_seqs=3, max_num_batched_tokens=7, tokenizer="/t", served_model_name="s", max_model_len=9)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (3, 7, 9)
+    assert (config.tokenizer, config.served_model_name) == ("/t", "s")
+
+
+def test_resolve_returns_a_new_object() -> None:
+    config = EngineConfig()
+    assert config.resolve(max_position_embeddings=10, dtype="float32", model_path="/m") is not config
+    assert config == EngineConfig()
+
+
+def test_a_context_longer_than_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"1000.*1001"):
+        resolved(max_model_len=1001)
+
+
+def test_without_chunks_a_step_holds_a_whole_context() -> None:
+    assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 1000
+    with pytest.raises(ConfigError, match=r"at least max_model_len \(1000\), got 999"):
+        resolved(enable_chunked_prefill=False, max_num_batched_tokens=999)

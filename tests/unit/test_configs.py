@@ -1,0 +1,31 @@
+"""Every file in configs/ loads, says what it is for, and names files and flags that exist."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_lite.config import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for path in (ROOT / "configs").iterdir() if path.suffix in (".yaml", ".yml", ".toml"))
+
+
+def test_there_are_some() -> None:
+    assert len(FILES) >= 3
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_loads_and_resolves(file: Path) -> None:
+    config = EngineConfig.load(file=file, env={})
+    assert config != EngineConfig()
+    resolved = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="/models/some")
+    assert resolved.max_num_batched_tokens is not None
+    assert EngineConfig.check(msgspec.to_builtins(resolved)) == resolved
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_says_how_it_is_used(file: Path) -> None:
+    text = file.read_text()
+    assert text.startswith("# ")
+    assert f"--config configs/{file.name}" in text

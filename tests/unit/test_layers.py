@@ -1,0 +1,345 @@
+"""The rules that keep the tree readable and safe: who may import whom, how long things may be, what is never called.
+
+Each rule is a function from a parsed file to the list of its offences, and is shown one offender of every kind first.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "vllm_lite"
+
+# The layout of the package from top to bottom. A part imports itself and the parts above it, nothing else; a process
+# boundary is crossed by a message or by naming an entry point in a string.
+LAYERS = [
+    "errors",
+    "log",
+    "metrics",
+    "wakeup",
+    "config",
+    "model_spec",
+    "supervise",
+    "protocol",
+    "transport",
+    "trace",
+    "executor",
+    "engine",
+    "structured",
+    "kernels",  # from here to worker: the parts that may import torch
+    "parallel",
+    "attention",
+    "layers",
+    "models",
+    "worker",
+    "client",
+    "server",
+    "bench",
+    "cli",
+    "__main__",
+]
+TENSOR_PARTS = {"kernels", "parallel", "attention", "layers", "models", "worker"}
+ONLY_IN = {
+    "torch": TENSOR_PARTS,
+    "numpy": TENSOR_PARTS,
+    "safetensors": TENSOR_PARTS,
+    "cupy": {"kernels"},
+    "zmq": {"transport"},
+    "tokenizers": {"client"},
+    "transformers": {"worker", "client"},
+}
+"""Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "shelve",
+    "marshal",
+    "multiprocessing",
+}
+FORBIDDEN_CALLS = {
+    "torch.load": "runs code from the file; use safetensors",
+    "torch.save": "writes a pickle; use safetensors",
+    "recv_pyobj": "unpickles what a peer sent",
+    "send_pyobj": "pickles",
+    "all_gather_object": "pickles",
+    "broadcast_object_list": "pickles",
+    "scatter_object_list": "pickles",
+    "os.system": "goes through a shell",
+    "os.popen": "goes through a shell",
+    "eval": "runs text",
+    "exec": "runs text",
+}
+"""Names of functions, or their ends after a dot, that no file calls or mentions."""
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def part_of(path: Path) -> str:
+    """The folder or file of the package that `path` belongs to: vllm_lite/engine/core.py -> engine."""
+    return path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, package: str = PACKAGE) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, also inside functions. Relative ones start from `package`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: -node.level + 1 or None] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            if module == PACKAGE:
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            yield from ((node.lineno, str(value)) for value in constants if not str(value).startswith(f"{PACKAGE}."))
+
+
+# ---- the rules
+
+
+def upward_imports(tree: ast.AST, part: str) -> list[str]:
+    allowed = set(LAYERS[: LAYERS.index(part) + 1]) | {"__version__"}
+    found = []
+    for line, name in imports(tree, f"{PACKAGE}.{part}"):
+        top, _, rest = name.partition(".")
+        if top == PACKAGE and rest.split(".")[0] not in allowed:
+            found.append(f"line {line}: {part} imports {name}, which lies below it")
+    return found
+
+
+def misplaced_packages(tree: ast.AST, part: str) -> list[str]:
+    found = []
+    for line, name in imports(tree):
+        allowed = ONLY_IN.get(name.split(".")[0])
+        if allowed is not None and part not in allowed:
+            found.append(f"line {line}: {part} imports {name}, which only {sorted(allowed)} may")
+    return found
+
+
+def protocol_imports(tree: ast.AST) -> list[str]:
+    found = []
+    for line, name in imports(tree, f"{PACKAGE}.protocol"):
+        top, _, rest = name.partition(".")
+        own = top == PACKAGE and rest.split(".")[0] in ("protocol", "errors")
+        if not own and top != "msgspec" and top not in sys.stdlib_module_names:
+            found.append(f"line {line}: protocol imports {name}")
+    return found
+
+
+def dangerous_code(tree: ast.AST) -> list[str]:
+    found = [f"line {line}: imports {name}" for line, name in imports(tree) if name.split(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            name = ast.unparse(node)
+            for forbidden, reason in FORBIDDEN_CALLS.items():
+                if name == forbidden or ("." not in forbidden and "_" in forbidden and name.endswith(f".{forbidden}")):
+                    found.append(f"line {node.lineno}: {name} {reason}")
+        elif isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle", "trust_remote_code"):
+            if not (isinstance(node.value, ast.Constant) and not node.value.value):
+                found.append(f"line {node.value.lineno}: {node.arg}={ast.unparse(node.value)}")
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [f"line {node.lineno}: torch.load" for alias in node.names if alias.name in ("load", "save")]
+    return found
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    return [
+        f"line {node.lineno}: {node.name}() has {node.end_lineno - node.lineno + 1} lines, at most {MAX_FUNCTION_LINES}"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+# ---- the tree obeys them
+
+
+def in_package() -> list[Path]:
+    return [path for path in python_files(PACKAGE) if part_of(path) != "__init__"]
+
+
+def complaints(path: Path, offences: list[str]) -> str:
+    return "\n".join(f"{name_of(path)}: {offence}" for offence in offences)
+
+
+@pytest.mark.parametrize("path", in_package(), ids=name_of)
+def test_imports_go_upwards(path: Path) -> None:
+    part = part_of(path)
+    if part == "demo_model":
+        pytest.fail(f"{name_of(path)}: the demo model is data")
+    assert part in LAYERS, f"{part} is not in the layout; DESIGN and the table above must say where it stands"
+    tree = parse(path)
+    offences = upward_imports(tree, part) + misplaced_packages(tree, part)
+    if part == "protocol":
+        offences += protocol_imports(tree)
+    assert not offences, complaints(path, offences)
+
+
+def test_the_package_itself_imports_nothing_when_it_is_imported() -> None:
+    tree = parse(ROOT / PACKAGE / "__init__.py")
+    tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).splitlines()[0]]
+    assert [name for _, name in imports(tree) if name.split(".")[0] not in sys.stdlib_module_names] == []
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts"), ids=name_of)
+def test_nothing_dangerous(path: Path) -> None:
+    offences = dangerous_code(parse(path))
+    assert not offences, complaints(path, offences)
+
+
+def test_no_python_in_native_code() -> None:
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.is_file():
+            assert not re.search(r"Python\.h|torch/|pickle|\bsystem\(|popen\(", path.read_text()), name_of(path)
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts", "tests"), ids=name_of)
+def test_sizes(path: Path) -> None:
+    offences = long_functions(parse(path))
+    lines = path.read_text().count("\n")
+    if lines > MAX_FILE_LINES:
+        offences.append(f"{lines} lines, at most {MAX_FILE_LINES}")
+    assert not offences, complaints(path, offences)
+
+
+def test_native_files_are_short() -> None:
+    for path in (ROOT / "csrc").rglob("*"):
+        assert not path.is_file() or path.read_text().count("\n") <= MAX_FILE_LINES, name_of(path)
+
+
+def test_dependencies_are_those_imported() -> None:
+    """Every package that is imported is declared, and every one declared is imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {declared_name(text) for text in project["dependencies"]}
+    optional = {declared_name(text) for extra in project["optional-dependencies"].values() for text in extra}
+    imported = {name.split(".")[0] for path in python_files(PACKAGE) for _, name in imports(parse(path))}
+    imported -= sys.stdlib_module_names | {PACKAGE}
+    assert imported <= required | optional
+    assert required - imported <= {"yaml"}, "declared, but nothing imports it (yaml: msgspec.yaml does)"
+
+
+def declared_name(requirement: str) -> str:
+    name = re.split(r"[<>=!~ \[;]", requirement)[0]
+    return {"pyzmq": "zmq", "pyyaml": "yaml", "cupy-cuda12x": "cupy"}.get(name, name.replace("-", "_"))
+
+
+# ---- the rules can tell
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("engine", "import vllm_lite.worker.sampler"),
+        ("engine", "from vllm_lite.worker import sampler"),
+        ("engine", "from vllm_lite import worker"),
+        ("engine", "def f():\n    from vllm_lite.client.llm import LLM"),
+        ("worker", "from vllm_lite.client import tokenizer"),
+        ("engine", "from ..worker import sampler"),
+        ("config", "if TYPE_CHECKING:\n    from vllm_lite.engine.core import EngineCore"),
+        ("transport", "from vllm_lite import LLM"),
+    ],
+)
+def test_upward_imports_are_seen(part: str, source: str) -> None:
+    assert upward_imports(ast.parse(source), part)
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("worker", "from vllm_lite.engine.stop import x\nfrom vllm_lite.protocol import step"),
+        ("engine", "from vllm_lite import log, errors\nfrom .core import EngineCore\nimport heapq"),
+        ("client", "import_module('vllm_lite.worker.process')"),
+        ("cli", "from vllm_lite import __version__"),
+    ],
+)
+def test_downward_imports_are_allowed(part: str, source: str) -> None:
+    assert upward_imports(ast.parse(source), part) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("engine", "import torch"),
+        ("engine", "def f():\n    import torch.nn.functional as F"),
+        ("client", "from torch import Tensor"),
+        ("engine", "importlib.import_module('torch')"),
+        ("protocol", "import numpy as np"),
+        ("worker", "import zmq"),
+        ("worker", "import tokenizers"),
+    ],
+)
+def test_misplaced_packages_are_seen(part: str, source: str) -> None:
+    assert misplaced_packages(ast.parse(source), part)
+
+
+@pytest.mark.parametrize(
+    "source", ["import numpy", "from vllm_lite.config import EngineConfig", "from vllm_lite import log", "import yaml"]
+)
+def test_protocol_is_alone(source: str) -> None:
+    assert protocol_imports(ast.parse(source))
+    assert not protocol_imports(ast.parse("import msgspec, enum\nfrom vllm_lite.errors import X\nfrom . import step"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from multiprocessing import Process",
+        "def f():\n    import cloudpickle",
+        "torch.load('x')",
+        "load = torch.load",
+        "from torch import load",
+        "socket.recv_pyobj()",
+        "dist.all_gather_object(a, b)",
+        "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=flag)",
+        "np.load('x', allow_pickle=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+        "os.system('ls')",
+        "eval('1')",
+    ],
+)
+def test_dangerous_code_is_seen(source: str) -> None:
+    assert dangerous_code(ast.parse(source))
+
+
+def test_harmless_code_is_not() -> None:
+    source = "model.eval()\nsubprocess.run(['ls'], shell=False)\nsafetensors.torch.load_file('x')\nre.compile('x')"
+    assert dangerous_code(ast.parse(source)) == []
+
+
+def test_long_functions_are_seen() -> None:
+    def source(lines: int) -> str:
+        return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert long_functions(ast.parse(source(61)))
+    assert not long_functions(ast.parse(source(60)))
+    assert long_functions(ast.parse("async " + source(61)))
