@@ -48,7 +48,10 @@ def library() -> ctypes.CDLL | None:
 
 def _open() -> ctypes.CDLL:
     # Not beside __file__: in an editable install the library and the sources lie in two folders.
-    with as_file(files("vllm_lite") / "_native" / LIBRARY) as path:
+    resource = files("vllm_lite") / "_native" / LIBRARY
+    if not resource.is_file():
+        raise OSError(f"{LIBRARY} was not built when the package was installed; that takes a C++ compiler")
+    with as_file(resource) as path:
         opened = ctypes.CDLL(str(path))
     abi = opened.vllm_lite_abi()
     if abi != ABI:
