@@ -210,7 +210,9 @@ def test_start_can_be_ended_at_any_moment(run_root: Path, tiny_checkpoint: Path,
 
 
 SCRIPT = """
+import signal
 from vllm_lite import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by whatever a shell starts in the background
 llm = LLM({model!r}, log_level="error")
 print("ready", flush=True)
 while True:
