@@ -16,16 +16,27 @@ _TEXT = [
 
 
 def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "float32", **overrides: Any) -> Path:
-    """Write a random checkpoint of `family` ("llama" or "qwen3") to the folder `path` and return it.
+    """Write a random checkpoint of `family` ("llama", "mistral" or "qwen3") to the folder `path` and return it.
 
     `overrides` are arguments of the transformers config, and also `max_shard_size` (like "100KB") for a sharded one and
     `seed`. The weights are wide (initializer_range 0.3), so that every token depends visibly on its whole context.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     path = Path(path)
-    classes: dict[str, Any] = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    classes: dict[str, Any] = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
     config_class, model_class = classes[family]
     shard_size = overrides.pop("max_shard_size", "1GB")
     seed = overrides.pop("seed", 0)

@@ -3,13 +3,29 @@
 import itertools
 import queue
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
 from vllm_lite import transport
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Event
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Finished, FromClient, Hello, OutputBatch, ToClient, Tokens, Welcome
-from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.api import (
+    Finished,
+    FromClient,
+    Generate,
+    GetStats,
+    Hello,
+    OutputBatch,
+    Stats,
+    ToClient,
+    Tokens,
+    Welcome,
+)
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.wakeup import Wakeup
 
 DEADLINE_S = 10.0
@@ -45,7 +61,7 @@ class FakeEngine:
         self.answer: ToClient = answer or welcome()
         self.hellos: list[Hello] = []
         self._listener = transport.bind(self.address)
-        self._heard: queue.Queue[FromClient] = queue.Queue()
+        self.heard: queue.Queue[FromClient] = queue.Queue()
         self._peer = b""
         self._greeting = threading.Event()
         if not silent:
@@ -65,12 +81,12 @@ class FakeEngine:
 
     def expect(self, kind: type[M]) -> M:
         """The next message, which has to be of this kind."""
-        message = self._heard.get(timeout=DEADLINE_S)
+        message = self.heard.get(timeout=DEADLINE_S)
         assert isinstance(message, kind), message
         return message
 
     def expect_nothing_more(self) -> None:
-        assert self._heard.empty(), self._heard.get()
+        assert self.heard.empty(), self.heard.get()
 
     def greet(self) -> None:
         self._greeting.set()
@@ -111,7 +127,53 @@ class FakeEngine:
                     self.hellos.append(message)
                     greeted = False
                 else:
-                    self._heard.put(message)
+                    self.heard.put(message)
             if self.hellos and not greeted and self._greeting.is_set():
                 greeted = True
                 self.send(self.answer)
+
+
+class Sink:
+    """Collects events; `next()` waits for one."""
+
+    def __init__(self) -> None:
+        self.calls: queue.Queue[list[Event]] = queue.Queue()
+        self.waiting: list[Event] = []
+
+    def __call__(self, events: list[Event]) -> None:
+        self.calls.put(events)
+
+    def next(self) -> Event:
+        if not self.waiting:
+            self.waiting = list(self.calls.get(timeout=DEADLINE_S))
+        return self.waiting.pop(0)
+
+    def is_empty(self) -> bool:
+        return not self.waiting and self.calls.empty()
+
+
+@contextmanager
+def session_with(engine: FakeEngine, **options: object) -> Iterator[Session]:
+    session = Session.connect(engine.address, timeout_s=DEADLINE_S, **options)  # type: ignore[arg-type]
+    try:
+        yield session
+    finally:
+        session.close()
+        engine.die()
+
+
+def start(session: Session, engine: FakeEngine, request_id: str, sink: Sink) -> None:
+    session.submit(Generate(request_id, pack_tokens([1, 2]), SamplingParams()), sink)
+    assert engine.expect(Generate).request_id == request_id
+
+
+def settle(session: Session, engine: FakeEngine) -> None:
+    """Returns when the session has handled all that the engine sent so far."""
+    future = session.request_stats()
+    while not isinstance(engine.heard.get(timeout=DEADLINE_S), GetStats):
+        pass
+    engine.send(STATS)
+    future.result(DEADLINE_S)
+
+
+STATS = Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)

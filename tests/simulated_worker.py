@@ -1,55 +1,91 @@
 """A worker without a model: it keeps a fake KV cache and checks, position by position, that the engine's block tables
-lead every sequence to exactly its own history. The next token is a hash of all tokens before it."""
+lead every sequence to exactly its own history. The next token is a hash of all tokens before it and the sample."""
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
+from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.step import (
     Continue,
+    Draft,
     Finish,
+    Fork,
     Handle,
     ModelOutput,
     NewRequest,
     Preempt,
+    ReplaceBlock,
     Resume,
+    Sampling,
     SchedulerOutput,
+    SetToken,
 )
 
-
-def next_token(tokens: list[int], vocab_size: int) -> int:
-    """What the simulated model says after `tokens`."""
-    digest = blake2b(b"".join(token.to_bytes(4, "little") for token in tokens), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % vocab_size
+Slot = tuple[int, tuple[int, ...]]
+"""What one position of a block holds: the group, and the whole prefix it was computed from."""
 
 
-class Sequence:
-    def __init__(self, tokens: list[int]) -> None:
+def next_token(tokens: Seq[int], vocab_size: int, child: int = 0) -> int:
+    """What the simulated model says after `tokens`; samples of one prompt differ."""
+    data = b"".join(token.to_bytes(4, "little") for token in (child, *tokens))
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
+
+
+def candidates(tokens: Seq[int], vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest next tokens of the simulated model, with logprobs that no two tokens share."""
+    scores = {
+        token: -int.from_bytes(blake2b(repr((token, *tokens)).encode(), digest_size=4).digest(), "little") / 2**30
+        for token in range(vocab_size)
+    }
+    best = sorted(scores, key=lambda token: -scores[token])[:count]
+    return tuple((token, scores[token]) for token in best)
+
+
+class History:
+    """One sequence as a worker knows it."""
+
+    def __init__(self, tokens: list[int], sampling: Sampling, num_groups: int) -> None:
         self.tokens = tokens
+        self.sampling = sampling
         self.num_computed = 0
         self.num_cached = 0
-        self.table: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def append(self, block_ids: list[list[int]]) -> None:
+        for table, ids in zip(self.tables, block_ids or [[] for _ in self.tables], strict=True):
+            table.extend(ids)
 
 
 class SimulatedWorker:
-    """An executor whose steps run at once. A slot holds the whole prefix it was computed from."""
+    """An executor whose steps run at once. `windows` has one entry per KV group, None for full attention."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int = 10**9, vocab_size: int = 50) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int = 10**9,
+        vocab_size: int = 50,
+        windows: Seq[int | None] = (None,),
+        num_host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
-        self.kv: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.sequences: dict[Handle, Sequence] = {}
+        self.windows = windows
+        self.num_blocks = num_blocks
+        self.kv: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks + num_host_blocks)]
+        self.sequences: dict[Handle, History] = {}
         self.resident: set[Handle] = set()
         self.num_written = 0
+        self.num_drafted = self.num_accepted = 0
         self.num_scheduled: list[int] = []
-        self.message_bytes: list[int] = []
+        self.ops: list[tuple[int, int, int]] = []
         self._outputs: deque[ModelOutput] = deque()
 
     def submit(self, output: SchedulerOutput) -> None:
-        payload = engine_to_worker.encode(output)
-        self.message_bytes.append(len(payload))
-        decoded = engine_to_worker.decode(payload)
+        decoded = engine_to_worker.decode(engine_to_worker.encode(output))
         assert isinstance(decoded, SchedulerOutput)
         self._outputs.append(self.execute(decoded))
 
@@ -57,67 +93,136 @@ class SimulatedWorker:
         return self._outputs.popleft() if self._outputs else None
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        scheduled = [
-            (handle, count) for entry in output.entries if (step := self._apply(entry)) for handle, count in [step]
-        ]
+        for op, src, dst in output.block_ops:
+            assert src != dst
+            assert 0 not in (src, dst)
+            self.kv[dst] = self.kv[src].copy()
+            self.ops.append((op, src, dst))
+        scheduled = [step for entry in output.entries if (step := self._apply(entry)) is not None]
+        assert len({handle for handle, _, _ in scheduled}) == len(scheduled), "a sequence is scheduled twice"
         assert len(self.resident) <= self.max_num_seqs
-        self.num_scheduled.append(sum(count for _, count in scheduled))
-        for handle, count in scheduled:  # a layer writes all KV of the batch ...
-            self._write(self.sequences[handle], count)
-        sampled = []
-        for handle, count in scheduled:  # ... before it reads any
-            sequence = self.sequences[handle]
-            self._check_history(sequence, sequence.num_computed + count)
-            sequence.num_computed += count
-            if sequence.num_computed == len(sequence.tokens):
-                token = next_token(sequence.tokens, self.vocab_size)
-                sequence.tokens.append(token)
-                sampled.append(token)
-        reply = worker_to_engine.decode(
-            worker_to_engine.encode(ModelOutput(output.epoch, output.step, pack_tokens(sampled)))
+        self.num_scheduled.append(sum(count + drafts for _, count, drafts in scheduled))
+        drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
+        for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
+            self._write(self.sequences[handle], count, drafts[handle])
+        tokens: list[int] = []
+        counts: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for handle, count, _ in scheduled:  # ... before it reads any
+            sampled = self._sample(self.sequences[handle], count, drafts[handle])
+            if sampled:
+                tokens += sampled
+                counts.append(len(sampled))
+                logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled)
+        reply = ModelOutput(
+            output.epoch,
+            output.step,
+            pack_tokens(tokens),
+            counts if any(count > 1 for count in counts) else None,
+            logprobs if any(logprobs) else None,
         )
-        assert isinstance(reply, ModelOutput)
-        return reply
+        decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
+        assert isinstance(decoded, ModelOutput)
+        return decoded
 
-    def _apply(self, entry: object) -> tuple[Handle, int] | None:
+    def _apply(self, entry: object) -> tuple[Handle, int, int] | None:
         match entry:
             case NewRequest():
                 assert entry.handle not in self.sequences
-                sequence = Sequence(unpack_tokens(entry.tokens))
-                self.sequences[entry.handle] = sequence
-                self._place(sequence, entry)
+                history = History(unpack_tokens(entry.tokens), entry.sampling, len(self.windows))
+                self.sequences[entry.handle] = history
+                self._place(history, entry)
             case Resume():
                 assert entry.handle not in self.resident
+                self.sequences[entry.handle].tables = [[] for _ in self.windows]
                 self._place(self.sequences[entry.handle], entry)
-            case Continue():
+            case Continue() | Draft():
                 assert entry.handle in self.resident
-                self.sequences[entry.handle].table += entry.new_block_ids[0] if entry.new_block_ids else []
+                self.sequences[entry.handle].append(entry.new_block_ids)
+            case _:
+                self._change(entry)
+                return None
+        self.resident.add(entry.handle)
+        if isinstance(entry, Draft):
+            assert entry.max_drafts > 0
+            return entry.handle, 1, entry.max_drafts
+        assert entry.num_tokens > 0
+        return entry.handle, entry.num_tokens, 0
+
+    def _change(self, entry: object) -> None:
+        match entry:
             case Preempt():
                 self.resident.remove(entry.handle)
-                return None
             case Finish():
                 del self.sequences[entry.handle]
                 self.resident.discard(entry.handle)
-                return None
-        assert isinstance(entry, NewRequest | Resume | Continue)
-        assert entry.num_tokens > 0
-        self.resident.add(entry.handle)
-        return entry.handle, entry.num_tokens
+            case ReplaceBlock():
+                assert entry.handle in self.resident
+                self.sequences[entry.handle].tables[entry.group][entry.index] = entry.block_id
+            case SetToken():
+                self.sequences[entry.handle].tokens[-1] = entry.token_id
+            case Fork():
+                assert entry.parent in self.resident
+                assert entry.child not in self.sequences
+                parent = self.sequences[entry.parent]
+                assert len(parent.tokens) >= entry.num_tokens
+                child = History(parent.tokens[: entry.num_tokens], entry.sampling, len(self.windows))
+                num_blocks = -(-entry.num_tokens // self.block_size)
+                child.tables = [table[:num_blocks] for table in parent.tables]
+                child.num_computed, child.num_cached = (entry.num_computed, entry.num_cached)
+                self.sequences[entry.child] = child
+                self.resident.add(entry.child)
 
-    def _place(self, sequence: Sequence, entry: NewRequest | Resume) -> None:
-        sequence.num_computed, sequence.num_cached = entry.num_computed, entry.num_cached
-        sequence.table = list(entry.block_ids[0])
+    def _place(self, history: History, entry: NewRequest | Resume) -> None:
+        history.num_computed, history.num_cached = entry.num_computed, entry.num_cached
+        history.append(entry.block_ids)
 
-    def _write(self, sequence: Sequence, count: int) -> None:
-        assert sequence.num_computed + count <= len(sequence.tokens)
-        for position in range(sequence.num_computed, sequence.num_computed + count):
-            if position >= sequence.num_cached:
-                block_id = sequence.table[position // self.block_size]
-                assert block_id != 0, "the null block must never be written"
-                self.kv[block_id][position % self.block_size] = tuple(sequence.tokens[: position + 1])
-                self.num_written += 1
+    def _draft(self, history: History, max_drafts: int) -> list[int]:
+        """Guesses that are right two times out of three."""
+        tokens = list(history.tokens)
+        for _ in range(max_drafts):
+            right = next_token(tokens, self.vocab_size, history.sampling.child)
+            tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
+        return tokens[len(history.tokens) :]
 
-    def _check_history(self, sequence: Sequence, end: int) -> None:
-        for position in range(end):
-            slot = self.kv[sequence.table[position // self.block_size]][position % self.block_size]
-            assert slot == tuple(sequence.tokens[: position + 1]), f"position {position} holds another sequence's KV"
+    def _write(self, history: History, count: int, drafts: list[int]) -> None:
+        tokens = history.tokens + drafts
+        start, end = history.num_computed, history.num_computed + count + len(drafts)
+        assert end <= len(tokens)
+        for position in range(max(start, history.num_cached), end):
+            for group, table in enumerate(history.tables):
+                block_id = table[position // self.block_size]
+                assert 0 < block_id < self.num_blocks, "only device blocks are written, and never the null block"
+                self.kv[block_id][position % self.block_size] = (group, tuple(tokens[: position + 1]))
+            self.num_written += 1
+
+    def _sample(self, history: History, count: int, drafts: list[int]) -> list[int]:
+        """Check what is read, and sample if the sequence is caught up: with drafts as long as they are right."""
+        self._check_history(history, history.tokens + drafts, history.num_computed, count + len(drafts))
+        history.num_computed += count
+        if history.num_computed < len(history.tokens):
+            return []
+        sampled = []
+        for guess in [*drafts, None]:
+            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.child))
+            history.tokens.append(sampled[-1])
+            if guess != sampled[-1]:
+                break
+            history.num_computed += 1
+        self.num_drafted += len(drafts)
+        self.num_accepted += len(sampled) - 1
+        return sampled
+
+    def _check_history(self, history: History, tokens: list[int], start: int, count: int) -> None:
+        for group, (window, table) in enumerate(zip(self.windows, history.tables, strict=True)):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, start + count):
+                slot = self.kv[table[position // self.block_size]][position % self.block_size]
+                wanted = (group, tuple(tokens[: position + 1]))
+                assert slot == wanted, f"position {position} of group {group} holds {slot}, not {wanted}"
+
+    def _logprobs(self, history: History, num_sampled: int) -> TokenLogprobs | None:
+        count = history.sampling.logprobs
+        if count is None:
+            return None
+        return TokenLogprobs(-1.0, 1, candidates(history.tokens[:-num_sampled], self.vocab_size, count))

@@ -1,4 +1,4 @@
-"""The command line: `vllm-lite bench ...`. Every other command of the design comes with the issue that builds it."""
+"""The command line: `vllm-lite bench | replay | why`. Every other command comes with the issue that builds it."""
 
 import argparse
 import json
@@ -16,6 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure this machine").add_subparsers(dest="bench", required=True)
     _add_bench_engine(bench)
     _add_bench_throughput(bench)
+    _add_replay(commands)
+    _add_why(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -26,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _add_bench_engine(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_bench_engine(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
     parser = commands.add_parser("engine", help="scheduler, messages and processes, without a model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_bench_engine)
@@ -40,7 +44,9 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_bench_throughput(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_bench_throughput(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
     from vllm_lite.config import DEMO_MODEL
 
     parser = commands.add_parser("throughput", help="many requests at once against one at a time")
@@ -57,7 +63,51 @@ def _bench_throughput(arguments: argparse.Namespace) -> int:
     from vllm_lite.bench import throughput
 
     figures = throughput.run(
-        arguments.model, arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.dtype
+        arguments.model,
+        arguments.num_prompts,
+        arguments.input_len,
+        arguments.output_len,
+        arguments.dtype,
     )
     print(json.dumps(figures) if arguments.json else throughput.table(figures))
+    return 0
+
+
+def _add_replay(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = commands.add_parser("replay", help="decide again what a trace says was decided")
+    parser.add_argument("file", help="what the engine wrote with --record")
+    parser.add_argument("--until", metavar="step=N", type=_step_number, help="stop behind step N and show its state")
+    parser.add_argument("--assert", dest="must_agree", action="store_true", help="exit with 1 at a divergence")
+    parser.set_defaults(run=_replay)
+
+
+def _step_number(text: str) -> int:
+    name, _, number = text.rpartition("=")
+    if name not in ("", "step") or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"must look like step=100, got {text!r}")
+    return int(number)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from vllm_lite.engine.replay import Replay
+
+    replay = Replay(arguments.file).run(arguments.until)
+    print("\n".join(replay.report()))
+    return int(arguments.must_agree and replay.divergence is not None)
+
+
+def _add_why(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("why", help="tell what happened to one request, and why")
+    parser.add_argument("request", help="the request's id")
+    parser.add_argument("file", help="what the engine wrote with --record")
+    parser.set_defaults(run=_why)
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    from vllm_lite.trace.reader import TraceReader
+    from vllm_lite.trace.story import story
+
+    print("\n".join(story(arguments.request, TraceReader(arguments.file))))
     return 0

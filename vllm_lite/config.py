@@ -26,6 +26,59 @@ DEMO_MODEL = "demo"
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Guess the next tokens and keep what the model confirms: the same tokens in fewer steps.
+
+    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and guesses
+    what followed them there.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tell routers which prefixes are cached here: a ZeroMQ PUB socket, and one that sends missed batches again.
+
+    Events carry token ids, so endpoints are on this machine only: tcp://127.0.0.1:PORT or ipc://PATH. `event_format`
+    is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since. `hash_format` "int" gives
+    the last 64 bits of a block's hash, for those that want numbers.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
+    hwm: Annotated[int, Meta(ge=1)] = 100_000
+    topic: str = ""
+    event_format: Literal["array", "map"] = "array"
+    hash_format: Literal["bytes", "int"] = "bytes"
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay_endpoint or self.endpoint):
+            if not endpoint.startswith(("ipc:///", "tcp://127.0.0.1:", "tcp://[::1]:")):
+                raise ValueError(
+                    f"KV events carry token ids and stay on this machine: give tcp://127.0.0.1:PORT or ipc:///PATH, "
+                    f"got {endpoint!r}"
+                )
+            if endpoint.startswith("ipc://"):
+                check_address(endpoint)
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
 
@@ -60,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_watermark: Annotated[
         float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
     ] = 0.01
+    swap_space: Annotated[float, Meta(ge=0, description="GiB of host memory for KV blocks that left the device")] = 0.0
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
@@ -73,6 +127,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 512 on a CPU)")
     ] = None
     enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
+    scheduling_policy: Annotated[
+        str, Meta(description="fcfs, priority, deadline, fair, or module:Class of a policy of your own")
+    ] = "fcfs"
+    preemption_mode: Annotated[
+        Literal["auto", "recompute", "swap"], Meta(description="what becomes of a sequence that has to give way")
+    ] = "auto"
+    max_swap_blocks_per_step: Annotated[int, Meta(ge=1, description="most KV blocks moved to or from the host")] = 256
+    async_scheduling: Annotated[bool, Meta(description="make the next step while the workers run this one")] = True
+    speculative_config: Annotated[
+        Speculation | None, Meta(description='JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
+    ] = None
+    record: Annotated[
+        str | None,
+        Meta(
+            description="file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"
+        ),
+    ] = None
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Meta(description='JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}'),
+    ] = None
 
     # processes
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
@@ -198,8 +273,13 @@ def _plain(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
-    if match and name not in ("model", "tokenizer", "served_model_name", "prefix_hash_seed", "address"):
+    if match and name not in ("model", "tokenizer", "served_model_name", "prefix_hash_seed", "address", "record"):
         return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
+    if value.startswith("{"):
+        try:
+            return msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
     return None if value.lower() in ("none", "null") else value
 
 

@@ -5,7 +5,7 @@ old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`
 refused here, by name, before any weight is opened.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +18,10 @@ T = TypeVar("T")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_SLIDING_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The values of `layer_types`."""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -26,11 +30,14 @@ class Family(msgspec.Struct, frozen=True):
     qk_norm: bool
     default_head_dim: int | None
     """Head size when config.json has none; None = hidden_size / num_attention_heads."""
+    sliding: Literal["never", "all layers", "by layer"]
+    """Which layers `sliding_window` is for; "by layer": those that `layer_types` or `max_window_layers` say."""
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Family(qk_norm=False, default_head_dim=None),
-    "Qwen3ForCausalLM": Family(qk_norm=True, default_head_dim=128),
+    "LlamaForCausalLM": Family(qk_norm=False, default_head_dim=None, sliding="never"),
+    "MistralForCausalLM": Family(qk_norm=False, default_head_dim=None, sliding="all layers"),
+    "Qwen3ForCausalLM": Family(qk_norm=True, default_head_dim=128, sliding="by layer"),
 }
 
 
@@ -46,9 +53,12 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers whose KV blocks are allocated together, because they see the same positions."""
+    """Layers whose KV blocks are allocated together, because they see the same positions.
 
-    kind: Literal["full"]
+    `window` counts the tokens that a query sees, itself included: query i sees the keys (i - window, i].
+    """
+
+    kind: Literal["full", "sliding"]
     layers: tuple[int, ...]
     window: int | None = None
 
@@ -122,6 +132,31 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embeddings + self.num_layers * per_layer + self.hidden_size
 
 
+def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """Partition the layers into groups of one block size: by window, full attention first.
+
+    All groups span the same number of layers, so a kind with fewer layers is padded and one with more is split. Of all
+    such numbers that one is taken for which padded layers plus groups are fewest: a padded layer costs memory in every
+    block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1 groups of 14;
+    4 full and 22 sliding make 1 + 6 of 4, two places padded; 3 full and 1 sliding make 3 + 1 of 1.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+
+    def cost(size: int) -> int:
+        num_groups = sum(-(-count // size) for count in counts)
+        return num_groups * size - len(windows) + num_groups
+
+    size = min(range(1, max(counts) + 1), key=cost)
+    return tuple(
+        KVGroup("full" if window is None else "sliding", tuple(layers[first : first + size]), window)
+        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(layers), size)
+    )
+
+
 def resolve_dtype(requested: str, spec: ModelSpec) -> str:
     """The dtype to compute in: `requested` itself, or for "auto" the checkpoint's own.
 
@@ -178,8 +213,9 @@ class _RawConfig(msgspec.Struct):
     eos_token_id: TokenId | list[TokenId] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    sliding_window: int | None = None
+    sliding_window: Size | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Meta(ge=0)] = DEFAULT_MAX_WINDOW_LAYERS
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
 
@@ -220,7 +256,7 @@ def _convert(raw: Any, kind: type[T], within: str = "") -> T:
 def _parse_config(raw_json: Any) -> ModelSpec:
     architecture, family = _family(raw_json)
     raw = _convert(raw_json, _RawConfig)
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, family)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if raw.num_attention_heads % num_kv_heads:
         raise ModelError(
@@ -246,7 +282,7 @@ def _parse_config(raw_json: Any) -> ModelSpec:
         bos_token_id=raw.bos_token_id,
         eos_token_ids=_as_ids(raw.eos_token_id),
         dtype=_dtype(raw),
-        kv_groups=(KVGroup(kind="full", layers=tuple(range(raw.num_hidden_layers))),),
+        kv_groups=make_kv_groups(_windows(raw, family)),
     )
 
 
@@ -263,18 +299,39 @@ def _family(raw_json: Any) -> tuple[str, Family]:
     return name, ARCHITECTURES[name]
 
 
-def _refuse_unsupported(raw: _RawConfig) -> None:
+def _refuse_unsupported(raw: _RawConfig, family: Family) -> None:
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     if raw.quantization_config is not None:
         method = raw.quantization_config.get("quant_method", "unknown")
         raise ModelError(f"quantization_config {method!r} is not supported; use an unquantized checkpoint")
-    others = sorted(set(raw.layer_types or ()) - {"full_attention"})
+    known = {FULL} if family.sliding == "never" else {FULL, SLIDING}
+    others = sorted(set(raw.layer_types or ()) - known)
     if others:
-        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: full_attention")
+        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: {', '.join(sorted(known))}")
     # Qwen writes a sliding_window that use_sliding_window then turns off.
-    if raw.use_sliding_window or (raw.sliding_window is not None and raw.use_sliding_window is None):
+    asked = raw.sliding_window if raw.use_sliding_window is None else raw.use_sliding_window
+    if family.sliding == "never" and asked:
         raise ModelError(f"sliding_window {raw.sliding_window} is not supported; every layer must use full attention")
+
+
+def _windows(raw: _RawConfig, family: Family) -> list[int | None]:
+    """The window of each layer, None where it sees everything."""
+    count, types = raw.num_hidden_layers, raw.layer_types
+    window = None if family.sliding == "never" else raw.sliding_window
+    if window is msgspec.UNSET:
+        window = DEFAULT_SLIDING_WINDOW
+    if family.sliding != "by layer":
+        return [window] * count
+    if not raw.use_sliding_window:
+        window = None
+    if types is None:
+        return [None if layer < raw.max_window_layers else window for layer in range(count)]
+    if len(types) != count:
+        raise ModelError(f"layer_types has {len(types)} entries for {count} layers")
+    if SLIDING in types and window is None:
+        raise ModelError(f"layer_types has {SLIDING}, but sliding_window or use_sliding_window is off")
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def _head_dim(raw: _RawConfig, family: Family) -> int:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,6 +30,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 PR_SET_PDEATHSIG = 1
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
+_TOLD = b"t"
+"""Written into the pipe before SIGTERM, so that a child knows its parent's request from its parent's death."""
+_EOF_S = 1.0
 
 logger = log.get(__name__)
 
@@ -56,6 +60,7 @@ class ChildProcess:
         self._on_exit = on_exit
         self._started = threading.Event()
         self._ended = threading.Event()
+        self._pipe = -1
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._live, args=(module, settings), name=f"{name} watch", daemon=True)
         self._thread.start()
@@ -77,7 +82,7 @@ class ChildProcess:
                 )
             finally:
                 os.close(read_end)
-            self.pid = process.pid
+            self.pid, self._pipe = process.pid, write_end
         except BaseException as error:
             self._error = error
             self._started.set()
@@ -89,6 +94,7 @@ class ChildProcess:
         except BrokenPipeError:
             pass  # it died already; wait() tells how
         code = process.wait()
+        self._pipe = -1
         os.close(write_end)
         self._reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         self._ended.set()
@@ -98,6 +104,8 @@ class ChildProcess:
         return self._reason
 
     def stop(self, grace_s: float) -> None:
+        with suppress(OSError):  # it is gone already
+            os.write(self._pipe, _TOLD)
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
@@ -173,18 +181,22 @@ def run_child(
         raise SystemExit(f"settings of {length} bytes are too long")
     settings = msgspec.msgpack.decode(_read_exactly(read_end, length), type=settings_type)
 
+    told = threading.Event()
+
     def watch_parent() -> None:
-        os.read(read_end, 1)  # returns at end of file only: the parent is gone
-        try:
+        while os.read(read_end, 1) == _TOLD:
+            told.set()
+        try:  # end of file: the parent is gone
             if cleanup is not None:
                 cleanup(settings)
         finally:
             os._exit(1)
 
-    threading.Thread(target=watch_parent, name="parent watch", daemon=True).start()
+    watch = threading.Thread(target=watch_parent, name="parent watch", daemon=True)
+    watch.start()
     status = main(settings, stop)
-    if cleanup is not None and os.getppid() != parent:  # the kernel's signal came before the end of file
-        cleanup(settings)
+    if stop.is_set() and not told.is_set():  # a signal, perhaps the kernel's, which comes before the end of file
+        watch.join(_EOF_S)
     sys.exit(status)
 
 

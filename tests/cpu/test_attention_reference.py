@@ -1,6 +1,7 @@
 """The reference backend against attention written out token by token in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from vllm_lite.errors import ConfigError
 NUM_KV_HEADS = 2
 HEAD_SIZE = 8
 NUM_LAYERS = 3
+NO_BLOCK = 10**6
 LAYER = 1
 """The cache handed over is this layer's strided view of a pool, as in the engine."""
 
 
-def attention_by_hand(query, keys, values):
+def attention_by_hand(query, keys, values, window=None):
     """query: [query_len, num_heads, head], keys and values: [seq_len, num_kv_heads, head]; scalar loops in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     query_len, num_heads, head_size = query.shape
@@ -28,9 +30,10 @@ def attention_by_hand(query, keys, values):
         visible = seq_len - query_len + row + 1
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            scores = [float(query[row, head] @ keys[t, kv_head]) / math.sqrt(head_size) for t in range(visible)]
+            seen = range(max(0, visible - (window or visible)), visible)
+            scores = [float(query[row, head] @ keys[t, kv_head]) / math.sqrt(head_size) for t in seen]
             weights = [math.exp(score - max(scores)) for score in scores]
-            for t, weight in enumerate(weights):
+            for t, weight in zip(seen, weights, strict=True):
                 out[row, head] += weight / sum(weights) * values[t, kv_head]
     return out
 
@@ -38,12 +41,14 @@ def attention_by_hand(query, keys, values):
 class Batch:
     """Sequences of (query_len, seq_len) with random Q, K and V, in a pool whose other slots hold `filler`."""
 
-    def __init__(self, lengths, *, block_size=16, group=2, filler=math.nan, dtype=torch.float32, ids_seed=0):
+    def __init__(
+        self, lengths, *, block_size=16, group=2, filler=math.nan, dtype=torch.float32, ids_seed=0, windows=(None,)
+    ):
         data = torch.Generator().manual_seed(1)
         self.lengths = lengths
         self.block_size = block_size
         cpu = torch.device("cpu")
-        self.shape = AttentionShape(NUM_KV_HEADS * group, NUM_KV_HEADS, HEAD_SIZE, block_size, dtype, cpu)
+        self.shape = AttentionShape(NUM_KV_HEADS * group, NUM_KV_HEADS, HEAD_SIZE, block_size, dtype, cpu, windows)
         self.backend = ReferenceBackend(self.shape)
         num_tokens = sum(query_len for query_len, _ in lengths)
         heads = (self.shape.num_heads, NUM_KV_HEADS, NUM_KV_HEADS)
@@ -63,13 +68,20 @@ class Batch:
     def _slot(self, i, position):
         return self.blocks[i][position // self.block_size] * self.block_size + position % self.block_size
 
+    def first_seen(self, i):
+        """The first position that a row of sequence i sees; positions before it may be anything in the cache."""
+        query_len, seq_len = self.lengths[i]
+        return max(0, seq_len - query_len + 1 - (self.shape.windows[0] or seq_len))
+
     def _fill(self):
         """Old tokens go to the cache by hand; the new ones are left for write_kv."""
         row = 0
         for i, (query_len, seq_len) in enumerate(self.lengths):
             for position in range(seq_len):
                 slot = self._slot(i, position)
-                if position < seq_len - query_len:
+                if position < self.first_seen(i):
+                    self.keys[i][position] = self.values[i][position] = math.nan  # and `filler` in the cache
+                elif position < seq_len - query_len:
                     block, offset = divmod(slot, self.block_size)
                     self.kv[block, 0, :, offset] = self.keys[i][position]
                     self.kv[block, 1, :, offset] = self.values[i][position]
@@ -86,6 +98,9 @@ class Batch:
         starts = torch.tensor([0] + [query_len for query_len, _ in self.lengths]).cumsum(0)
         longest = max(map(len, self.blocks)) + 1  # at least one entry of each row lies past its blocks
         table = [blocks + [0] * (longest - len(blocks)) for blocks in self.blocks]
+        for i, row in enumerate(table):  # what a window has left behind is not even looked up
+            unseen = self.first_seen(i) // self.block_size
+            row[:unseen] = [NO_BLOCK] * unseen
         metadata = AttentionMetadata(
             num_tokens=int(starts[-1]) + extra_rows,
             num_seqs=len(self.lengths),
@@ -108,7 +123,8 @@ class Batch:
 
     def expected(self):
         rows = self.query.split([query_len for query_len, _ in self.lengths])
-        parts = [attention_by_hand(*qkv) for qkv in zip(rows, self.keys, self.values, strict=True)]
+        window = self.shape.windows[0]
+        parts = [attention_by_hand(*qkv, window) for qkv in zip(rows, self.keys, self.values, strict=True)]
         return torch.cat(parts)
 
 
@@ -123,6 +139,22 @@ CHUNKED = [(5, 17), (1, 16), (16, 33), (2, 3), (15, 31)]
 def test_matches_attention_by_hand(lengths, block_size, group):
     batch = Batch(lengths, block_size=block_size, group=group)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 33])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL, CHUNKED], ids=["decode", "prefill", "mixed"])
+def test_windows_match_attention_by_hand(lengths, block_size, window):
+    """Every cached position before the window is NaN; windows are no multiples of blocks; chunks are longer or not."""
+    batch = Batch(lengths, block_size=block_size, windows=(window,))
+    assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=2e-6)
+
+
+def test_a_window_one_too_wide_would_show():
+    batch = Batch([(1, 17), (5, 33)], windows=(6,), filler=0.0)
+    expected = batch.expected()
+    batch.backend.shape = replace(batch.shape, windows=(7,))
+    assert not torch.allclose(batch.run().double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -192,6 +224,7 @@ def test_groups_have_their_own_tables_and_slots():
     metadata, other = first.metadata(), second.metadata()
     metadata.block_tables += other.block_tables
     metadata.slot_mapping += other.slot_mapping
+    first.backend.shape = replace(first.shape, windows=(5, None))
     first.backend.prepare(metadata)
     out = torch.empty_like(first.query)
     first.backend.write_kv(second.key, second.value, second.kv, metadata, 1)

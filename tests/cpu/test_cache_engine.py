@@ -1,5 +1,7 @@
 """Block programs move the right bytes: by value, op by op, against an execution that knows nothing of merging."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -185,3 +187,17 @@ def test_the_pool_starts_as_zeros_and_may_have_no_host_tier():
     assert not engine.pool.any()
     with pytest.raises(ProtocolError, match="SWAP_OUT"):
         engine.execute([(SWAP_OUT, 1, 7)])
+
+
+def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were():
+    engine = make_engine()
+    started_s = time.perf_counter()
+    assert engine.measure_swap() > 100
+    assert time.perf_counter() - started_s < 1  # 0.01 s on an idle machine
+    assert not engine.pool.any()
+    assert not engine.host_pool.any()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(N, 0), (1, M)])
+def test_without_blocks_to_swap_there_is_no_rate(num_blocks, num_host_blocks):
+    assert make_engine(num_blocks, num_host_blocks).measure_swap() == 0

@@ -1,24 +1,35 @@
-"""InputBatch against a naive model that keeps a Python list per sequence: random streams of entries, exact arrays."""
+"""InputBatch, one kind of entry at a time: exact arrays, and refusals by name."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.step import Continue, Entry, Finish, Fork, NewRequest, Preempt, Resume, Sampling
-from vllm_lite.worker.input_batch import InputBatch, StepInputs
+from vllm_lite.protocol.step import (
+    Continue,
+    Draft,
+    Entry,
+    Finish,
+    Fork,
+    NewRequest,
+    Preempt,
+    ReplaceBlock,
+    Resume,
+    Sampling,
+    SetToken,
+)
+from vllm_lite.worker.input_batch import InputBatch
+from vllm_lite.worker.speculative import NO_GUESS, num_kept
+from vllm_lite.worker.step_inputs import Int32s, StepInputs
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK, NUM_BLOCKS = 4, 24, 50, 4, 64
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 
 
-def new_batch(num_groups: int = 1, **overrides: int) -> InputBatch:
+def new_batch(windows: Sequence[int | None] = (None,), **overrides: int) -> InputBatch:
     sizes = {
         "max_num_seqs": MAX_SEQS,
         "max_model_len": MAX_LEN,
@@ -26,7 +37,7 @@ def new_batch(num_groups: int = 1, **overrides: int) -> InputBatch:
         "block_size": BLOCK,
         "num_blocks": NUM_BLOCKS,
     }
-    return InputBatch(num_groups=num_groups, **(sizes | overrides))
+    return InputBatch(windows=windows, **(sizes | overrides))
 
 
 def new_request(handle: int, tokens: list[int], *, sampling: Sampling = GREEDY, **fields: Any) -> NewRequest:
@@ -48,7 +59,8 @@ def run(batch: InputBatch, *entries: Entry, sampled: int = 9) -> StepInputs:
     return inputs
 
 
-# ---- one thing at a time
+def ids(*tokens: int) -> Int32s:
+    return np.array(tokens, np.int32)
 
 
 def test_whole_prompt_then_decode() -> None:
@@ -59,7 +71,7 @@ def test_whole_prompt_then_decode() -> None:
     assert inputs.slot_mapping[0].tolist() == [12, 13, 14, 15, 20]
     assert inputs.block_tables[0].tolist() == [[3, 5]]
     assert (inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()) == ([0, 5], [5])
-    assert inputs.last_tokens.tolist() == [4]
+    assert inputs.sample_tokens.tolist() == [4]
 
     inputs = run(batch, Continue(7, 1, []))
     assert (inputs.input_ids.tolist(), inputs.positions.tolist()) == ([9], [5])
@@ -72,7 +84,7 @@ def test_a_chunk_samples_only_when_it_reaches_the_end() -> None:
     first = run(batch, new_request(1, [11, 12, 13, 14, 15], num_tokens=3), new_request(2, [21], block_ids=[[7]]))
     assert first.input_ids.tolist() == [11, 12, 13, 21]
     assert first.sampling.tolist() == [1]
-    assert first.last_tokens.tolist() == [3]
+    assert first.sample_tokens.tolist() == [3]
     second = run(batch, Continue(2, 1, []), Continue(1, 2, []))
     assert second.handles == [2, 1], "the order is that of the entries, not of the rows"
     assert second.input_ids.tolist() == [9, 14, 15]
@@ -86,7 +98,7 @@ def test_a_whole_prompt_hit_computes_the_last_token_and_writes_nothing() -> None
 
 
 def test_every_group_has_its_own_table() -> None:
-    batch = new_batch(num_groups=2)
+    batch = new_batch((None, None))
     inputs = run(batch, new_request(1, [11, 12, 13, 14, 15], block_ids=[[3, 5], [8, 2]]))
     assert [slots.tolist() for slots in inputs.slot_mapping] == [[12, 13, 14, 15, 20], [32, 33, 34, 35, 8]]
     run(batch, Continue(1, 1, []))
@@ -118,15 +130,80 @@ def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     assert params.tolist() == pytest.approx((0.7, 5, 0.9, 0.1, 2**63 + 5, 3, 2, 0))
 
 
-def test_fork_copies_the_parent_under_its_own_index() -> None:
+def test_a_fork_is_the_first_part_of_its_parent() -> None:
+    batch = new_batch((None, None))
+    run(batch, new_request(1, [11, 12, 13, 14, 15], num_tokens=5, block_ids=[[3, 5, 7], [4, 6, 8]]))
+    warm = Sampling(0.7, 5, 0.9, 0.1, 8, child=4)
+    inputs = run(batch, Continue(1, 1, []), Fork(1, 2, warm, 5, 4, 5), Fork(1, 3, GREEDY, 4, 3, 0), Continue(2, 1, []))
+    assert inputs.input_ids.tolist() == [9, 15]
+    assert inputs.slot_mapping[1].tolist() == [25, -1], "the child's last token is cached"
+    assert inputs.block_tables[1].tolist() == [[4, 6, 8], [4, 6, 0]], "the blocks of its own tokens"
+    assert batch.tokens_of(2).tolist() == [11, 12, 13, 14, 15, 9]
+    inputs = run(batch, ReplaceBlock(2, 1, 1, 20), Continue(2, 1, []), Continue(3, 1, []))
+    assert [slots.tolist() for slots in inputs.slot_mapping] == [[21, 15], [81, 19]]
+    assert inputs.input_ids.tolist() == [9, 14]
+    assert batch.params["child"].tolist() == [0, 4, 0, 0]
+    run(batch, ReplaceBlock(1, 0, 0, 21), Continue(1, 1, []))
+    assert batch.block_tables[0][:2, 0].tolist() == [21, 3], "each has a table of its own"
+
+
+def test_set_token_replaces_the_last_of_a_resident_and_of_a_preempted_sequence() -> None:
     batch = new_batch()
-    run(batch, new_request(1, [11, 12, 13], num_tokens=2))
-    inputs = run(
-        batch, Fork(1, 2, 4, []), Fork(1, 3, 5, [[9]]), Continue(1, 1, []), Continue(2, 1, []), Continue(3, 1, [])
-    )
-    assert inputs.input_ids.tolist() == [13, 13, 13]
-    assert inputs.slot_mapping[0].tolist() == [6, 6, 38]
-    assert batch.sample_inputs(inputs).params["child"].tolist() == [0, 4, 5]
+    run(batch, new_request(1, [11, 12]), new_request(2, [21]))
+    run(batch, SetToken(1, 33), Preempt(2), SetToken(2, 44), Continue(1, 1, []))
+    inputs = run(batch, Resume(2, 0, 0, 2, [[8]]))
+    assert inputs.input_ids.tolist() == [21, 44]
+    assert batch.tokens_of(1).tolist() == [11, 12, 33, 9]
+
+
+def test_guesses_are_computed_behind_the_last_token_and_kept_while_right() -> None:
+    batch = new_batch()
+    ruled = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=4, stop_ids=(5,))
+    run(batch, new_request(1, [11, 12]), new_request(2, [21], sampling=ruled, block_ids=[[7, 8]]))
+    batch.apply([Draft(1, 3, []), Draft(2, 2, [])])
+    assert batch.max_drafts == {1: 3, 2: 2}
+    batch.guess(1, ids(31, 32, 33))
+    batch.guess(2, ids(41, 42))
+    inputs = batch.build()
+    assert inputs.input_ids.tolist() == [9, 31, 32, 33, 9, 41, 42]
+    assert inputs.positions.tolist() == [2, 3, 4, 5, 1, 2, 3]
+    assert (inputs.seq_lens.tolist(), inputs.num_samples.tolist()) == ([6, 4], [4, 3])
+    assert inputs.sample_tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert inputs.guesses.tolist() == [31, 32, 33, NO_GUESS, 41, 42, NO_GUESS]
+    samples = batch.sample_inputs(inputs)
+    assert samples.positions.tolist() == [3, 4, 5, 6, 2, 3, 4]
+    assert samples.banned is not None
+    assert [array.tolist() for array in samples.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
+    sampled = np.array([31, 32, 0, 1, 40, 42, 43])
+    batch.commit(inputs, sampled, num_kept(sampled, inputs.guesses, inputs.sample_starts))
+    batch.check_integrity()
+    assert batch.tokens_of(1).tolist() == [11, 12, 9, 31, 32, 0]
+    assert batch.tokens_of(2).tolist() == [21, 9, 40]
+    inputs = run(batch, Continue(1, 1, []), Continue(2, 1, []))
+    assert inputs.positions.tolist() == [5, 2], "wrong guesses are computed over"
+    assert inputs.input_ids.tolist() == [0, 40]
+
+
+def test_without_a_guess_a_draft_is_one_token() -> None:
+    batch = new_batch()
+    run(batch, new_request(1, [11]))
+    inputs = run(batch, Draft(1, 3, []))
+    assert (inputs.input_ids.tolist(), inputs.num_samples.tolist()) == ([9], [1])
+    assert batch.tokens_of(1).tolist() == [11, 9, 9]
+    assert run(batch, Continue(1, 1, [])).num_samples.tolist() == [1]
+
+
+def test_blocks_left_behind_by_a_window_may_come_again() -> None:
+    """The engine frees them without a word, so what is in the table before the window means nothing."""
+    batch = new_batch((6,))
+    run(batch, new_request(1, [11] * 9, block_ids=[[3, 5, 7]]))
+    for _ in range(3):
+        run(batch, Continue(1, 1, []))
+    inputs = run(batch, Continue(1, 1, [[3]]))
+    assert inputs.block_tables[0].tolist() == [[3, 5, 7, 3]]
+    batch.windows = (None,)
+    with pytest.raises(RuntimeError, match="repeat"):
+        batch.check_integrity()
 
 
 def test_stop_ids_are_banned_until_the_minimal_length() -> None:
@@ -164,8 +241,20 @@ def test_a_full_context_still_has_room_for_the_token_sampled_behind_it() -> None
         ([Preempt(5)], "Preempt of handle 5, which is unknown"),
         ([Resume(1, 0, 0, 1, [])], "Resume of handle 1, which is not preempted"),
         ([Preempt(1), Continue(1, 1, [])], "Continue of handle 1, which is preempted"),
-        ([Fork(5, 6, 0, [])], "Fork of handle 5, which is unknown"),
-        ([Fork(1, 1, 0, [])], "handle 1 is in use already"),
+        ([Fork(5, 6, GREEDY, 1, 0, 0)], "Fork of handle 5, which is unknown"),
+        ([Fork(1, 1, GREEDY, 1, 0, 0)], "handle 1 is in use already"),
+        ([Fork(1, 2, GREEDY, 4, 3, 0)], "Fork of handle 1 at 3 of 4 tokens, it has 3"),
+        ([Fork(1, 2, GREEDY, 2, 2, 0)], "Fork of handle 1 at 2 of 2 tokens"),
+        ([Draft(5, 1, [])], "Draft of handle 5, which is unknown"),
+        ([Draft(1, 0, [])], "Draft of 0 tokens behind the 3 of handle 1"),
+        ([Draft(1, 22, [])], "Draft of 22 tokens behind the 3 of handle 1"),
+        ([Draft(1, 1, []), Continue(1, 1, [])], "handle 1 is scheduled twice"),
+        ([ReplaceBlock(5, 0, 0, 9)], "ReplaceBlock of handle 5, which is unknown"),
+        ([ReplaceBlock(1, 1, 0, 9)], "ReplaceBlock of entry 0 of group 1"),
+        ([ReplaceBlock(1, 0, 6, 9)], r"ReplaceBlock of entry 6 of group 0 of handle 1, whose tables hold \[6\]"),
+        ([ReplaceBlock(1, 0, 0, NUM_BLOCKS)], r"handle 1 got blocks \[64\]"),
+        ([SetToken(5, 1)], "SetToken of handle 5, which is unknown"),
+        ([SetToken(1, VOCAB)], "SetToken 50 of handle 1, the vocabulary 50"),
         ([new_request(1, [3])], "handle 1 is in use already"),
         ([Continue(1, 1, []), Continue(1, 1, [])], "handle 1 is scheduled twice"),
         ([Continue(1, 1, []), Finish(1)], "handle 1 is scheduled and removed"),
@@ -191,6 +280,13 @@ def test_what_does_not_fit_is_refused_by_name(entries: list[Entry], message: str
         run(batch, *entries)
 
 
+def test_a_draft_of_a_sequence_that_lacks_more_is_refused() -> None:
+    batch = new_batch()
+    run(batch, new_request(1, [11, 12, 13], num_tokens=1))
+    with pytest.raises(ProtocolError, match="Draft of handle 1, which lacks more than its last token"):
+        run(batch, Draft(1, 1, []))
+
+
 def test_check_integrity_sees_a_wrong_map_a_wrong_count_and_a_shared_block() -> None:
     def damage_map(batch: InputBatch) -> None:
         batch._rows[1], batch._rows[2] = batch._rows[2], batch._rows[1]
@@ -207,198 +303,3 @@ def test_check_integrity_sees_a_wrong_map_a_wrong_count_and_a_shared_block() -> 
         damage(batch)
         with pytest.raises(RuntimeError):
             batch.check_integrity()
-
-
-# ---- anything at all, against the naive model
-
-
-@dataclass
-class Naive:
-    """One sequence as plain lists."""
-
-    tokens: list[int]
-    sampling: Sampling
-    blocks: list[list[int]] = field(default_factory=list)
-    computed: int = 0
-    cached: int = 0
-    parked: bool = False
-
-    def needs(self, end: int) -> int:
-        return -(-end // BLOCK) - len(self.blocks[0])
-
-
-@dataclass
-class Stream:
-    """Draws legal steps and plays them on the naive model."""
-
-    data: st.DataObject
-    num_groups: int
-    sequences: dict[int, Naive] = field(default_factory=dict)
-    next_handle: int = 0
-    next_block: int = 1
-
-    def draw(self, low: int, high: int) -> int:
-        return self.data.draw(st.integers(low, high))
-
-    def blocks(self, count: int) -> list[list[int]]:
-        """Fresh ids, `count` for each group."""
-        first = self.next_block
-        self.next_block += count * self.num_groups
-        return [list(range(first + group * count, first + (group + 1) * count)) for group in range(self.num_groups)]
-
-    def sampling(self) -> Sampling:
-        until = self.draw(0, 8)
-        return Sampling(
-            0.5 * self.draw(0, 2), self.draw(-1, 3), 0.5, 0.25, self.draw(0, 2**64 - 1), 0, None, until, (1, 2)
-        )
-
-    def step(self) -> tuple[list[Entry], list[tuple[int, int]]]:
-        """A step's entries and its scheduled (handle, number of tokens)."""
-        entries: list[Entry] = []
-        scheduled: list[tuple[int, int]] = []
-        for handle in list(self.sequences):
-            self.leave_or_not(handle, entries)
-        for handle, sequence in list(self.sequences.items()):
-            if not sequence.parked and sequence.computed < len(sequence.tokens) and self.draw(0, 3):
-                scheduled.append((handle, self.go_on(handle, sequence, entries)))
-        for handle, sequence in list(self.sequences.items()):
-            if sequence.parked and self.has_room() and self.draw(0, 1):
-                scheduled.append((handle, self.resume(handle, sequence, entries)))
-        while self.has_room() and self.draw(0, 1):
-            scheduled.append(self.arrive(entries))
-        return entries, scheduled
-
-    def has_room(self) -> bool:
-        return sum(not sequence.parked for sequence in self.sequences.values()) < MAX_SEQS
-
-    def leave_or_not(self, handle: int, entries: list[Entry]) -> None:
-        sequence = self.sequences[handle]
-        fate = self.draw(0, 9)
-        if fate == 0 or len(sequence.tokens) > MAX_LEN:
-            entries.append(Finish(handle))
-            del self.sequences[handle]
-        elif fate == 1 and not sequence.parked:
-            entries.append(Preempt(handle))
-            sequence.parked, sequence.blocks = True, []
-        elif fate == 2 and not sequence.parked and self.has_room():
-            own = self.blocks(len(sequence.blocks[0])) if self.draw(0, 1) else []
-            child = self.new_handle()
-            entries.append(Fork(handle, child, 7, own))
-            blocks = [list(ids) for ids in own or sequence.blocks]
-            sampling = msgspec.structs.replace(sequence.sampling, child=7)
-            self.sequences[child] = replace(sequence, tokens=list(sequence.tokens), blocks=blocks, sampling=sampling)
-
-    def new_handle(self) -> int:
-        self.next_handle += 1
-        return self.next_handle
-
-    def go_on(self, handle: int, sequence: Naive, entries: list[Entry]) -> int:
-        count = self.draw(1, len(sequence.tokens) - sequence.computed)
-        missing = sequence.needs(sequence.computed + count)
-        new_ids = self.blocks(missing) if missing > 0 else []
-        for ids, more in zip(sequence.blocks, new_ids, strict=False):
-            ids.extend(more)
-        entries.append(Continue(handle, count, new_ids))
-        return count
-
-    def place(self, sequence: Naive) -> int:
-        """Draw where a sequence starts: some tokens found in the cache, perhaps all of them."""
-        length = len(sequence.tokens)
-        sequence.cached = self.draw(0, length // BLOCK) * BLOCK
-        sequence.computed = min(sequence.cached, length - 1)
-        count = self.draw(1, length - sequence.computed)
-        sequence.blocks = self.blocks(-(-(sequence.computed + count) // BLOCK))
-        sequence.parked = False
-        return count
-
-    def resume(self, handle: int, sequence: Naive, entries: list[Entry]) -> int:
-        count = self.place(sequence)
-        entries.append(Resume(handle, sequence.computed, sequence.cached, count, [list(b) for b in sequence.blocks]))
-        return count
-
-    def arrive(self, entries: list[Entry]) -> tuple[int, int]:
-        handle = self.new_handle()
-        length = self.draw(1, 12)
-        sequence = Naive([self.draw(0, VOCAB - 1) for _ in range(length)], self.sampling())
-        self.sequences[handle] = sequence
-        count = self.place(sequence)
-        blocks = [list(ids) for ids in sequence.blocks]
-        entries.append(
-            NewRequest(
-                handle,
-                pack_tokens(sequence.tokens),
-                length,
-                sequence.sampling,
-                sequence.computed,
-                sequence.cached,
-                count,
-                blocks,
-            )
-        )
-        return handle, count
-
-
-def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs, batch: InputBatch) -> None:
-    """Compare a step's arrays with what the naive model says, token by token."""
-    ids: list[int] = []
-    positions: list[int] = []
-    starts, caught_up = [0], []
-    slots: list[list[int]] = [[] for _ in range(stream.num_groups)]
-    for i, (handle, count) in enumerate(scheduled):
-        sequence = stream.sequences[handle]
-        for position in range(sequence.computed, sequence.computed + count):
-            ids.append(sequence.tokens[position])
-            positions.append(position)
-            for group, blocks in enumerate(sequence.blocks):
-                slot = blocks[position // BLOCK] * BLOCK + position % BLOCK
-                slots[group].append(slot if position >= sequence.cached else -1)
-        starts.append(len(ids))
-        if sequence.computed + count == len(sequence.tokens):
-            caught_up.append(i)
-    sequences = [stream.sequences[handle] for handle, _ in scheduled]
-    assert inputs.handles == [handle for handle, _ in scheduled]
-    assert inputs.input_ids.tolist() == ids
-    assert inputs.positions.tolist() == positions
-    assert [array.tolist() for array in inputs.slot_mapping] == slots
-    assert inputs.query_start_loc.tolist() == starts
-    assert inputs.seq_lens.tolist() == [s.computed + count for s, (_, count) in zip(sequences, scheduled, strict=True)]
-    for group, table in enumerate(inputs.block_tables):
-        assert [row[: len(s.blocks[group])].tolist() for row, s in zip(table, sequences, strict=True)] == [
-            s.blocks[group] for s in sequences
-        ]
-    assert inputs.sampling.tolist() == caught_up
-    samples = batch.sample_inputs(inputs)
-    sampling = [sequences[i].sampling for i in caught_up]
-    assert samples.params["seed"].tolist() == [s.seed for s in sampling]
-    assert samples.params["child"].tolist() == [s.child for s in sampling]
-    assert samples.params["top_k"].tolist() == [max(s.top_k, 0) for s in sampling]
-    assert samples.positions.tolist() == [len(sequences[i].tokens) for i in caught_up]
-    banned = [
-        (sample, stop)
-        for sample, i in enumerate(caught_up)
-        if len(sequences[i].tokens) < sequences[i].sampling.min_tokens_until
-        for stop in sequences[i].sampling.stop_ids
-    ]
-    got = [] if samples.banned is None else list(zip(*(array.tolist() for array in samples.banned), strict=True))
-    assert got == banned
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), num_groups=st.integers(1, 2))
-def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
-    stream, batch = Stream(data, num_groups), new_batch(num_groups, num_blocks=10_000)
-    for _ in range(data.draw(st.integers(1, 10))):
-        entries, scheduled = stream.step()
-        batch.apply(entries)
-        inputs = batch.build()
-        expect(stream, scheduled, inputs, batch)
-        sampled = [stream.draw(0, VOCAB - 1) for _ in inputs.sampling]
-        for i, token in zip(inputs.sampling, sampled, strict=True):
-            stream.sequences[inputs.handles[i]].tokens.append(token)
-        for handle, count in scheduled:
-            stream.sequences[handle].computed += count
-        batch.commit(inputs, np.array(sampled, np.int64))
-        batch.check_integrity()
-        for handle, sequence in stream.sequences.items():
-            assert batch.tokens_of(handle).tolist() == sequence.tokens
-        assert batch.num_rows + batch.num_parked == len(stream.sequences)

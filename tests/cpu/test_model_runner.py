@@ -4,127 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
-from vllm_lite.config import EngineConfig
+from tests.driver import BLOCK, EPOCH, GREEDY, NUM_BLOCKS, WARM, Driver, expected, make_prompt, new_request
 from vllm_lite.errors import ProtocolError
-from vllm_lite.model_spec import ModelSpec
-from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
-from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import (
     BlockOp,
     Continue,
-    Entry,
     Finish,
     Fork,
-    ModelOutput,
-    NewRequest,
     Preempt,
+    ReplaceBlock,
     Resume,
-    Sampling,
     SchedulerOutput,
+    SetToken,
 )
-from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.worker import Worker
-
-EPOCH, NUM_BLOCKS, BLOCK = 3, 40, 16
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
-WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
-
-
-class Driver:
-    """Plays the engine for one worker: numbers the steps, and remembers what every sequence got."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        config = EngineConfig(num_gpu_blocks_override=NUM_BLOCKS, max_num_batched_tokens=128, max_num_seqs=8)
-        spec = ModelSpec.load(checkpoint)
-        resolved = config.resolve(
-            max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=str(checkpoint)
-        )
-        self.progress = Progress()
-        self.worker = Worker(resolved, 0, self.progress)
-        self.ready = self.worker.load()
-        self.worker.start(Start(EPOCH, NUM_BLOCKS, 0))
-        self.step = 0
-        self.got: dict[int, list[int]] = {}
-        self.lengths: dict[int, int] = {}
-        self.computed: dict[int, int] = {}
-
-    @property
-    def pool(self) -> torch.Tensor:
-        return self.worker.runner.cache_engine.pool
-
-    def run(self, *entries: Entry, ops: tuple[tuple[int, int, int], ...] = ()) -> ModelOutput:
-        """One step; its tokens go to the sequences that are caught up, in the order of their entries."""
-        self.step += 1
-        caught_up = [handle for handle in map(self.follow, entries) if handle is not None]
-        output = self.worker.execute(SchedulerOutput(EPOCH, self.step, list(ops), list(entries)))
-        assert (output.epoch, output.step) == (EPOCH, self.step)
-        for handle, token in zip(caught_up, unpack_tokens(output.tokens), strict=True):
-            self.lengths[handle] += 1
-            self.got.setdefault(handle, []).append(token)
-        self.worker.runner.batch.check_integrity()
-        assert not self.pool[0].any(), "the null block was written"
-        return output
-
-    def follow(self, entry: Entry) -> int | None:
-        """Keep count of lengths and computed tokens; the handle, if its sequence is caught up in this step."""
-        if isinstance(entry, Fork):
-            self.lengths[entry.child], self.computed[entry.child] = (
-                self.lengths[entry.parent],
-                self.computed[entry.parent],
-            )
-        if isinstance(entry, NewRequest):
-            self.lengths[entry.handle] = entry.num_prompt_tokens
-        if not isinstance(entry, NewRequest | Continue | Resume):
-            return None
-        start = self.computed[entry.handle] if isinstance(entry, Continue) else entry.num_computed
-        self.computed[entry.handle] = start + entry.num_tokens
-        return entry.handle if self.computed[entry.handle] == self.lengths[entry.handle] else None
-
-    def decode(self, *handles: int, count: int) -> None:
-        for _ in range(count):
-            self.run(*(Continue(handle, 1, []) for handle in handles))
-
-
-def new_request(handle: int, prompt: list[int], blocks: list[int], **fields: Any) -> NewRequest:
-    values: dict[str, Any] = {
-        "num_computed": 0,
-        "num_cached": 0,
-        "num_tokens": len(prompt),
-        "sampling": GREEDY,
-    } | fields
-    return NewRequest(handle, pack_tokens(prompt), len(prompt), block_ids=[blocks], **values)
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    tokens: list[int] = np.random.default_rng([seed, length]).integers(3, 384, length).tolist()
-    return tokens
-
-
-@pytest.fixture
-def driver(tiny_checkpoint: Path) -> Driver:
-    return Driver(tiny_checkpoint)
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny_checkpoint: Path) -> Any:
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
-
-
-def expected(oracle: Any, prompt: list[int], count: int) -> list[int]:
-    """What transformers continues with, greedily."""
-    ids = torch.tensor([prompt])
-    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    output = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    assert len(set(tokens)) > count // 2, "a sequence that repeats itself proves nothing"
-    return tokens
-
 
 # ---- the same tokens as transformers
 
@@ -181,11 +76,56 @@ def test_a_fork_with_a_copy_of_the_shared_tail(driver: Driver, oracle: Any, copi
     prompt = make_prompt(21, seed=3)
     driver.run(new_request(0, prompt, [1, 2], num_tokens=20))
     ops = ((int(BlockOp.COPY), 2, 7),) if copied else ()
-    driver.run(Fork(0, 1, 1, [[1, 7]]), Continue(0, 1, []), Continue(1, 1, []), ops=ops)
+    replaced = ReplaceBlock(1, 0, 1, 7)
+    driver.run(Fork(0, 1, GREEDY, 21, 20, 20), replaced, Continue(0, 1, []), Continue(1, 1, []), ops=ops)
+    for child in (2, 3, 4):  # their last token is cached: nothing is written
+        warm = msgspec.structs.replace(WARM, child=child)
+        driver.run(Fork(0, child, warm, 21, 20, 21), Continue(child, 1, []))
     driver.decode(1, 0, count=9)
     want = expected(oracle, prompt, 10)
     assert driver.got[0] == want
     assert (driver.got[1] == want) is copied
+    assert len({driver.got[child][0] for child in (2, 3, 4)}) > 1, "each child draws for itself"
+
+
+def test_samples_of_one_prompt_share_it_in_the_step_that_computes_it(driver: Driver, oracle: Any) -> None:
+    """As the engine sends it: the parent writes the tail that the child reads in the same step."""
+    prompt = make_prompt(20, seed=3)
+    driver.run(new_request(0, prompt, [1, 2]), Fork(0, 1, GREEDY, 20, 19, 20), Continue(1, 1, []))
+    driver.run(ReplaceBlock(0, 0, 1, 5), Continue(0, 1, []), Continue(1, 1, []), ops=((int(BlockOp.COPY), 2, 5),))
+    driver.decode(1, 0, count=8)
+    assert driver.got[0] == driver.got[1] == expected(oracle, prompt, 10)
+
+
+def test_a_token_that_the_engine_chose(driver: Driver, oracle: Any) -> None:
+    prompt = make_prompt(20, seed=3)
+    for handle, blocks in ((0, [1, 2]), (1, [3, 4])):
+        driver.run(new_request(handle, prompt, blocks))
+    driver.run(SetToken(0, 77), Continue(0, 1, []), Preempt(1), SetToken(1, 77))
+    driver.run(Continue(0, 1, []), Resume(1, 0, 0, 21, [[5, 6]]))
+    driver.decode(0, 1, count=3)
+    assert driver.got[0][1:] == expected(oracle, [*prompt, 77], 5)
+    assert driver.got[1][1:] == expected(oracle, [*prompt, 77], 4)
+
+
+# ---- swapping
+
+
+@pytest.mark.parametrize("swapped", [True, False], ids=["swapped", "control: overwritten"])
+def test_swapped_out_overwritten_and_swapped_in_elsewhere(tiny_checkpoint: Path, oracle: Any, swapped: bool) -> None:
+    driver = Driver(tiny_checkpoint, num_host_blocks=8)
+    assert driver.started.swap_blocks_per_s > 0
+    prompt, host = make_prompt(40, seed=2), NUM_BLOCKS
+    driver.run(new_request(0, prompt, [1, 2, 3]))
+    driver.decode(0, count=4)
+    out = tuple((int(BlockOp.SWAP_OUT), block, host + 2 * block) for block in (1, 2, 3))
+    driver.run(Preempt(0), new_request(1, make_prompt(45, seed=9), [2, 3, 1]), ops=out)
+    driver.run(Continue(1, 1, []))
+    back = tuple((int(BlockOp.SWAP_IN), host + 2 * block, 10 - block) for block in (1, 2, 3))
+    ids = [[9, 8, 7]] if swapped else [[1, 2, 3]]
+    driver.run(Finish(1), Resume(0, 44, 44, 1, ids), ops=back)
+    driver.decode(0, count=3)
+    assert (driver.got[0] == expected(oracle, prompt, 9)) is swapped
 
 
 def test_a_whole_prompt_hit_reads_the_cache_and_changes_no_bit_of_it(driver: Driver, oracle: Any) -> None:

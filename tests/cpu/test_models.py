@@ -1,6 +1,5 @@
 """Every family gives the logits of transformers at every position, however its prompt is cut up and its blocks lie."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +7,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import AttentionMetadata
-from vllm_lite.attention.select import select_backend
+from tests.checkpoints import make_checkpoint
+from tests.paged import Oracle, Paged
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.rope import inverse_frequencies
-from vllm_lite.model_spec import ARCHITECTURES, ModelSpec, Rope
+from vllm_lite.model_spec import ARCHITECTURES, Rope
 from vllm_lite.models.registry import MODELS, build
-from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.step import BlockOp
-from vllm_lite.worker.cache_engine import CacheEngine
 
 MAX_DIFFERENCE = 3e-4
 """Of logits of size 10 in float32; what a wrong model gives is over 0.1 (see the negative controls)."""
-BLOCK_SIZE = 8
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -38,29 +32,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-biases": {"attention_bias": True, "mlp_bias": True},
     "llama-sharded": {"max_shard_size": "100KB", "num_hidden_layers": 3},
     "llama-heads": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
+    "mistral": {"family": "mistral", "sliding_window": None},
     "qwen3": {"family": "qwen3"},
     "qwen3-tied-biases": {"family": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
 }
-
-
-class Oracle:
-    """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
-
-    def __init__(self, path: Path, dtype: str = "float32") -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.path = path
-        self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
-        reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        with torch.inference_mode():
-            self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
-        self.spec = ModelSpec.load(path)
-        self.model = build(self.spec, dtype, "cpu", max_model_len=256, max_num_tokens=512)
-        load_weights(self.model, path)
-
-    def difference(self, logits: torch.Tensor, first: int = 0) -> float:
-        """Largest difference to transformers, for rows that stand at positions from `first` on."""
-        return float((logits.float() - self.logits[first : first + len(logits)]).abs().max())
 
 
 @pytest.fixture(scope="module")
@@ -77,72 +52,6 @@ def oracle(request, checkpoints) -> Oracle:
 @pytest.fixture(scope="module")
 def llama(checkpoints) -> Oracle:
     return Oracle(checkpoints["llama"])
-
-
-@dataclass
-class Sequence:
-    tokens: torch.Tensor
-    blocks: list[int]
-    num_computed: int = 0
-    logits: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens of a step, vocab_size]
-
-
-class Paged:
-    """Runs a model over a paged cache whose block ids are shuffled and whose unwritten slots hold NaN."""
-
-    def __init__(self, oracle: Oracle, seed: int = 0) -> None:
-        model, spec = oracle.model, oracle.spec
-        self.dtype = oracle.model.embedding.weight.dtype  # type: ignore[attr-defined]
-        self.model = model
-        self.cache = CacheEngine(spec, BLOCK_SIZE, 128, 0, self.dtype, torch.device("cpu"))
-        self.cache.pool.fill_(torch.nan)
-        self.kv = self.cache.layer_views()
-        shuffled = torch.randperm(127, generator=torch.Generator().manual_seed(seed)) + 1
-        self.free: list[int] = shuffled.tolist()
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, self.dtype, torch.device("cpu")
-        )
-        self.backend = select_backend(shape)
-
-    def sequence(self, tokens: torch.Tensor) -> Sequence:
-        num_blocks = -(-len(tokens) // BLOCK_SIZE)
-        blocks, self.free = self.free[:num_blocks], self.free[num_blocks:]
-        return Sequence(tokens, blocks)
-
-    def step(self, *work: tuple[Sequence, int], shift: int = 0) -> None:
-        """Compute the next tokens of each sequence, so many; `shift` is a deliberate error in the positions."""
-        ids, positions, slots, starts = [], [], [], [0]
-        for sequence, count in work:
-            at = torch.arange(sequence.num_computed, sequence.num_computed + count)
-            ids.append(sequence.tokens[at])
-            positions.append(at + shift)
-            slots.append(torch.tensor(sequence.blocks)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
-            starts.append(starts[-1] + count)
-            sequence.num_computed += count
-        longest = max(len(sequence.blocks) for sequence, _ in work)
-        table = torch.tensor([s.blocks + [0] * (longest - len(s.blocks)) for s, _ in work], dtype=torch.int32)
-        metadata = AttentionMetadata(
-            num_tokens=starts[-1],
-            num_seqs=len(work),
-            max_query_len=max(count for _, count in work),
-            max_seq_len=max(sequence.num_computed for sequence, _ in work),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor([sequence.num_computed for sequence, _ in work], dtype=torch.int32),
-            block_tables=(table,),
-            slot_mapping=(torch.cat(slots),),
-        )
-        self.backend.prepare(metadata)
-        hidden = self.model.forward(torch.cat(ids), torch.cat(positions), self.kv, metadata, self.backend)
-        logits = self.model.logits(hidden)
-        for (sequence, _), first, last in zip(work, starts[:-1], starts[1:], strict=True):
-            sequence.logits.append(logits[first:last])
-
-    def run(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-        """All logits of `tokens`, computed `chunk` tokens a step: [num_tokens, vocab_size]."""
-        sequence = self.sequence(tokens)
-        while sequence.num_computed < len(tokens):
-            self.step((sequence, min(chunk, len(tokens) - sequence.num_computed)))
-        return torch.cat(sequence.logits)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
@@ -169,10 +78,11 @@ def test_moved_to_other_blocks_it_goes_on_as_before(llama):
     paged = Paged(llama)
     sequence = paged.sequence(llama.tokens)
     paged.step((sequence, 100))
-    moved, paged.free = paged.free[: len(sequence.blocks)], paged.free[len(sequence.blocks) :]
-    paged.cache.execute([(BlockOp.COPY, src, dst) for src, dst in zip(sequence.blocks, moved, strict=True)])
-    paged.cache.pool[sequence.blocks] = torch.nan
-    sequence.blocks = moved
+    (blocks,) = sequence.tables
+    moved = paged.take(len(blocks))
+    paged.cache.execute([(BlockOp.COPY, src, dst) for src, dst in zip(blocks, moved, strict=True)])
+    paged.cache.pool[blocks] = torch.nan
+    sequence.tables = [moved]
     paged.step((sequence, 50))
     assert llama.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
 
@@ -182,10 +92,11 @@ def test_negative_controls(oracle, error):
     paged = Paged(oracle)
     sequence = paged.sequence(oracle.tokens)
     paged.step((sequence, 100))
+    (blocks,) = sequence.tables
     if error == "corrupt block":
-        paged.cache.pool[sequence.blocks[5]] *= 0.5
+        paged.cache.pool[blocks[5]] *= 0.5
     if error == "wrong block":  # to swap two would change nothing: cached keys carry their positions
-        sequence.blocks[3] = sequence.blocks[4]
+        blocks[3] = blocks[4]
     paged.step((sequence, 50), shift=1 if error == "shifted position" else 0)
     before, after = sequence.logits
     assert oracle.difference(before) < MAX_DIFFERENCE

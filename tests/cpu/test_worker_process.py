@@ -73,7 +73,7 @@ class Engine:
         self.receive(WorkerHello)
         ready = self.receive(Ready)
         self.send(Start(EPOCH, ready.num_blocks, 0))
-        self.receive(Started)
+        assert self.receive(Started).swap_blocks_per_s == 0, "there is no host pool"
         return ready
 
 
@@ -132,8 +132,8 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
     assert (hello.version, hello.model, hello.rank) == (PROTOCOL_VERSION, settings.config.model, 0)
     assert hello.pid == os.getpid()
     assert engine.receive(Ready).num_blocks == 20
-    engine.send(Start(EPOCH, 20, 0))
-    engine.receive(Started)
+    engine.send(Start(EPOCH, 20, 6))
+    assert engine.receive(Started).swap_blocks_per_s > 100
 
     engine.send(prompt_step(1))
     first = engine.receive(ModelOutput)

@@ -23,8 +23,9 @@ from tests.e2e.reference import (
 )
 from vllm_lite.protocol.step import ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.worker.cache_engine import NULL_BLOCK
-from vllm_lite.worker.input_batch import InputBatch, StepInputs
+from vllm_lite.worker.input_batch import InputBatch
 from vllm_lite.worker.model_runner import ModelRunner
+from vllm_lite.worker.step_inputs import StepInputs
 
 MAX_EXCUSED = 1
 """Prompts of the 30 that may part from the reference at a tie."""

@@ -46,7 +46,7 @@ def test_shared_block_is_freed_by_its_last_holder() -> None:
     pool = BlockPool(4)
     parent = BlockTable(pool)
     parent.append(2)
-    child = parent.fork()
+    child = parent.fork(2)
     parent.free()
     assert pool.num_free == 1
     child.free()

@@ -5,8 +5,8 @@ import pytest
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.client_port import SLOW_READER_S, ClientPort, Outbox
-from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.scheduler import Produced
+from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.plan import Produced
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
@@ -35,7 +35,7 @@ def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
     config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
     ready = Ready(0, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
-    return EngineCore(config, ready, worker, num_blocks, epoch=3)  # type: ignore[arg-type]
+    return EngineCore(config, ready, worker, Sizes(num_blocks), epoch=3)  # type: ignore[arg-type]
 
 
 def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:
@@ -282,4 +282,12 @@ def test_resent_tokens_replace_what_was_pending() -> None:
     outbox.add(Tokens("a", 4, [4]))
     outbox.add(Tokens("a", 2, [2, 3, 4]))
     outbox.add(Tokens("a", 5, [5]))
-    assert outbox.pending["a"] == Tokens("a", 2, [2, 3, 4, 5])
+    assert outbox.take() == [Tokens("a", 2, [2, 3, 4, 5])]
+
+
+def test_an_id_used_again_does_not_swallow_the_end_that_is_still_owed() -> None:
+    outbox = Outbox()
+    outbox.add(Finished("a", 0, [1], "stop"))
+    outbox.add(Tokens("a", 0, [2]))
+    outbox.add(Tokens("a", 1, [3]))
+    assert outbox.take() == [Finished("a", 0, [1], "stop"), Tokens("a", 0, [2, 3])]

@@ -3,27 +3,34 @@
 import pytest
 
 from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import KVCacheManager, Verdict, admission
+from vllm_lite.engine.kv_cache_manager import Growth, KVCacheManager, Verdict, admission
+from vllm_lite.engine.kv_groups import make_groups
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
 
 def make(num_blocks: int = 11, block_size: int = 4, watermark: float = 0.0, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(BlockPool(num_blocks, caching), block_size, PrefixHasher(block_size, "seed"), watermark)
+    return KVCacheManager(
+        BlockPool(num_blocks, caching),
+        make_groups([None], block_size),
+        PrefixHasher(block_size, "seed"),
+        watermark=watermark,
+    )
 
 
-def request(kv: KVCacheManager, tokens: list[int], name: str = "r") -> Request:
-    made = Request(Generate(name, pack_tokens(tokens), SamplingParams()), b"client", 10**6, frozenset())
+def request(kv: KVCacheManager, tokens: list[int], name: str = "r") -> Sequence:
+    made = Request(Generate(name, pack_tokens(tokens), SamplingParams()), b"client", 10**6, frozenset()).sequences[0]
     kv.register(made)
     return made
 
 
-def admit(kv: KVCacheManager, tokens: list[int]) -> Request:
+def admit(kv: KVCacheManager, tokens: list[int]) -> Sequence:
     made = request(kv, tokens)
-    kv.admit(made, kv.find_cached(made))
+    kv.admit(made, kv.find_cached(made), len(tokens))
     return made
 
 
@@ -43,14 +50,14 @@ def test_watermark_is_truncated(num_blocks: int, blocks: int) -> None:
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (9, 3)])
 def test_tokens_are_cut_into_blocks(num_tokens: int, blocks: int) -> None:
     kv = make()
-    assert len(admit(kv, list(range(num_tokens))).table.ids) == blocks  # type: ignore[union-attr]
+    assert len(admit(kv, list(range(num_tokens))).tables[0].ids) == blocks
 
 
 def test_full_tail_needs_a_new_block_for_the_next_token() -> None:
     kv = make(block_size=16)
     made = admit(kv, list(range(16)))
     assert made.num_slots == 16
-    assert kv.grow(made, 17) == [2]
+    assert kv.grow(made, 17) == Growth([[2]], [])
 
 
 def test_grow_changes_nothing_when_blocks_are_short() -> None:
@@ -67,7 +74,7 @@ def test_whole_prompt_hit_computes_one_token_and_writes_none() -> None:
     kv.cache_blocks(first, 32)
     second = admit(kv, list(range(32)))
     assert (second.num_computed, second.num_cached) == (31, 32)
-    assert second.table.ids == first.table.ids  # type: ignore[union-attr]
+    assert second.tables[0].ids == first.tables[0].ids
     assert kv.pool.num_used == 2
 
 
@@ -77,8 +84,8 @@ def test_partial_hit_shares_only_full_equal_blocks() -> None:
     kv.cache_blocks(first, 9)
     second = admit(kv, [1, 2, 3, 4, 5, 6, 7, 0, 9])
     assert (second.num_computed, second.num_cached) == (4, 4)
-    assert second.table.ids[0] == first.table.ids[0]  # type: ignore[union-attr]
-    assert second.table.ids[1] != first.table.ids[1]  # type: ignore[union-attr]
+    assert second.tables[0].ids[0] == first.tables[0].ids[0]
+    assert second.tables[0].ids[1] != first.tables[0].ids[1]
 
 
 def test_equal_block_after_another_prefix_is_no_hit() -> None:
@@ -112,7 +119,7 @@ def test_revived_blocks_count_against_the_free_ones() -> None:
     kv.cache_blocks(first, 8)
     kv.release(first)
     again = request(kv, list(range(12)))
-    verdict = kv.admission(again, kv.find_cached(again))
+    verdict = kv.admission(again, kv.find_cached(again), 100)
     assert (verdict.required, verdict.free, verdict.verdict) == (3, 4, Verdict.OK)
 
 

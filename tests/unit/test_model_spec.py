@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, resolve_dtype
+from vllm_lite.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, make_kv_groups, resolve_dtype
 
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 
 
@@ -34,7 +35,7 @@ def refusal(folder: Path, raw: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "qwen3_mixed"])
 def test_old_and_new_spelling_mean_the_same(tmp_path, family):
     assert load(tmp_path, config(f"{family}_old")) == load(tmp_path, config(f"{family}_new"))
 
@@ -71,13 +72,61 @@ def test_qwen3(tmp_path):
     assert spec.eos_token_ids == (151645,)
 
 
+def test_mistral_has_one_window(tmp_path):
+    spec = load(tmp_path, config("mistral_new"))
+    assert (spec.num_kv_heads, spec.head_dim, spec.qk_norm) == (8, 128, False)
+    assert spec.kv_groups == (KVGroup("sliding", tuple(range(32)), 4096),)
+    whole = (KVGroup("full", tuple(range(32))),)
+    assert load(tmp_path, config("mistral_new") | {"sliding_window": None}).kv_groups == whole
+    raw = config("mistral_new")
+    del raw["sliding_window"]
+    assert load(tmp_path, raw).kv_groups == spec.kv_groups, "transformers' default"
+
+
+def test_qwen3_may_have_a_window_in_some_layers(tmp_path):
+    full, sliding = KVGroup("full", tuple(range(14))), KVGroup("sliding", tuple(range(14, 28)), 4096)
+    spec = load(tmp_path, config("qwen3_mixed_old"))
+    assert spec.kv_groups == (full, sliding)
+    assert spec.kv_block_bytes(block_size=16, dtype_bytes=2) == 14 * 2 * 16 * 8 * 128 * 2
+    everywhere = config("qwen3_mixed_old") | {"max_window_layers": 0}
+    assert load(tmp_path, everywhere).kv_groups == (KVGroup("sliding", tuple(range(28)), 4096),)
+    alternating = config("qwen3_mixed_new") | {"layer_types": ["sliding_attention", "full_attention"] * 14}
+    groups = load(tmp_path, alternating).kv_groups
+    assert [(group.kind, group.layers[:2]) for group in groups] == [("full", (1, 3)), ("sliding", (0, 2))]
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_sliding", "sizes"),
+    [
+        (5, 0, [5]),
+        (0, 5, [5]),
+        (4, 4, [4, 4]),
+        (3, 1, [1, 1, 1, 1]),
+        (2, 1, [1, 1, 1]),
+        (4, 22, [4, 4, 4, 4, 4, 4, 2]),
+        (10, 9, [10, 9]),
+        (1, 1, [1, 1]),
+    ],
+)
+def test_layers_are_partitioned_so_that_little_is_padded(num_full, num_sliding, sizes):
+    groups = make_kv_groups([None] * num_full + [64] * num_sliding)
+    assert [len(group.layers) for group in groups] == sizes
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(num_full + num_sliding))
+    assert [group.window for group in groups] == sorted((group.window for group in groups), key=lambda w: w or 0)
+    for group in groups:
+        assert group.kind == ("full" if group.window is None else "sliding")
+        assert {layer < num_full for layer in group.layers} == {group.window is None}
+
+
 def test_a_spec_survives_the_wire(tmp_path):
-    spec = load(tmp_path, config())
+    spec = load(tmp_path, config("qwen3_mixed_new"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama_old", 8.030261248), ("qwen3_old", 0.596049920)], ids=["llama-3.1-8b", "qwen3-0.6b"]
+    ("name", "billions"),
+    [("llama_old", 8.030261248), ("mistral_old", 7.241732096), ("qwen3_old", 0.596049920)],
+    ids=["llama-3.1-8b", "mistral-7b", "qwen3-0.6b"],
 )
 def test_num_parameters_of_known_models(tmp_path, name, billions):
     assert load(tmp_path, config(name)).num_parameters() == round(billions * 1e9)
@@ -137,6 +186,11 @@ def test_a_model_without_eos_has_none(tmp_path):
         ({"sliding_window": 4096}, ["sliding_window 4096", "full attention"]),
         ({"sliding_window": 4096, "use_sliding_window": True}, ["sliding_window 4096"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window", "0", ">= 1"]),
+        (QWEN3 | {"layer_types": ["chunked_attention"]}, ["layer_types", "chunked_attention", "sliding_attention"]),
+        (QWEN3 | {"layer_types": ["full_attention"]}, ["layer_types has 1 entries for 32 layers"]),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "use_sliding_window"]),
+        (QWEN3 | {"max_window_layers": -1}, ["max_window_layers", "-1"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["rope_parameters.rope_type", "'yarn'", "llama3"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
         ({"rope_parameters": {"factor": "4"}}, ["rope_parameters.factor", "'4'", "float"]),

@@ -1,80 +1,12 @@
 """The scheduler against a worker that checks every slot it reads (tests/simulated_worker.py)."""
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.simulated_worker import SimulatedWorker, next_token
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
-from vllm_lite.engine.prefix_hash import PrefixHasher
-from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import Produced, Scheduler
+from tests.scheduler_rig import VOCAB, Rig, expected
+from tests.simulated_worker import next_token
 from vllm_lite.errors import ProtocolError, RequestError
-from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Preempt, Resume
-
-VOCAB = 50
-
-
-class Rig:
-    """A scheduler, its pool and a simulated worker, stepped by hand."""
-
-    def __init__(self, num_blocks: int = 20, block_size: int = 4, caching: bool = True, **options: int | bool) -> None:
-        options = {"max_num_seqs": 8, "max_num_batched_tokens": 16} | options
-        self.kv = KVCacheManager(
-            BlockPool(num_blocks, caching), block_size, PrefixHasher(block_size, "seed"), watermark=0.01
-        )
-        self.scheduler = Scheduler(self.kv, **options)  # type: ignore[arg-type]
-        self.worker = SimulatedWorker(num_blocks, block_size, int(options["max_num_seqs"]), VOCAB)
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
-
-    def add(self, name: str, prompt: list[int], max_tokens: int = 5, stop: frozenset[int] = frozenset()) -> Request:
-        max_len = min(len(prompt) + max_tokens, self.kv.max_tokens)
-        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens))
-        request = Request(message, b"client", max_len, stop)
-        self.outputs[name] = []
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> list[Produced]:
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        self.worker.submit(plan)
-        output = self.worker.poll()
-        assert output is not None
-        produced = self.scheduler.update(output)
-        for item in produced:
-            assert item.start == len(self.outputs[item.request.request_id])
-            self.outputs[item.request.request_id] += item.token_ids
-            if item.reason:
-                assert item.request.request_id not in self.reasons, "a second terminal message"
-                self.reasons[item.request.request_id] = item.reason
-        self.scheduler.check_integrity()
-        return produced
-
-    def drain(self, max_steps: int = 2000) -> None:
-        for _ in range(max_steps):
-            if not self.scheduler.has_requests():
-                assert self.kv.pool.num_used == 0
-                return
-            self.step()
-        raise AssertionError("requests are left that make no progress")
-
-
-def expected(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens, VOCAB))
-        if tokens[-1] in stop:
-            break
-    return tokens[len(prompt) :]
 
 
 def test_whole_prompt_then_one_token_per_step() -> None:
@@ -133,7 +65,7 @@ def test_running_comes_before_waiting() -> None:
     rig.step()
     rig.add("b", list(range(10, 20)))
     rig.step()
-    assert len(rig.outputs["a"]) == 2
+    assert len(rig.output("a")) == 2
     assert rig.worker.num_scheduled == [4, 4]
 
 
@@ -142,7 +74,7 @@ def test_seats_are_limited() -> None:
     for name in "abc":
         rig.add(name, [1, 2, 3], max_tokens=4)
     rig.step()
-    assert [request.request_id for request in rig.scheduler.running] == ["a", "b"]
+    assert [sequence.request.request_id for sequence in rig.scheduler.running] == ["a", "b"]
     rig.drain()
 
 
@@ -166,14 +98,14 @@ def test_whole_prompt_hit_recomputes_one_token() -> None:
     assert rig.worker.num_scheduled[-1] == 1
     assert rig.worker.num_written == written
     assert request.num_cached_at_start == 7
-    assert rig.outputs["b"] == rig.outputs["a"]
+    assert rig.output("b") == rig.output("a")
 
 
 def test_generated_tokens_are_cached_too() -> None:
     rig = Rig(num_blocks=30, max_num_batched_tokens=64)
     rig.add("a", [1, 2, 3], max_tokens=10)
     rig.drain()
-    request = rig.add("b", [1, 2, 3, *rig.outputs["a"]], max_tokens=1)
+    request = rig.add("b", [1, 2, 3, *rig.output("a")], max_tokens=1)
     rig.drain()
     assert request.num_cached_at_start == 12  # the last token's KV was never computed
 
@@ -182,20 +114,19 @@ def test_the_last_to_come_is_preempted_and_ends_with_the_same_tokens() -> None:
     rig = Rig(num_blocks=7, caching=False)
     rig.add("a", [1, 2, 3, 4, 5, 6], max_tokens=12)
     rig.add("b", [11, 12, 13, 14, 15, 16], max_tokens=12)
-    kinds = set()
-    while rig.scheduler.has_requests():
-        plan = rig.scheduler.schedule()
-        assert plan is not None
-        kinds |= {type(entry) for entry in plan.entries}
-        rig.worker.submit(plan)
-        output = rig.worker.poll()
-        assert output is not None
-        for item in rig.scheduler.update(output):
-            rig.outputs[item.request.request_id] += item.token_ids
+    kinds: set[type] = set()
+    apply = rig.worker._apply
+
+    def spy(entry: object) -> tuple[int, int, int] | None:
+        kinds.add(type(entry))
+        return apply(entry)
+
+    rig.worker._apply = spy  # type: ignore[method-assign]
+    rig.drain()
     assert {Preempt, Resume, Finish} & kinds >= {Preempt, Resume}
     assert rig.scheduler.counters.preemptions > 0
-    assert rig.outputs["a"] == expected([1, 2, 3, 4, 5, 6], 12)
-    assert rig.outputs["b"] == expected([11, 12, 13, 14, 15, 16], 12)
+    assert rig.output("a") == expected([1, 2, 3, 4, 5, 6], 12)
+    assert rig.output("b") == expected([11, 12, 13, 14, 15, 16], 12)
 
 
 def test_stop_token_ends_before_the_length() -> None:
@@ -204,8 +135,8 @@ def test_stop_token_ends_before_the_length() -> None:
     rig = Rig()
     rig.add("a", prompt, max_tokens=10, stop=frozenset([answer[4]]))
     rig.drain()
-    assert rig.outputs["a"] == answer[: answer.index(answer[4]) + 1]
-    assert rig.reasons["a"] == "stop"
+    assert rig.output("a") == answer[: answer.index(answer[4]) + 1]
+    assert rig.reasons["a", 0] == "stop"
 
 
 def test_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -214,7 +145,7 @@ def test_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
         rig.add("a", list(range(16)))
     rig.add("b", list(range(15)))
     rig.drain()
-    assert len(rig.outputs["b"]) == 1
+    assert len(rig.output("b")) == 1
 
 
 def test_abort_frees_at_once_whatever_the_state() -> None:
@@ -265,46 +196,3 @@ def test_output_of_another_step_is_refused(output: ModelOutput) -> None:
     rig.scheduler.schedule()
     with pytest.raises(ProtocolError):
         rig.scheduler.update(output)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(6, 40),
-    block_size=st.sampled_from([1, 2, 4, 8]),
-    budget=st.integers(1, 40),
-    seats=st.integers(1, 6),
-    caching=st.booleans(),
-)
-def test_any_schedule_gives_the_same_tokens(
-    seed: int, num_blocks: int, block_size: int, budget: int, seats: int, caching: bool
-) -> None:
-    """Random arrivals, aborts and shared prefixes on tiny pools: every slot read is the reader's own history, every
-    request gets exactly its tokens and one end, and at last every block is free."""
-    rng = random.Random(seed)
-    rig = Rig(num_blocks, block_size, caching, max_num_seqs=seats, max_num_batched_tokens=budget)
-    wanted: dict[str, list[int]] = {}
-    aborted = set()
-    longest = rig.kv.max_tokens - 1
-    for index in range(25):
-        if longest >= 1 and rng.random() < 0.7:
-            prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
-            prompt[rng.randrange(len(prompt)) :] = [rng.randrange(VOCAB)] * rng.randint(0, 3)
-            prompt = (prompt or [1])[:longest]
-            max_tokens = rng.randint(1, min(20, rig.kv.max_tokens - len(prompt)))
-            stop = frozenset(rng.sample(range(VOCAB), 3))
-            rig.add(f"r{index}", prompt, max_tokens, stop)
-            wanted[f"r{index}"] = expected(prompt, max_tokens, stop)
-        if rng.random() < 0.1 and rig.scheduler.requests:
-            name = rng.choice(list(rig.scheduler.requests))
-            rig.scheduler.abort(name)
-            aborted.add(name)
-        for _ in range(rng.randint(0, 3)):
-            rig.step()
-    rig.drain()
-    for name, tokens in wanted.items():
-        if name in aborted:
-            assert tokens[: len(rig.outputs[name])] == rig.outputs[name]
-        else:
-            assert rig.outputs[name] == tokens
-            assert name in rig.reasons

@@ -1,14 +1,11 @@
 """A session with a fake engine: order, gaps, death. Every stream ends exactly once."""
 
-import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
@@ -24,57 +21,10 @@ from vllm_lite.protocol.api import (
     TokenLogprobs,
     Tokens,
 )
-from vllm_lite.protocol.codec import engine_to_client, pack_tokens
+from vllm_lite.protocol.codec import engine_to_client
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.transport import Delivery
 from vllm_lite.wakeup import Wakeup
-
-
-class Sink:
-    """Collects events; `next()` waits for one."""
-
-    def __init__(self) -> None:
-        self.calls: queue.Queue[list[Event]] = queue.Queue()
-        self.waiting: list[Event] = []
-
-    def __call__(self, events: list[Event]) -> None:
-        self.calls.put(events)
-
-    def next(self) -> Event:
-        if not self.waiting:
-            self.waiting = list(self.calls.get(timeout=DEADLINE_S))
-        return self.waiting.pop(0)
-
-    def is_empty(self) -> bool:
-        return not self.waiting and self.calls.empty()
-
-
-@contextmanager
-def session_with(engine: FakeEngine, **options: object) -> Iterator[Session]:
-    session = Session.connect(engine.address, timeout_s=DEADLINE_S, **options)  # type: ignore[arg-type]
-    try:
-        yield session
-    finally:
-        session.close()
-        engine.die()
-
-
-def start(session: Session, engine: FakeEngine, request_id: str, sink: Sink) -> None:
-    session.submit(Generate(request_id, pack_tokens([1, 2]), SamplingParams()), sink)
-    assert engine.expect(Generate).request_id == request_id
-
-
-def settle(session: Session, engine: FakeEngine) -> None:
-    """Returns when the session has handled all that the engine sent so far."""
-    future = session.request_stats()
-    while not isinstance(engine._heard.get(timeout=DEADLINE_S), GetStats):
-        pass
-    engine.send(STATS)
-    future.result(DEADLINE_S)
-
-
-STATS = Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-
 
 # ---- streams
 

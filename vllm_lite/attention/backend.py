@@ -22,6 +22,8 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = (None,)
+    """Per KV group how many tokens a query sees, itself included; None = all before it."""
 
     @property
     def scale(self) -> float:
@@ -69,5 +71,9 @@ class AttentionBackend(Protocol):
         group: int,
         out: torch.Tensor,  # [num_tokens, num_heads, head_size]
     ) -> None:
-        """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero."""
+        """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.
+
+        With a window the query at position i sees the positions (i - window, i]. Table entries of blocks that no row of
+        the step sees name blocks that may belong to others by now: what is there must not even be multiplied by zero.
+        """
         ...

@@ -14,10 +14,14 @@ from vllm_lite import supervise
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.kv_cache_manager import KVCacheManager, PrefixHit
+from vllm_lite.engine.kv_groups import make_groups
+from vllm_lite.engine.plan import Options
 from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.process import settle_garbage_collector
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
@@ -44,6 +48,8 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
         ("codec_us", lambda: {str(size): codec_us(size) for size in SIZES}),
         ("block_alloc_free_us", block_alloc_free_us),
         ("block_touch_free_us", block_touch_free_us),
+        ("block_cache_us", block_cache_us),
+        ("lookup_4096_us", lookup_4096_us),
     ):
         report(f"measuring {name} ...")
         figures[name] = measure()
@@ -126,12 +132,12 @@ def round_trip_us() -> float:
 def _scheduler(num_requests: int) -> Scheduler:
     """One with `num_requests` running, each in the middle of its decode."""
     pool = BlockPool(num_requests * 64 + 1)
-    kv = KVCacheManager(pool, BLOCK_SIZE, PrefixHasher(BLOCK_SIZE, "bench"))
-    scheduler = Scheduler(kv, max_num_seqs=num_requests, max_num_batched_tokens=10**9)
+    kv = KVCacheManager(pool, make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+    scheduler = Scheduler(kv, Options(max_num_seqs=num_requests, max_num_batched_tokens=10**9, max_model_len=900))
     params = SamplingParams(max_tokens=10**6, temperature=0.0)
     for index in range(num_requests):
         prompt = pack_tokens(range(index, index + 100 + index % BLOCK_SIZE))  # blocks fill up at different steps
-        scheduler.add(Request(Generate(f"request-{index}", prompt, params), b"client", 10**6, frozenset((0,))))
+        scheduler.add(Request(Generate(f"request-{index}", prompt, params), b"client", 900, frozenset((0,))))
     return scheduler
 
 
@@ -139,8 +145,7 @@ def schedule_update_us(num_requests: int) -> float:
     """schedule() and update() together, per step of `num_requests` decodes."""
     scheduler = _scheduler(num_requests)
     tokens = pack_tokens([1] * num_requests)
-    gc.collect()
-    gc.freeze()
+    settle_garbage_collector()
     times = []
     for _ in range(320):
         start = time.perf_counter()
@@ -196,6 +201,45 @@ def block_touch_free_us() -> float:
         pool.free(ids)
 
     return round(_median_us(action, 2000) / 64, 4)
+
+
+def _sequence(kv: KVCacheManager, num_tokens: int) -> Sequence:
+    message = Generate("r", pack_tokens(range(num_tokens)), SamplingParams())
+    sequence = Request(message, b"client", 10**6, frozenset()).sequences[0]
+    kv.register(sequence)
+    return sequence
+
+
+def _prompt_manager() -> KVCacheManager:
+    return KVCacheManager(BlockPool(1000), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+
+
+def block_cache_us() -> float:
+    """Hashing and indexing the full blocks of a prompt of 4096 tokens, per block."""
+    times = []
+    for _ in range(100):
+        kv = _prompt_manager()
+        sequence = _sequence(kv, 4096)
+        kv.admit(sequence, PrefixHit([[]], 0), 4096)
+        start = time.perf_counter()
+        kv.cache_blocks(sequence, 4096)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6 / (4096 / BLOCK_SIZE), 4)
+
+
+def lookup_4096_us() -> float:
+    """Finding all blocks of a cached prompt of 4096 tokens that has not been hashed yet."""
+    kv = _prompt_manager()
+    first = _sequence(kv, 4096)
+    kv.admit(first, PrefixHit([[]], 0), 4096)
+    kv.cache_blocks(first, 4096)
+    times = []
+    for _ in range(100):
+        sequence = _sequence(kv, 4096)
+        start = time.perf_counter()
+        kv.find_cached(sequence)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 1)
 
 
 BUDGETS: tuple[tuple[str, str, float], ...] = (

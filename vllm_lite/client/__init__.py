@@ -4,6 +4,7 @@ tokenizer.py      text -> token ids -> text, over the `tokenizers` library
 detokenizer.py    token ids one at a time -> text, exactly the same text; stop strings
 outputs.py        what a user gets
 prompt.py         what a user may give, checked
+sample.py         one continuation of a prompt: tokens in, text and logprobs out
 stream.py         one request: events in, RequestOutput out
 session.py        one connection and the thread that owns it
 async_client.py   AsyncClient: streams, for asyncio

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,10 +12,10 @@ from typing import Self
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory
+from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_error
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
@@ -77,6 +78,7 @@ class AsyncClient:
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
+        self._streams: dict[str, RequestStream] = {}
 
     @classmethod
     async def connect(
@@ -123,27 +125,44 @@ class AsyncClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`; each output holds all text and tokens so far, the last one has `finished` set.
 
-        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises RequestError if the
-        request is invalid or fails, EngineDeadError if the engine dies.
+        With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
+        reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
+        engine dies.
         """
-        session, request_id = self._connected().session, request_id or os.urandom(12).hex()
+        request_id = request_id or os.urandom(12).hex()
         stream = await self._make(prompt, sampling_params, request_id)
-        if request_id in self._inboxes:
-            raise RequestError(f"request id {request_id!r} is in use; choose another")
-        inbox = self._inboxes[request_id] = _Inbox()
+        async with aclosing(self._follow(stream)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def fork(
+        self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Branch a request of this client that is being read, from the tokens its reader has seen so far.
+
+        Each of the `n` iterators begins with those tokens and goes on with a seed of its own; its outputs hold them
+        all, and `max_tokens` counts them. The request itself notices nothing. `sampling_params` default to its own; a
+        seed given there is the first fork's, the others add 1, 2, ... . Request and forks have one sample each (n=1).
+        Raises RequestError.
+        """
+        parent = self._streams.get(request_id)
+        if parent is None or parent.finished:
+            raise RequestError(
+                f"request {request_id!r} is not running; only a request that is being read can be forked"
+            )
+        if not isinstance(n, int) or not 1 <= n <= MAX_SAMPLES:
+            raise RequestError(f"n must be an integer between 1 and {MAX_SAMPLES}, got {n!r}")
+        make = self._connected().streams.fork
+        streams = [make(parent, sampling_params, os.urandom(12).hex(), number) for number in range(n)]
+        forks = [self._follow(stream, request_id) for stream in streams]
         try:
-            session.submit(stream.message(), self._arrive)
-            while not stream.finished:
-                for event in await inbox.take():
-                    stream.apply(event)
-                if stream.needs_abort:
-                    session.drop(request_id)
-                if stream.error is not None:
-                    raise stream.error
-                yield stream.output()
-        finally:
-            del self._inboxes[request_id]
-            session.drop(request_id)  # nothing to drop if it has ended
+            for fork in forks:
+                await anext(fork)  # sends it; from here on whoever drops the iterator aborts the request
+        except BaseException:
+            for fork in forks:
+                await fork.aclose()
+            raise
+        return forks
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Unknown ids are ignored."""
@@ -158,6 +177,38 @@ class AsyncClient:
             raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
 
     # ---- inside
+
+    async def _follow(self, stream: RequestStream, parent_id: str | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Send the request and tell how it comes on. That of a fork is sent by the first step, which tells what it has.
+
+        The engine may have ended a parent whose end was still on its way here when it was forked. Then it refuses the
+        fork, and is sent the tokens instead.
+        """
+        session, request_id = self._connected().session, stream.request_id
+        if request_id in self._inboxes:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+        inbox = self._inboxes[request_id] = _Inbox()
+        self._streams[request_id] = stream
+        try:
+            session.submit(stream.message() if parent_id is None else stream.fork_message(parent_id), self._arrive)
+            if parent_id is not None:
+                yield stream.output()
+            while not stream.finished:
+                for event in await inbox.take():
+                    if parent_id is not None and is_error(event) and not session.is_live(parent_id):
+                        session.submit(stream.message(), self._arrive)
+                    else:
+                        stream.apply(event)
+                    parent_id = None
+                if stream.finished:
+                    session.drop(request_id)  # before its reader takes the end; nothing to drop if the engine ended it
+                if stream.error is not None:
+                    raise stream.error
+                if stream.finished or not stream.ends_at_once:
+                    yield stream.output()
+        finally:
+            del self._inboxes[request_id], self._streams[request_id]
+            session.drop(request_id)
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Link:
         session = Session.connect(

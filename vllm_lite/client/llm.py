@@ -97,6 +97,29 @@ class LLM:
         _raise_errors(streams)
         return [stream.output() for stream in streams]
 
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Search each prompt's likeliest continuations: `beam_width` of them in its result's `outputs`, best first.
+
+        They are ranked by cumulative_logprob / len(token_ids) ** length_penalty. For more, such as stop_token_ids, give
+        generate() SamplingParams with use_beam_search. Raises as generate() does.
+        """
+        params = SamplingParams(
+            use_beam_search=True,
+            n=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        return self.generate(prompts, params, use_tqdm)
+
     # ---- inside
 
     def _make_streams(
@@ -123,12 +146,11 @@ class LLM:
             stream = running.get(event.request_id)
             if stream is None:
                 continue
-            before = len(stream.token_ids)
+            before = stream.num_tokens
             stream.apply(event)
-            progress.tokens(len(stream.token_ids) - before)
-            if stream.needs_abort:
-                self._launched.session.drop(stream.request_id)
+            progress.tokens(stream.num_tokens - before)
             if stream.finished:
+                self._launched.session.drop(stream.request_id)  # nothing to drop if the engine ended it
                 del running[stream.request_id]
                 progress.request()
 

@@ -33,7 +33,8 @@ class CompletionOutput:
 
     `token_ids` holds every generated token, those of a stop string or the end token included; `text` excludes them
     unless asked for. `logprobs[i]` maps token ids to candidates for `token_ids[i]`, the sampled one first.
-    `stop_reason` is the stop string or stop token that ended it, None for the model's own end token.
+    `cumulative_logprob` is known with logprobs, best_of and beam search. `stop_reason` is the stop string or stop token
+    that ended it, None for the model's own end token.
     """
 
     index: int
@@ -47,7 +48,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request so far. `num_cached_tokens`, known at its end, counts prompt tokens whose KV was cached."""
+    """A request so far. `outputs` has its n samples by index; with best_of and beam search they are ranked, best first.
+
+    `num_cached_tokens`, known when a sample has ended, counts prompt tokens whose KV was cached.
+    """
 
     request_id: str
     prompt: str | None

@@ -54,9 +54,24 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: We
         raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
     if params.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; this model has none, so use stop_token_ids")
+    if params.use_beam_search and (params.stop or params.logprobs is not None):
+        raise RequestError(
+            "beam search takes no stop strings and gives no logprobs; use stop_token_ids and cumulative_logprob"
+        )
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(f"stop_token_ids must be between 0 and {limits.vocab_size - 1}, got {token_id}")
+
+
+def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> None:
+    """Check what a fork of a request with `have` tokens so far may ask. Raises RequestError."""
+    for whose, which in (("of the request to fork", parent), ("of a fork", params)):
+        if which.use_beam_search or (which.best_of or which.n) > 1:
+            raise RequestError(f"the sampling_params {whose} must have one sample (n=1), and no beams")
+    if params.max_tokens is not None and params.max_tokens <= have:
+        raise RequestError(f"max_tokens counts the {have} tokens a fork begins with; got {params.max_tokens}")
+    if have and params.logprobs is not None and parent.logprobs is None:
+        raise RequestError("a fork can have logprobs only if the request it begins with has them")
 
 
 def _unwrap(given: Any) -> str | Sequence[int]:

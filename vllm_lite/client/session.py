@@ -1,7 +1,8 @@
 """Session: one connection to one engine, and the one thread that owns it.
 
 Other threads put what they want into a deque and wake that thread; it calls their sinks with what the engine says,
-once per message and sink. Every stream that was submitted ends with exactly one Finished or Failure.
+once per message and sink. Every stream that was submitted ends with one Finished for each of its samples, or with one
+that tells an error, or with one Failure.
 """
 
 import os
@@ -22,6 +23,7 @@ from vllm_lite.protocol.api import (
     Abort,
     Dying,
     Finished,
+    ForkRequest,
     FromClient,
     Generate,
     GetStats,
@@ -56,10 +58,10 @@ logger = log.get(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """A stream that has not ended. `have` counts the tokens its sink was given."""
+    """A stream that has not ended. `have` counts, for each sample that has not ended, the tokens its sink was given."""
 
     sink: Sink
-    have: int = 0
+    have: dict[int, int]
 
 
 class Session:
@@ -87,7 +89,8 @@ class Session:
         self._lock = threading.Lock()
         self._outgoing: deque[FromClient] = deque()
         self._live: dict[str, _Live] = {}
-        self._leaving: dict[str, int] = {}  # streams dropped here -> how many ends of theirs are still to come
+        self._leaving: dict[str, deque[set[int]]] = {}
+        """Streams dropped here, oldest first: which samples' ends are still to come."""
         self._stats: deque[Future[Stats]] = deque()  # the engine answers in order
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
@@ -123,16 +126,22 @@ class Session:
         """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
         return None if self._dead is None else _again(self._dead)
 
-    def submit(self, message: Generate, sink: Sink) -> None:
+    def submit(self, message: Generate | ForkRequest, sink: Sink) -> None:
         """Start a request; its events go to `sink`. Raises RequestError for an id in use, EngineError if dead."""
+        request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
         with self._lock:
             self._check_usable()
-            if message.request_id in self._live:
-                raise RequestError(f"request id {message.request_id!r} is in use; choose another")
+            if request_id in self._live:
+                raise RequestError(f"request id {request_id!r} is in use; choose another")
             if not self._live:
                 self._last_heard_s = time.monotonic()  # an idle engine was silent with good reason
-            self._live[message.request_id] = _Live(sink, message.have)
+            self._live[request_id] = _Live(sink, dict.fromkeys(range(message.params.n), message.have))
             self._post(message)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the engine owes this request its end."""
+        with self._lock:
+            return request_id in self._live
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; its stream ends when the engine says so. Unknown ids are ignored."""
@@ -143,9 +152,10 @@ class Session:
     def drop(self, request_id: str) -> None:
         """Abort a request whose events nobody wants any more: its sink hears no more of it."""
         with self._lock:
-            if self._live.pop(request_id, None) is not None:
-                self._leaving[request_id] = self._leaving.get(request_id, 0) + 1
-                self._post(Abort(request_id))
+            live = self._live.pop(request_id, None)
+            if live is not None:
+                self._await_ends(request_id, live)
+                self._wakeup.set()
 
     def request_stats(self) -> "Future[Stats]":
         """Ask for the engine's counters. The future fails with EngineError if the engine does."""
@@ -272,29 +282,52 @@ class Session:
         self._deliver(events)
 
     def _sort(self, output: Tokens | Finished, events: dict[Sink, list[Event]]) -> None:
-        request_id, is_last = output.request_id, isinstance(output, Finished)
+        request_id = output.request_id
         if request_id in self._leaving:
-            if is_last:
-                self._count_leaving(request_id)
+            self._swallow(output)
             return
         live = self._live.get(request_id)
         if live is None:
             return
-        event: Event = output if output.start == live.have else _resume(output, live.have)
-        if isinstance(event, Failure):
-            if not is_last:
-                self._leaving[request_id] = 1
-                self._outgoing.append(Abort(request_id))
-        else:
-            live.have += len(event.token_ids)
-        if not isinstance(event, Tokens):
+        event = self._next_event(output, live)
+        if event is None:
+            return
+        if not live.have or isinstance(event, Failure):
             del self._live[request_id]
+            if live.have:
+                self._await_ends(request_id, live)
         events.setdefault(live.sink, []).append(event)
 
-    def _count_leaving(self, request_id: str) -> None:
-        self._leaving[request_id] -= 1
-        if not self._leaving[request_id]:
-            del self._leaving[request_id]
+    def _next_event(self, output: Tokens | Finished, live: _Live) -> Event | None:
+        """What `output` means to its sink, if anything; `live` is told how far its samples are."""
+        if isinstance(output, Finished) and output.reason == "error":
+            live.have.clear()  # it ends all samples, of whichever it is said
+            return output
+        index = output.index
+        have = live.have.get(index)
+        if have is None:
+            return None
+        event: Event = output if output.start == have else _resume(output, have)
+        if isinstance(output, Finished):
+            del live.have[index]
+        elif isinstance(event, Tokens):
+            live.have[index] = have + len(event.token_ids)
+        return event
+
+    def _await_ends(self, request_id: str, live: _Live) -> None:
+        """Under the lock: nobody hears any more of this request, but the engine will still tell its samples' ends."""
+        self._leaving.setdefault(request_id, deque()).append(set(live.have))
+        self._outgoing.append(Abort(request_id))
+
+    def _swallow(self, output: Tokens | Finished) -> None:
+        if not isinstance(output, Finished):
+            return
+        streams = self._leaving[output.request_id]
+        streams[0].discard(output.index)
+        if not streams[0] or output.reason == "error":
+            streams.popleft()
+            if not streams:
+                del self._leaving[output.request_id]
 
     def _deliver(self, events: dict[Sink, list[Event]]) -> None:
         for sink, its_events in events.items():

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import msgspec
 
 from vllm_lite import log
 from vllm_lite.client.detokenizer import Detokenizer, vocabulary
-from vllm_lite.client.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from vllm_lite.client.prompt import Prompt, PromptLike, check_params, read_prompt
+from vllm_lite.client.outputs import RequestMetrics, RequestOutput
+from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
+from vllm_lite.client.sample import Sample
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
-from vllm_lite.protocol.api import Finished, FinishReason, Generate, TokenLogprobs, Tokens, Welcome
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_SEED, SamplingParams
 
 logger = log.get(__name__)
 
@@ -31,42 +33,48 @@ class Failure:
 Event = Tokens | Finished | Failure
 
 
-class RequestStream:
-    """Takes the events of one request in order; `output()` shows it as far as it has come.
+def is_error(event: Event) -> bool:
+    """Whether the engine refused or failed the request."""
+    return isinstance(event, Finished) and event.reason == "error"
 
-    `error` is set when it ended without a result. `needs_abort` says that it ended here, at a stop string, which the
-    engine cannot know.
+
+class RequestStream:
+    """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
+
+    `error` is set when it ended without a result. It may end here before it does in the engine, which knows nothing of
+    stop strings: then whoever reads it drops it there. A sample that meets one while others go on is over for the user,
+    but the engine, which can end whole requests only, computes it to its end; that is ignored.
+
+    With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        detokenizer: Detokenizer | None,
-    ) -> None:
-        """`params` hold the seed; `tokenizer` spells logprobs. Made by StreamFactory."""
+    def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, samples: Sequence[Sample]) -> None:
+        """`params` hold the seed; there is one of `samples` for each that the engine draws. Made by StreamFactory."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self.samples = samples
         self.finished = False
-        self.needs_abort = False
         self.error: VllmLiteError | None = None
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
-        self.token_ids: list[int] = []
-        self._tokenizer = tokenizer
-        self._detokenizer = detokenizer
-        self._text = ""
-        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self._cumulative_logprob = 0.0
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
+        self.ends_at_once = params.use_beam_search or len(samples) > params.n
+        """There is nothing to show before the end."""
         self._num_cached_tokens: int | None = None
 
     def message(self) -> Generate:
-        """What starts this request in an engine."""
-        return Generate(self.request_id, pack_tokens(self.prompt.token_ids), self.params)
+        """What starts this request in an engine, behind the tokens that it has inherited, if any."""
+        prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
+        output = pack_tokens(self.samples[0].token_ids) if have else b""
+        return Generate(self.request_id, prompt, wire_params(self.params), have, output)
+
+    def fork_message(self, parent_id: str) -> ForkRequest:
+        """What starts this request in an engine that has its parent."""
+        return ForkRequest(parent_id, self.request_id, self.num_tokens, wire_params(self.params))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples together."""
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     def apply(self, event: Event) -> None:
         """Take the next event. Whatever comes after the end is ignored."""
@@ -74,82 +82,46 @@ class RequestStream:
             return
         if isinstance(event, Failure):
             self._fail(event.error)
-            return
-        if event.token_ids:
-            self._add(event)
-        if self._detokenizer is not None and self._detokenizer.stopped is not None:
-            self.needs_abort = not isinstance(event, Finished)
-            self._finish("stop", self._detokenizer.stopped)
-        elif isinstance(event, Finished):
-            self._end(event)
+        elif isinstance(event, Finished) and is_error(event):
+            self._num_cached_tokens = event.num_cached_tokens
+            self._fail(RequestError(event.error or "the engine gave no reason"))
+        else:
+            self._pass(event)
 
     def output(self) -> RequestOutput:
         """A snapshot, which later events do not change."""
-        completion = CompletionOutput(
-            index=0,
-            text=self._text,
-            token_ids=self.token_ids.copy(),
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs.copy(),
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-        )
+        shown = self._best() if len(self.samples) > self.params.n else self.samples
+        logprobs = self.params.logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            outputs=[completion],
+            outputs=[sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)],
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self.metrics,
         )
 
-    def _add(self, event: Tokens | Finished) -> None:
-        now, times = time.monotonic(), self.metrics
-        self.metrics = RequestMetrics(times.arrival_time, times.first_token_time or now, now)
-        taken = len(event.token_ids)
-        if self._detokenizer is not None:
-            hidden = _ends_with_stop_token(event) and not self.params.include_stop_str_in_output
-            self._text += self._detokenizer.feed(event.token_ids[:-1] if hidden else event.token_ids)
-            if self._detokenizer.stopped is not None:
-                taken = self._detokenizer.num_tokens - len(self.token_ids)
-        self.token_ids += event.token_ids[:taken]
-        if self._logprobs is not None and event.logprobs is not None:
-            entries = event.logprobs[:taken]
-            self._logprobs += map(self._candidates, event.token_ids, entries)
-            self._cumulative_logprob += sum(entry.logprob for entry in entries)
+    def _pass(self, event: Tokens | Finished) -> None:
+        if event.token_ids:
+            now, times = time.monotonic(), self.metrics
+            self.metrics = RequestMetrics(times.arrival_time, times.first_token_time or now, now)
+        sample = self.samples[event.index]
+        sample.apply(event)
+        if isinstance(event, Finished):
+            self._num_cached_tokens = max(self._num_cached_tokens or 0, event.num_cached_tokens)
+        if sample.finish_reason is not None:
+            self.finished = all(sample.finish_reason is not None for sample in self.samples)
 
-    def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        candidates = {token_id: self._logprob(token_id, entry.logprob, entry.rank)}
-        for rank, (other, logprob) in enumerate(entry.top, 1):
-            if other != token_id:
-                candidates[other] = self._logprob(other, logprob, rank)
-        return candidates
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return Logprob(logprob, rank, text)
-
-    def _end(self, event: Finished) -> None:
-        self._num_cached_tokens = event.num_cached_tokens
-        if event.reason == "error":
-            self._fail(RequestError(event.error or "the engine gave no reason"))
-            return
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.flush()
-            if self._detokenizer.stopped is not None:
-                self._finish("stop", self._detokenizer.stopped)
-                return
-        self._finish(event.reason, event.stop_token)
-
-    def _finish(self, reason: FinishReason, stop: int | str | None) -> None:
-        self.finished = True
-        self._finish_reason = reason
-        self._stop_reason = stop
+    def _best(self) -> list[Sample]:
+        return sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
 
     def _fail(self, error: VllmLiteError) -> None:
         self.error = error
-        self._finish("error", None)
+        self.finished = True
+        for sample in self.samples:
+            if sample.finish_reason is None:
+                sample.finish("error")
 
 
 class StreamFactory:
@@ -177,18 +149,39 @@ class StreamFactory:
         params = SamplingParams() if params is None else params
         check_params(params, self.tokenizer, self.limits)
         checked = read_prompt(prompt, self.tokenizer, self.limits)
-        return RequestStream(request_id, checked, with_seed(params), self.tokenizer, self._detokenizer(params))
+        samples = [self._sample(params) for _ in range(wire_params(params).n)]
+        return RequestStream(request_id, checked, with_seed(params), samples)
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self._vocabulary is None or not params.detokenize:
-            return None
-        return Detokenizer(
-            self._vocabulary,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+    def fork(
+        self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
+    ) -> RequestStream:
+        """A stream that begins with all that `parent` has; `params` default to its own, with another seed.
+
+        A seed that is given counts for fork `number` 0, the next ones add 1. Raises RequestError.
+        """
+        if params is None:
+            params = msgspec.structs.replace(parent.params, seed=None)
+        elif params.seed is not None:
+            params = msgspec.structs.replace(params, seed=(params.seed + number) % (MAX_SEED + 1))
+        check_params(params, self.tokenizer, self.limits)
+        check_fork(parent.params, params, parent.num_tokens)
+        sample = self._sample(params, parent.num_tokens)
+        sample.inherit(parent.samples[0])
+        return RequestStream(request_id, parent.prompt, with_seed(params), [sample])
+
+    def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
+        """No stop string counts before the first token of its own."""
+        detokenizer = None
+        if self._vocabulary is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self._vocabulary,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=max(params.min_tokens, num_inherited),
+            )
+        logprobs, include_stop = wire_params(params).logprobs is not None, params.include_stop_str_in_output
+        return Sample(detokenizer, self.tokenizer, logprobs=logprobs, include_stop=include_stop)
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
@@ -198,5 +191,10 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
 
 
-def _ends_with_stop_token(event: Tokens | Finished) -> bool:
-    return isinstance(event, Finished) and event.reason == "stop"
+def wire_params(params: SamplingParams) -> SamplingParams:
+    """What the engine is asked for: it draws `best_of` samples, and their logprobs, but knows nothing of ranks."""
+    if params.best_of is None:
+        return params
+    if params.best_of == params.n:
+        return msgspec.structs.replace(params, best_of=None)
+    return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)

@@ -6,6 +6,7 @@ taken). Allocation takes from the head of the free list, freeing appends to its 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from vllm_lite.errors import OutOfBlocks
 
@@ -80,8 +81,45 @@ class FreeList:
             block = block.next  # type: ignore[union-attr]
 
 
+class PoolObserver(Protocol):
+    """Told what happens to blocks, after it has happened."""
+
+    def allocated(self, ids: Sequence[int]) -> None: ...
+
+    def touched(self, ids: Sequence[int]) -> None: ...
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        """It cannot be found any more, because it is reused or was forgotten."""
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+
+
+class Observers:
+    """Several observers in the place of one."""
+
+    def __init__(self, *observers: PoolObserver) -> None:
+        self._observers = observers
+
+    def allocated(self, ids: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.allocated(ids)
+
+    def touched(self, ids: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.touched(ids)
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        for observer in self._observers:
+            observer.evicted(block_id, block_hash)
+
+    def cleared(self) -> None:
+        for observer in self._observers:
+            observer.cleared()
+
+
 class BlockPool:
-    """`num_blocks` blocks with ids 0 .. num_blocks - 1, of which 0 is the null block.
+    """`num_blocks` blocks with ids 0 .. num_blocks - 1, of which 0 is the null block unless `has_null` is False.
 
     `on_evict(block_id, block_hash)` is called when a cached block is about to be reused, before its content is lost:
     the place where it can be demoted to another tier.
@@ -92,29 +130,35 @@ class BlockPool:
         num_blocks: int,
         enable_caching: bool = True,
         on_evict: Callable[[int, bytes], None] | None = None,
+        *,
+        has_null: bool = True,
     ) -> None:
-        if num_blocks < 2:
+        if has_null and num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
+        self.num_usable = num_blocks - 1 if has_null else num_blocks
         self.enable_caching = enable_caching
+        self.observer: PoolObserver | None = None
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.peak_used = 0
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self._free = FreeList()
-        self._free.append_n(self.blocks[1:])
+        self._null = NULL_BLOCK if has_null else -1
+        self._free.append_n(self.blocks[num_blocks - self.num_usable :])
         # A hash maps to its block, or to {id: block} once the same content has been computed twice: two requests
         # that ran at the same time, or generated text that equals cached text. Tables are append-only, so a
         # duplicate is never merged away; LRU reclaims it.
         self._cached: dict[bytes, Block | dict[int, Block]] = {}
 
+    def observe(self, observer: PoolObserver) -> None:
+        """Tell `observer` too, from now on."""
+        known = self.observer
+        self.observer = observer if known is None else Observers(known, observer)
+
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, evictable cached ones included."""
         return self._free.num_free
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_blocks - 1
 
     @property
     def num_used(self) -> int:
@@ -128,7 +172,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that live sequences reference, 0 to 1."""
-        return self.num_used / self.num_usable
+        return self.num_used / self.num_usable if self.num_usable else 0.0
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
@@ -139,24 +183,28 @@ class BlockPool:
                 self._evict(block)
             block.ref_count = 1
             ids.append(block.block_id)
-        used = self.num_blocks - 1 - self._free.num_free
+        used = self.num_usable - self._free.num_free
         if used > self.peak_used:
             self.peak_used = used
+        if self.observer is not None:
+            self.observer.allocated(ids)
         return ids
 
-    def touch(self, ids: Iterable[int]) -> None:
+    def touch(self, ids: Sequence[int]) -> None:
         """Add one reference to each block; an evictable one leaves the free list. The null block is not counted."""
         blocks = self.blocks
         revived = []
         for block_id in ids:
             block = blocks[block_id]
             if block.ref_count == 0:
-                if block_id == NULL_BLOCK:
+                if block_id == self._null:
                     continue
                 revived.append(block)
             block.ref_count += 1
         self._free.remove_n(revived)
         self.peak_used = max(self.peak_used, self.num_used)
+        if self.observer is not None:
+            self.observer.touched(ids)
 
     def free(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block, in the order given: what comes first is evicted first.
@@ -169,7 +217,7 @@ class BlockPool:
             block = blocks[block_id]
             count = block.ref_count - 1
             if count < 0:
-                if block_id == NULL_BLOCK:
+                if block_id == self._null:
                     continue
                 self._free.append_n(unreferenced)
                 raise ValueError(f"Double free! {block} is already freed.")
@@ -180,7 +228,7 @@ class BlockPool:
 
     def cache_block(self, block_id: int, block_hash: bytes) -> None:
         """Make a full block findable under the hash of its content and everything before it."""
-        if not self.enable_caching or block_id == NULL_BLOCK:
+        if not self.enable_caching or block_id == self._null:
             return
         block = self.blocks[block_id]
         if block.block_hash is not None:
@@ -217,12 +265,14 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = None
         self._cached.clear()
+        if self.observer is not None:
+            self.observer.cleared()
         return True
 
     def _evict(self, block: Block) -> None:
         block_hash = self._unindex(block)
-        if self._on_evict is not None:
-            self._on_evict(block.block_id, block_hash)
+        if self.on_evict is not None:
+            self.on_evict(block.block_id, block_hash)
 
     def _unindex(self, block: Block) -> bytes:
         block_hash = block.block_hash
@@ -236,6 +286,8 @@ class BlockPool:
                 self._cached[block_hash] = next(iter(entry.values()))
         else:
             del self._cached[block_hash]
+        if self.observer is not None:
+            self.observer.evicted(block.block_id, block_hash)
         return block_hash
 
     def snapshot(self) -> list[tuple[int, int, str | None]]:
@@ -254,11 +306,12 @@ class BlockPool:
         reference count is the number of table entries that name it.
         """
         listed = [block.block_id for block in self._free]
-        unreferenced = [block.block_id for block in self.blocks[1:] if block.ref_count == 0]
+        usable = self.blocks[self.num_blocks - self.num_usable :]
+        unreferenced = [block.block_id for block in usable if block.ref_count == 0]
         _require(len(listed) == self._free.num_free, "free list and its count differ")
         _require(sorted(listed) == unreferenced, "free list and unreferenced blocks differ")
-        null = self.blocks[NULL_BLOCK]
-        _require(null.ref_count == 0 and null.block_hash is None, f"the null block was used: {null}")
+        for null in self.blocks[: self.num_blocks - self.num_usable]:
+            _require(null.ref_count == 0 and null.block_hash is None, f"the null block was used: {null}")
         for block_hash, entry in self._cached.items():
             found = list(entry.values()) if isinstance(entry, dict) else [entry]
             _require(not isinstance(entry, dict) or len(entry) > 1, "a duplicate entry with one block is left")
@@ -270,7 +323,7 @@ class BlockPool:
             for table in tables:
                 for block_id in table:
                     counts[block_id] += 1
-            for block in self.blocks[1:]:
+            for block in usable:
                 _require(block.ref_count == counts[block.block_id], f"{block} is in {counts[block.block_id]} tables")
 
 

@@ -34,17 +34,33 @@ logger = log.get(__name__)
 
 
 class Outbox:
-    """What one client has not been sent yet, merged per request."""
+    """What one client has not been sent yet, merged per sample."""
 
-    __slots__ = ("busy_since_s", "pending")
+    __slots__ = ("busy_since_s", "ended", "open")
 
     def __init__(self) -> None:
-        self.pending: dict[str, Tokens | Finished] = {}
+        self.ended: list[Tokens | Finished] = []
+        self.open: dict[tuple[str, int], Tokens | Finished] = {}
         self.busy_since_s: float | None = None
 
     def add(self, output: Tokens | Finished) -> None:
-        earlier = self.pending.get(output.request_id)
-        self.pending[output.request_id] = output if earlier is None else _merge(earlier, output)
+        """Merge `output` with what is owed of the same sample; what has ended is left alone, whoever reuses its id."""
+        sample = output.request_id, output.index
+        earlier = self.open.get(sample)
+        if isinstance(earlier, Finished):
+            self.ended.append(earlier)
+            earlier = None
+        self.open[sample] = output if earlier is None else _merge(earlier, output)
+
+    def take(self) -> list[Tokens | Finished]:
+        """All that is owed, in an order in which each sample's own is right."""
+        return self.ended + list(self.open.values())
+
+    def clear(self) -> None:
+        self.ended, self.open = [], {}
+
+    def __bool__(self) -> bool:
+        return bool(self.open)
 
 
 class ClientPort:
@@ -118,11 +134,11 @@ class ClientPort:
         """Send what is owed, one message per client. Returns the clients that are gone or too slow, now forgotten."""
         lost = []
         for peer, outbox in self._clients.items():
-            if not outbox.pending:
+            if not outbox:
                 continue
-            delivery = self.send(peer, OutputBatch(self._epoch, list(outbox.pending.values())))
+            delivery = self.send(peer, OutputBatch(self._epoch, outbox.take()))
             if delivery is Delivery.SENT:
-                outbox.pending.clear()
+                outbox.clear()
                 outbox.busy_since_s = None
             elif delivery is Delivery.GONE:
                 lost.append(peer)
@@ -148,7 +164,7 @@ class ClientPort:
             self.send(peer, Dying(reason))
 
     def owes(self) -> bool:
-        return any(outbox.pending for outbox in self._clients.values())
+        return any(self._clients.values())
 
     def pollables(self) -> tuple[Pollable, ...]:
         return tuple(self.listener.pollables())

@@ -1,24 +1,35 @@
 """EngineCore: one step is schedule, execute, update. Features hang off these three calls; none is inlined into them."""
 
+import time
+from collections import deque
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
+from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine import branching
+from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.recording import Recorder
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import Produced, Scheduler
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol.api import Generate, Stats
+from vllm_lite.protocol.api import ForkRequest, Generate, Stats
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.trace.records import Header
+
+MIN_TIMED_TOKENS = 32
+"""Smaller steps say nothing of the rate at which prompts are computed."""
+RATE_WEIGHT = 0.2
 
 
 class Attached(NamedTuple):
@@ -29,24 +40,38 @@ class Attached(NamedTuple):
     done: Produced | None
 
 
-class EngineCore:
-    """The scheduler, its block manager and the executor, without sockets or clocks."""
+class Sizes(NamedTuple):
+    """What the pools hold, in blocks, and how fast blocks move between them."""
 
-    def __init__(self, config: EngineConfig, ready: Ready, executor: Executor, num_blocks: int, epoch: int) -> None:
+    num_blocks: int
+    num_host_blocks: int = 0
+    swap_blocks_per_s: float = 0.0
+
+
+class EngineCore:
+    """The scheduler, its block manager and the executor, without sockets. Reads time from `clock` only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        ready: Ready,
+        executor: Executor,
+        sizes: Sizes,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = executor
         self._vocab_size = ready.vocab_size
         self._eos = frozenset(ready.eos_token_ids)
-        pool = BlockPool(num_blocks, config.enable_prefix_caching)
-        hasher = PrefixHasher(config.block_size, config.prefix_hash_seed)
-        self.kv = KVCacheManager(pool, config.block_size, hasher, config.kv_watermark)
-        self.max_model_len = min(ready.max_model_len, self.kv.max_tokens)
-        self.scheduler = Scheduler(
-            self.kv,
-            max_num_seqs=config.max_num_seqs or 64,
-            max_num_batched_tokens=config.max_num_batched_tokens or 512,
-            chunked_prefill=config.enable_chunked_prefill,
-            epoch=epoch,
-        )
+        self._clock = clock
+        self._num_tokens_sent: deque[tuple[float, int]] = deque()
+        # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
+        self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
+        header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
+        self.scheduler = assemble(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
+        self.kv = self.scheduler.kv
+        self.recorder = Recorder(config.record, header, self.scheduler) if config.record else None
+        self.max_model_len = self.scheduler.max_len
         self.num_in_flight = 0
 
     # ---- requests
@@ -56,32 +81,85 @@ class EngineCore:
         known = self.scheduler.requests.get(message.request_id)
         if known is not None:
             return self._attach(known, client, message)
-        prompt, output = self._checked_tokens("prompt", message.prompt), self._checked_tokens("output", message.output)
+        prompt, output = (
+            self._checked_tokens("prompt", message.prompt),
+            self._checked_tokens("output", message.output),
+        )
         if not prompt:
             raise RequestError("the prompt is empty; at least one token is needed")
         if len(output) != message.have:
             raise RequestError(f"output must hold the {message.have} tokens the client has, got {len(output)}")
+        if output and (message.params.n > 1 or message.params.use_beam_search):
+            raise RequestError("a request with several samples starts from its prompt; send no output with it")
+        request = self._make_request(client, message, len(prompt))
+        reason = check_stop(request.sequences[0], output[-1]) if output else None
+        if reason is not None:  # the client lacks nothing but the end
+            return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
+        self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.arrived(request, self._clock())
+        return Attached(request, [], None)
+
+    def fork(self, client: bytes, message: ForkRequest) -> Request:
+        """Start a request from what a live one has. Raises RequestError."""
+        parent = self.scheduler.requests.get(message.request_id)
+        if parent is None:
+            raise RequestError(f"request {message.request_id!r} is not running; only a live request can be forked")
+        if message.child_id in self.scheduler.requests:
+            raise RequestError(f"request id {message.child_id!r} is in use; choose another")
+        if parent.num_samples > 1 or parent.beam or message.params.n > 1 or message.params.use_beam_search:
+            raise RequestError("only a request with one sample can be forked, and into one sample at a time")
+        sequence = parent.sequences[0]
+        if message.have > sequence.num_output:
+            raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
+        tokens = sequence.tokens[: parent.num_prompt + message.have]
+        prompt, output = (
+            tokens[: parent.num_prompt].tobytes(),
+            tokens[parent.num_prompt :].tobytes(),
+        )
+        generate = Generate(message.child_id, prompt, message.params, message.have, output)
+        child = self._make_request(client, generate, parent.num_prompt)
+        if child.num_tokens >= child.max_len:
+            raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
+        branching.fork_request(self.scheduler, parent, child)
+        if self.recorder is not None:
+            self.recorder.forked(parent, child, self._clock())
+        return child
+
+    def abort(self, request_id: str) -> Request | None:
+        request = self.scheduler.abort(request_id)
+        if request is not None and self.recorder is not None:
+            self.recorder.aborted(request, self._clock())
+        return request
+
+    def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
         params = message.params
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=_seed_of(message.request_id))
             message = msgspec.structs.replace(message, params=params)
-        request = Request(message, client, self._max_len(len(prompt), params), stop_ids(params, self._eos))
-        reason = check_stop(request, output[-1]) if output else None
-        if reason is not None:  # the client lacks nothing but the end
-            return Attached(request, [], Produced(request, len(output), [], None, reason, None))
-        self.scheduler.add(request)
-        return Attached(request, [], None)
-
-    def abort(self, request_id: str) -> Request | None:
-        return self.scheduler.abort(request_id)
+        request = Request(
+            message,
+            client,
+            self._max_len(num_prompt, params),
+            stop_ids(params, self._eos),
+        )
+        num_choices = self._vocab_size - len(request.stop_ids)
+        if request.beam is not None and params.n > num_choices:
+            raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
+        if params.deadline_ms is not None:
+            request.deadline_s = self._clock() + params.deadline_ms / 1000
+        return request
 
     def _attach(self, request: Request, client: bytes, message: Generate) -> Attached:
-        if request.tokens[: request.num_prompt].tobytes() != message.prompt:
+        sequence: Sequence = request.sequences[0]
+        if sequence.tokens[: request.num_prompt].tobytes() != message.prompt:
             raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
-        if message.have > request.num_output:
-            raise RequestError(f"{message.have} tokens were claimed, but only {request.num_output} were generated")
+        if request.num_samples > 1 or request.beam:
+            raise RequestError(f"request {message.request_id!r} has several samples and cannot be attached to again")
+        if message.have > sequence.num_output:
+            raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
         request.client = client
-        return Attached(request, request.tokens[request.num_prompt + message.have :].tolist(), None)
+        return Attached(request, sequence.tokens[request.num_prompt + message.have :].tolist(), None)
 
     def _checked_tokens(self, what: str, data: bytes) -> list[int]:
         if len(data) % 4:
@@ -111,22 +189,59 @@ class EngineCore:
 
     # ---- the step
 
+    def expire(self) -> list[Produced]:
+        """End what has passed its deadline."""
+        now_s = self._clock()
+        ended = self.scheduler.expire(now_s)
+        if ended and self.recorder is not None:
+            self.recorder.expired(ended, now_s)
+        return ended
+
     def begin(self) -> bool:
-        """Schedule a step and hand it to the workers. False if there is nothing to compute."""
-        plan = self.scheduler.schedule()
+        """Schedule a step and hand it to the workers, if there is anything to compute and fewer than `max_in_flight`
+        steps are under way."""
+        if self.num_in_flight >= self.max_in_flight or not self.scheduler.has_requests():
+            return False
+        now_s = self._clock()
+        plan = self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
         if plan is None:
             return False
         self._executor.submit(plan)
         self.num_in_flight += 1
+        self._num_tokens_sent.append((now_s, self.scheduler.num_scheduled_tokens))
         return True
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
         self.num_in_flight -= 1
+        now_s = self._clock()
+        sent_s, num_tokens = self._num_tokens_sent.popleft()
+        self._measure(now_s - sent_s, num_tokens)
+        if self.recorder is not None:
+            return self.recorder.update(output, now_s)
         return self.scheduler.update(output)
 
+    def _measure(self, took_s: float, num_tokens: int) -> None:
+        """Learn how fast prompts are computed, from steps that ran alone."""
+        if num_tokens >= MIN_TIMED_TOKENS and not self.num_in_flight and took_s > 0:
+            old, new = self.scheduler.rates.prefill_tokens_per_s, num_tokens / took_s
+            rate = new if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * new
+            self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=rate)
+            if self.recorder is not None:
+                self.recorder.measured(self.scheduler.rates)
+
+    def close(self) -> None:
+        """End the trace, if there is one."""
+        if self.recorder is not None:
+            self.recorder.close()
+
     def stats(self) -> Stats:
-        scheduler, pool, counters = self.scheduler, self.kv.pool, self.scheduler.counters
+        scheduler, pool, counters = (
+            self.scheduler,
+            self.kv.pool,
+            self.scheduler.counters,
+        )
+        host = self.kv.host.pool if self.kv.host is not None else None
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -139,7 +254,44 @@ class EngineCore:
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            swaps=counters.swaps,
+            num_host_blocks=host.num_usable if host else 0,
+            num_used_host_blocks=host.num_used if host else 0,
+            demoted_blocks=self.kv.stats.demoted,
+            promoted_blocks=self.kv.stats.promoted,
+            copied_blocks=self.kv.stats.copied,
         )
+
+
+def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
+    """What this core is made of, for its scheduler and for the trace."""
+    return Header(
+        engine_version=__version__,
+        clock_s=now_s,
+        wall_s=time.time(),
+        options=options._asdict(),
+        policy=config.scheduling_policy,
+        num_blocks=sizes.num_blocks,
+        num_host_blocks=sizes.num_host_blocks,
+        block_size=config.block_size,
+        caching=config.enable_prefix_caching,
+        windows=tuple(group.window for group in ready.groups),
+        watermark=config.kv_watermark,
+        max_swap_blocks_per_step=config.max_swap_blocks_per_step,
+        swap_blocks_per_s=sizes.swap_blocks_per_s,
+    )
+
+
+def _options(config: EngineConfig, ready: Ready, epoch: int) -> Options:
+    return Options(
+        max_num_seqs=config.max_num_seqs or 64,
+        max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        max_model_len=ready.max_model_len,
+        chunked_prefill=config.enable_chunked_prefill,
+        preemption=config.preemption_mode,
+        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        epoch=epoch,
+    )
 
 
 def _seed_of(request_id: str) -> int:

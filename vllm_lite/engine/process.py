@@ -4,15 +4,27 @@ import gc
 import time
 
 from vllm_lite import __version__, log, supervise, transport
-from vllm_lite.config import EngineSettings
+from vllm_lite.config import GIB, EngineSettings
 from vllm_lite.engine.client_port import HEARTBEAT_S, ClientPort
-from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.scheduler import Produced
+from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.kv_events import KVEventStream
+from vllm_lite.engine.plan import Produced
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Abort, Finished, FromClient, Generate, GetStats, Heartbeat, Ping, Tokens, Welcome
+from vllm_lite.protocol.api import (
+    Abort,
+    Finished,
+    ForkRequest,
+    FromClient,
+    Generate,
+    GetStats,
+    Heartbeat,
+    Ping,
+    Tokens,
+    Welcome,
+)
 from vllm_lite.protocol.control import Ready
 from vllm_lite.transport.interface import poller
 from vllm_lite.wakeup import Wakeup
@@ -20,6 +32,7 @@ from vllm_lite.wakeup import Wakeup
 REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for somebody to tell."""
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
+YOUNG_OBJECTS = 50_000
 IDLE_LOOK_MS = 5_000
 
 logger = log.get(__name__)
@@ -35,10 +48,12 @@ class EngineProcess:
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         self._port = ClientPort(settings.address, self._epoch)
         self._worker_address = _worker_address(settings)
+        self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
         """Serve until told to stop. Returns the exit status: 0 if told to, 1 if something died, 2 for bad input."""
         executor: Executor | None = None
+        core: EngineCore | None = None
         try:
             try:
                 executor = MultiprocExecutor(self._config, self._worker_address, self._epoch, self._worker_module)
@@ -49,6 +64,10 @@ class EngineProcess:
         finally:
             if executor is not None:
                 executor.close()
+            if core is not None:
+                core.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             self._port.close()
 
     # ---- start
@@ -57,10 +76,13 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
-        executor.allocate(num_blocks, 0)
-        core = EngineCore(self._config, ready, executor, num_blocks, self._epoch)
-        gc.collect()
-        gc.freeze()  # what lives now lives for ever: collections need not look at it again
+        num_host_blocks = int(self._config.swap_space * GIB // ready.block_bytes)
+        blocks_per_s = executor.allocate(num_blocks, num_host_blocks)
+        sizes = Sizes(num_blocks, num_host_blocks, blocks_per_s)
+        core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+        if self._config.kv_events_config and self._config.kv_events_config.enabled:
+            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
+        settle_garbage_collector()
         self._port.open(
             Welcome(
                 version=PROTOCOL_VERSION,
@@ -108,19 +130,25 @@ class EngineProcess:
     # ---- serve
 
     def _serve(self, core: EngineCore, executor: Executor) -> int:
-        watched = poller(self._port, executor, self._stop)
+        events = self._kv_events
+        others = () if events is None else (events,)
+        watched = poller(self._port, executor, self._stop, *others)
         try:
             while not self._stop.is_set():
                 watched.poll(self._patience_ms(core))
                 for peer, message in self._port.receive():
                     self._handle(core, peer, message)
                 output = executor.poll()
-                produced = core.finish(output) if output is not None else []
+                produced = core.expire()
+                if output is not None:
+                    produced += core.finish(output)
                 try:
-                    if not core.num_in_flight:  # before the clients are told: workers should not wait for that
-                        core.begin()
+                    while core.begin():  # before the clients are told: workers should not wait for that
+                        pass
                 finally:
                     self._publish(core, produced)
+                if events is not None:
+                    events.turn(time.time())
         except (EngineDeadError, ProtocolError) as error:
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request
@@ -136,10 +164,10 @@ class EngineProcess:
     def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
         if isinstance(message, Generate):
             self._generate(core, peer, message)
+        elif isinstance(message, ForkRequest):
+            self._fork(core, peer, message)
         elif isinstance(message, Abort):
-            request = core.abort(message.request_id)
-            if request is not None:
-                self._port.push(request.client, Finished(request.request_id, request.num_output, [], "abort"))
+            self._abort(core, message.request_id)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
@@ -155,6 +183,21 @@ class EngineProcess:
             self._port.push(peer, Tokens(message.request_id, message.have, accepted.resend))
         if accepted.done is not None:
             self._port.push(peer, _to_wire(accepted.done))
+
+    def _fork(self, core: EngineCore, peer: bytes, message: ForkRequest) -> None:
+        try:
+            core.fork(peer, message)
+        except RequestError as error:
+            self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
+
+    def _abort(self, core: EngineCore, request_id: str) -> None:
+        """Every sample that has not ended gets its terminal message."""
+        request = core.scheduler.requests.get(request_id)
+        if request is None:
+            return
+        for index, start in request.open_samples():
+            self._port.push(request.client, Finished(request_id, start, [], "abort", index=index))
+        core.abort(request_id)
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
@@ -174,16 +217,15 @@ class EngineProcess:
 
     def _abort_all(self, core: EngineCore) -> None:
         """Exactly one terminal message for every unfinished request."""
-        for request in list(core.scheduler.requests.values()):
-            core.abort(request.request_id)
-            self._port.push(request.client, Finished(request.request_id, request.num_output, [], "abort"))
+        for request_id in list(core.scheduler.requests):
+            self._abort(core, request_id)
         self._port.flush(time.monotonic())
 
 
 def _to_wire(item: Produced) -> Tokens | Finished:
     request = item.request
     if item.reason is None:
-        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs)
+        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample)
     last = item.token_ids[-1] if item.token_ids else None
     return Finished(
         request_id=request.request_id,
@@ -194,7 +236,17 @@ def _to_wire(item: Produced) -> Tokens | Finished:
         error=item.error,
         num_cached_tokens=request.num_cached_at_start or 0,
         logprobs=item.logprobs,
+        index=item.sample,
+        cumulative_logprob=item.logprob,
     )
+
+
+def settle_garbage_collector() -> None:
+    """What lives now lives for ever, so collections need not look at it again; a step's own objects die by reference
+    counting, so the young generation may hold several steps of them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def _worker_address(settings: EngineSettings) -> str:

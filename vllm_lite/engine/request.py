@@ -1,81 +1,71 @@
-"""Request: the engine's state of one sequence that a user wants continued."""
+"""Request: what one client asked for. It has one sequence per sample; the scheduler works on those."""
 
 from array import array
-from enum import Enum
+from collections.abc import Sequence as Seq
 
-from vllm_lite.engine.block_table import BlockTable
+from vllm_lite.engine.beam import BeamSearch
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
-from vllm_lite.protocol.step import Continue
-
-
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
 
 
 class Request:
-    """One sequence. `num_computed` chases `num_tokens`; there is no other notion of prefill or decode.
-
-    num_computed   positions whose KV is in the cache once every step sent so far has run
-    num_cached     positions whose KV came from the prefix cache and must not be written again
-    num_slots      positions that the allocated blocks can hold
-    """
+    """`num_samples` sequences share one prompt. All but the first come into being once the prompt is computed."""
 
     __slots__ = (
-        "block_hashes",
+        "arrival",
+        "beam",
+        "beam_logprobs",
+        "candidates",
         "client",
-        "decode_entry",
-        "handle",
-        "hash_root",
+        "deadline_s",
+        "extra_keys",
         "max_len",
-        "num_cached",
         "num_cached_at_start",
-        "num_computed",
-        "num_hashed_blocks",
         "num_prompt",
-        "num_slots",
-        "num_tokens",
+        "num_samples",
+        "num_unborn",
         "params",
         "request_id",
-        "seen_by_workers",
-        "status",
+        "sequences",
         "stop_ids",
-        "table",
-        "tokens",
     )
 
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
-        """`message` with its tokens checked and its seed drawn; `max_len` is where the sequence ends at the latest."""
+        """`message` with its tokens checked and its seed drawn; every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id
         self.client = client
         self.params = message.params
-        self.tokens = array("I")
-        self.tokens.frombytes(message.prompt)
-        self.num_prompt = len(self.tokens)
-        self.tokens.frombytes(message.output)
-        self.num_tokens = len(self.tokens)
         self.max_len = max_len
         self.stop_ids = stop_ids
-        self.status = Status.WAITING
-        self.handle = -1
-        self.seen_by_workers = False
-        self.decode_entry: Continue | None = None
-        self.table: BlockTable | None = None
-        self.hash_root = b""
-        self.block_hashes: list[bytes] = []
-        self.num_hashed_blocks = 0
-        self.num_computed = 0
-        self.num_cached = 0
+        self.arrival = 0
+        self.deadline_s: float | None = None
         self.num_cached_at_start: int | None = None
-        self.num_slots = 0
+        tokens = array("I")
+        tokens.frombytes(message.prompt)
+        self.num_prompt = len(tokens)
+        tokens.frombytes(message.output)
+        search = (
+            BeamSearch(message.params, self.num_prompt, max_len, stop_ids) if message.params.use_beam_search else None
+        )
+        self.beam = search
+        self.beam_logprobs = {0: 0.0}
+        self.candidates: dict[int, Seq[tuple[int, float]]] = {}
+        """What the beams that have finished the current step found, by their index."""
+        self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
+        self.num_samples = 1 if search else message.params.n
+        self.num_unborn = self.num_samples - 1
+        self.sequences = [Sequence(self, 0, tokens)]
 
     @property
-    def num_output(self) -> int:
-        return self.num_tokens - self.num_prompt
+    def num_tokens(self) -> int:
+        return self.sequences[0].num_tokens
+
+    def open_samples(self) -> list[tuple[int, int]]:
+        """(index, number of output tokens delivered) of every sample whose end is still to be told."""
+        if self.beam is not None:
+            return [(index, 0) for index in range(self.beam.width)]
+        born = [(sequence.index, sequence.num_output) for sequence in self.sequences]
+        return born + [(index, 0) for index in range(self.num_samples - self.num_unborn, self.num_samples)]
 
     def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.status.value}, {self.num_computed}/{self.num_tokens} tokens computed)"
-        )
+        return f"Request({self.request_id!r}, {self.sequences})"

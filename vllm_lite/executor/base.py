@@ -15,8 +15,8 @@ class Executor(Watched, Protocol):
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:
         """Block until the model is loaded everywhere; the smallest capacity of any worker. `stop` ends the wait."""
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Have the KV pools allocated. Block until they are."""
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
+        """Have the KV pools allocated. Block until they are; blocks per second that move between them, 0 if unknown."""
 
     def submit(self, output: SchedulerOutput) -> None:
         """Hand a step to the workers. Returns at once."""

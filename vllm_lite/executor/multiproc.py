@@ -29,6 +29,7 @@ class WorkerState:
         self.pid = 0
         self.ready: Ready | None = None
         self.started = False
+        self.swap_blocks_per_s = 0.0
         self.last_heard_s = time.monotonic()
         self.progress = -1
         self.last_progress_s = self.last_heard_s
@@ -69,9 +70,10 @@ class MultiprocExecutor:
         answers = [worker.ready for worker in self._workers if worker.ready is not None]
         return min(answers, key=lambda ready: ready.num_blocks)
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
         self._broadcast(Start(self._epoch, num_blocks, num_host_blocks))
         self._wait_for("started", self._config.ready_timeout_s, None)
+        return min(worker.swap_blocks_per_s for worker in self._workers)
 
     def _wait_for(self, what: str, timeout_s: float, stop: Wakeup | None) -> None:
         """Wait until attribute `what` of every worker is set."""
@@ -140,7 +142,7 @@ class MultiprocExecutor:
         worker.last_heard_s = time.monotonic()
         if isinstance(message, WorkerHeartbeat):
             if message.progress != worker.progress:
-                worker.progress, worker.last_progress_s = message.progress, worker.last_heard_s
+                worker.progress, worker.last_progress_s = (message.progress, worker.last_heard_s)
         elif isinstance(message, Failed):
             error = ModelError if message.bad_input else EngineDeadError
             prefix = "" if message.bad_input else f"worker {message.rank} failed: {message.kind}: "
@@ -155,7 +157,7 @@ class MultiprocExecutor:
         elif isinstance(message, Ready):
             worker.ready = message
         elif isinstance(message, Started):
-            worker.started = True
+            worker.started, worker.swap_blocks_per_s = True, message.swap_blocks_per_s
 
     def _check(self) -> None:
         """Raise EngineDeadError for a worker that has ended, is silent, or makes no progress with its step."""

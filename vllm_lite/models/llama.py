@@ -1,4 +1,4 @@
-"""The Llama family of decoder-only models: Llama and Qwen3, which differ only by what ModelSpec says.
+"""The Llama family of decoder-only models: Llama, Mistral and Qwen3, which differ only by what ModelSpec says.
 
 Read `Llama.forward`, then `DecoderLayer.forward`. Activations live in `Buffers`: `residual` is the stream that every
 block adds to; `hidden` is what a block reads (normed) and then what it gives back, which the next norm adds.

@@ -13,6 +13,7 @@ from vllm_lite.model_spec import ModelSpec
 
 MODELS = {
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
+    "MistralForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
 }
 

@@ -47,6 +47,18 @@ class Generate(_Message, tag="generate"):
     output: TokenBytes = b""
 
 
+class ForkRequest(_Message, tag="fork"):
+    """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV.
+
+    Its stream begins at token `have`, with draws of its own (`params.seed`).
+    """
+
+    request_id: RequestId
+    child_id: RequestId
+    have: Annotated[int, Meta(ge=0)]
+    params: SamplingParams
+
+
 class Abort(_Message, tag="abort"):
     request_id: RequestId
 
@@ -104,16 +116,20 @@ class TokenLogprobs(_Message):
 
 
 class Tokens(_Message, tag="tokens"):
-    """Output tokens `start .. start + len(token_ids)` of a request that goes on."""
+    """Output tokens `start .. start + len(token_ids)` of sample `index` of a request; the sample goes on."""
 
     request_id: RequestId
     start: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    index: int = 0
 
 
 class Finished(_Message, tag="finished"):
-    """The terminal message of a request, with its last tokens. `error` is set if and only if reason is "error"."""
+    """The terminal message of sample `index` of a request, with its last tokens; a request has `n` samples.
+
+    `error` is set if and only if reason is "error"; then, and when a request is refused, it ends all samples at once.
+    """
 
     request_id: RequestId
     start: int
@@ -123,6 +139,8 @@ class Finished(_Message, tag="finished"):
     error: str | None = None
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    index: int = 0
+    cumulative_logprob: float | None = None
 
 
 class OutputBatch(_Message, tag="outputs"):
@@ -149,7 +167,13 @@ class Stats(_Message, tag="stats"):
     cached_tokens: int
     generated_tokens: int
     preemptions: int
+    swaps: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    copied_blocks: int = 0
 
 
-FromClient = Hello | Generate | Abort | Ping | GetStats
+FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats
 ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats

@@ -47,7 +47,10 @@ class Start(_Message, tag=32):
 
 
 class Started(_Message, tag=33):
+    """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool."""
+
     rank: int
+    swap_blocks_per_s: float = 0.0
 
 
 class WorkerHeartbeat(_Message, tag=34):

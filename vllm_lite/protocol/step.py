@@ -80,15 +80,15 @@ class Resume(_Entry, tag=3):
 
 
 class Fork(_Entry, tag=4):
-    """`child` becomes a copy of `parent` with its own index of randomness; computes nothing.
-
-    `block_ids` are its tables; `[]` means the parent's own, block for block.
-    """
+    """`child` becomes a copy of `parent`: its first `num_tokens` tokens, and the blocks that hold them. Computes
+    nothing by itself; a Continue of the child follows, in this step or a later one."""
 
     parent: Handle
     child: Handle
-    child_index: int
-    block_ids: BlockIds
+    sampling: Sampling
+    num_tokens: int
+    num_computed: int
+    num_cached: int
 
 
 class Preempt(_Entry, tag=5):
@@ -103,7 +103,32 @@ class Finish(_Entry, tag=6):
     handle: Handle
 
 
-Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish
+class Draft(_Entry, tag=7):
+    """Like Continue by one token, but the worker may guess up to `max_drafts` tokens behind it and keep what proves
+    right. Blocks for all of them are there."""
+
+    handle: Handle
+    max_drafts: int
+    new_block_ids: BlockIds
+
+
+class ReplaceBlock(_Entry, tag=8):
+    """Entry `index` of the table of `group` is now `block_id`: a shared block was copied before it is written."""
+
+    handle: Handle
+    group: int
+    index: int
+    block_id: int
+
+
+class SetToken(_Entry, tag=9):
+    """The sequence's last token is `token_id` and not what the worker sampled: beam search chose."""
+
+    handle: Handle
+    token_id: int
+
+
+Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish | Draft | ReplaceBlock | SetToken
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):

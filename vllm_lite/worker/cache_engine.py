@@ -7,6 +7,7 @@ Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, 
 
 import math
 import mmap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,11 @@ from vllm_lite.protocol.step import BlockOp
 
 NULL_BLOCK = 0
 """Stands in block tables where nothing is; no token is ever written to it."""
+
+
+MEASURED_BYTES = 4 << 20
+"""What one round of `measure_swap` moves each way, or one block if that is more."""
+MEASURING_S = 0.01
 
 
 class _Run(NamedTuple):
@@ -79,6 +85,31 @@ class CacheEngine:
             source, destination = self._tensors(run.op)
             first_src, first_dst = run.src, run.dst
             destination[first_dst : first_dst + run.length].copy_(source[first_src : first_src + run.length])
+
+    def measure_swap(self) -> float:
+        """Blocks that can be moved between the tiers in a second, either way; 0 without a host tier.
+
+        For when the pools are new: the blocks hold nothing yet, nor do they afterwards. Ids are not consecutive, as
+        those of a running engine seldom are.
+        """
+        size = max(1, MEASURED_BYTES // max(1, self.pool[0].nbytes))
+        count = min(self.num_blocks - 1, self.num_host_blocks, size)
+        if count < 1:
+            return 0.0
+        pairs = [(1 + i, self.num_blocks + count - 1 - i) for i in range(count)]
+        program = [(int(BlockOp.SWAP_OUT), block, host) for block, host in pairs]
+        program += [(int(BlockOp.SWAP_IN), host, block) for block, host in pairs]
+        self.execute(program)  # its pages are made by the first access
+        num_rounds, start_s = 0, time.perf_counter()
+        while (took_s := time.perf_counter() - start_s) < MEASURING_S:
+            self.execute(program)
+            self._wait_for_device()
+            num_rounds += 1
+        return num_rounds * len(program) / took_s
+
+    def _wait_for_device(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
 
     def _check(self, index: int, op: int, src: int, dst: int) -> _Run:
         """One op as a run of length 1, its ids made relative to their tiers' pools."""

@@ -1,7 +1,8 @@
 """The persistent batch: what a worker remembers of its sequences between steps, one row of numpy arrays each.
 
-A step is `apply` (the scheduler's diffs), `build` (the forward pass's inputs) and `commit` (what was sampled). Rows are
-contiguous in [0, num_rows): the last row moves into the place of one that leaves. Nothing here loops over tokens.
+A step is `apply` (the scheduler's diffs), perhaps `guess`, `build` (the forward pass's inputs) and `commit` (what was
+sampled). The tokens are the worker's own: the engine may send the next step before it knows what this one gives. Rows
+are contiguous in [0, num_rows): the last row moves into the place of one that leaves. Nothing here loops over tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,45 +17,21 @@ from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.step import (
     BlockIds,
     Continue,
+    Draft,
     Entry,
     Finish,
     Fork,
     Handle,
     NewRequest,
     Preempt,
+    ReplaceBlock,
     Resume,
     Sampling,
+    SetToken,
 )
 from vllm_lite.worker.cache_engine import NULL_BLOCK
 from vllm_lite.worker.sampler import NO_LOGPROBS, ROW_PARAMS, SampleInputs
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's inputs, sequences in the order of their entries, tokens of one sequence side by side."""
-
-    handles: list[Handle]
-    rows: Int64s  # [num_seqs], rows of the batch
-    num_scheduled: Int64s  # [num_seqs], tokens of each in this step
-    input_ids: Int64s  # [num_tokens]
-    positions: Int64s  # [num_tokens]
-    slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
-    block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
-    query_start_loc: Int32s  # [num_seqs + 1]
-    seq_lens: Int32s  # [num_seqs]
-    sampling: Int64s  # [num_samples], which of the step's sequences are caught up and sample
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def last_tokens(self) -> Int64s:  # [num_samples]
-        """Where in the step's tokens the sampling sequences have their last one, whose logits are wanted."""
-        return self.query_start_loc[1:][self.sampling].astype(np.int64) - 1
+from vllm_lite.worker.step_inputs import Int32s, Int64s, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +53,20 @@ class InputBatch:
         vocab_size: int,
         block_size: int,
         num_blocks: int,
-        num_groups: int,
+        windows: Sequence[int | None],  # per KV group, None = full attention
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.windows = tuple(windows)
         table_width = -(-max_model_len // block_size)
-        # One column more than the context: a token sampled behind a full context is stored, never computed.
+        # Behind the tokens of a row stand guesses. One column more than the context: a token sampled behind a full
+        # context is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
-        self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in range(num_groups)]
-        self.table_lens = np.zeros((max_num_seqs, num_groups), np.int32)
+        self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in windows]
+        self.table_lens = np.zeros((max_num_seqs, len(self.windows)), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
@@ -97,6 +76,9 @@ class InputBatch:
         self._parked: dict[Handle, _Parked] = {}
         self._stop_ids: dict[Handle, Int64s] = {}  # of sequences with a min_tokens rule
         self._scheduled: dict[Handle, int] = {}  # tokens in this step, in the order of the entries
+        self._num_guesses: dict[Handle, int] = {}  # of those tokens
+        self.max_drafts: dict[Handle, int] = {}
+        """Sequences for which this step would take guesses, and how many."""
 
     @property
     def num_rows(self) -> int:
@@ -106,11 +88,11 @@ class InputBatch:
     def num_parked(self) -> int:
         return len(self._parked)
 
-    def tokens_of(self, handle: Handle) -> Int32s:
+    def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
         """The tokens known of a sequence, resident or parked: [num_tokens]. Raises ProtocolError if there is none."""
         if handle in self._parked:
             return self._parked[handle].tokens
-        row = self._row(handle, "tokens_of")
+        row = self._row(handle, what)
         return self.token_ids[row, : self.num_tokens[row]]
 
     # ---- apply: the scheduler's diffs
@@ -120,7 +102,7 @@ class InputBatch:
 
         After an error the batch is not to be used any more: a worker whose state differs from the engine's ends.
         """
-        self._scheduled = {}
+        self._scheduled, self._num_guesses, self.max_drafts = {}, {}, {}
         for entry in entries:
             match entry:
                 case Continue():
@@ -134,8 +116,14 @@ class InputBatch:
                     self._preempt(entry.handle)
                 case Resume():
                     self._resume(entry)
+                case Draft():
+                    self._draft(entry)
                 case Fork():
                     self._fork(entry)
+                case ReplaceBlock():
+                    self._replace_block(entry)
+                case SetToken():
+                    self._set_token(entry)
 
     def _add(self, entry: NewRequest) -> None:
         tokens = np.frombuffer(entry.tokens, "<u4")
@@ -145,11 +133,14 @@ class InputBatch:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
         row = self._new_row(entry.handle)
         self._set_tokens(row, tokens)
-        self.params[row] = _row_params(entry.sampling)
-        if entry.sampling.min_tokens_until:
-            stop_ids = np.array(entry.sampling.stop_ids, np.int64)
-            self._stop_ids[entry.handle] = stop_ids[stop_ids < self.vocab_size]
+        self._set_sampling(row, entry.handle, entry.sampling)
         self._place(row, entry)
+
+    def _set_sampling(self, row: int, handle: Handle, sampling: Sampling) -> None:
+        self.params[row] = _row_params(sampling)
+        if sampling.min_tokens_until:
+            stop_ids = np.array(sampling.stop_ids, np.int64)
+            self._stop_ids[handle] = stop_ids[stop_ids < self.vocab_size]
 
     def _resume(self, entry: Resume) -> None:
         parked = self._parked.pop(entry.handle, None)
@@ -166,21 +157,49 @@ class InputBatch:
         self._append_blocks(row, entry.block_ids)
         self._schedule(entry.handle, entry.num_tokens)
 
+    def _draft(self, entry: Draft) -> None:
+        row = self._row(entry.handle, "Draft")
+        if self.num_computed[row] + 1 != self.num_tokens[row]:
+            raise ProtocolError(f"Draft of handle {entry.handle}, which lacks more than its last token")
+        if not 0 < entry.max_drafts <= self.max_model_len - self.num_tokens[row]:
+            raise ProtocolError(
+                f"Draft of {entry.max_drafts} tokens behind the {self.num_tokens[row]} of handle {entry.handle}"
+            )
+        self._append_blocks(row, entry.new_block_ids)
+        self._schedule(entry.handle, 1)
+        self.max_drafts[entry.handle] = entry.max_drafts
+
     def _fork(self, entry: Fork) -> None:
-        """Without block ids of its own the child reads the parent's blocks."""
+        """The child reads the parent's blocks; ReplaceBlock tells which of the two gets a copy of a shared one."""
         parent = self._row(entry.parent, "Fork")
+        known = int(self.num_tokens[parent])
+        if not 0 <= entry.num_computed < entry.num_tokens <= known:
+            raise ProtocolError(
+                f"Fork of handle {entry.parent} at {entry.num_computed} of {entry.num_tokens} tokens, it has {known}"
+            )
         child = self._new_row(entry.child)
-        self._set_tokens(child, self.tokens_of(entry.parent))
-        self.num_computed[child] = self.num_computed[parent]
-        self.num_cached[child] = self.num_cached[parent]
-        self.params[child] = self.params[parent]
-        self.params["child"][child] = entry.child_index
-        if entry.parent in self._stop_ids:
-            self._stop_ids[entry.child] = self._stop_ids[entry.parent]
-        inherited = [
-            table[parent, :n].tolist() for table, n in zip(self.block_tables, self.table_lens[parent], strict=True)
-        ]
-        self._append_blocks(child, entry.block_ids or inherited)
+        self._set_tokens(child, self.token_ids[parent, : entry.num_tokens])
+        self._set_sampling(child, entry.child, entry.sampling)
+        self.num_computed[child], self.num_cached[child] = entry.num_computed, entry.num_cached
+        num_blocks = -(-entry.num_tokens // self.block_size)
+        for table in self.block_tables:
+            table[child, :num_blocks] = table[parent, :num_blocks]
+        self.table_lens[child] = np.minimum(self.table_lens[parent], num_blocks)
+
+    def _replace_block(self, entry: ReplaceBlock) -> None:
+        row = self._row(entry.handle, "ReplaceBlock")
+        if not (0 <= entry.group < len(self.windows) and 0 <= entry.index < self.table_lens[row, entry.group]):
+            raise ProtocolError(
+                f"ReplaceBlock of entry {entry.index} of group {entry.group} of handle {entry.handle}, "
+                f"whose tables hold {self.table_lens[row].tolist()}"
+            )
+        self._check_blocks(entry.handle, [entry.block_id])
+        self.block_tables[entry.group][row, entry.index] = entry.block_id
+
+    def _set_token(self, entry: SetToken) -> None:
+        if not 0 <= entry.token_id < self.vocab_size:
+            raise ProtocolError(f"SetToken {entry.token_id} of handle {entry.handle}, the vocabulary {self.vocab_size}")
+        self.tokens_of(entry.handle, "SetToken")[-1] = entry.token_id
 
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
@@ -247,10 +266,13 @@ class InputBatch:
                 raise ProtocolError(
                     f"handle {self._handles[row]} got {end} blocks, at most {table.shape[1]} are needed"
                 )
-            if min(ids) < 0 or max(ids) >= self.num_blocks:
-                raise ProtocolError(f"handle {self._handles[row]} got blocks {ids}, the pool is [0, {self.num_blocks})")
+            self._check_blocks(self._handles[row], ids)
             table[row, start:end] = ids
             self.table_lens[row, group] = end
+
+    def _check_blocks(self, handle: Handle, ids: list[int]) -> None:
+        if min(ids) < 0 or max(ids) >= self.num_blocks:
+            raise ProtocolError(f"handle {handle} got blocks {ids}, the pool is [0, {self.num_blocks})")
 
     def _schedule(self, handle: Handle, num_tokens: int) -> None:
         if handle in self._scheduled:
@@ -259,6 +281,15 @@ class InputBatch:
 
     # ---- build: the forward pass's inputs
 
+    def guess(self, handle: Handle, tokens: Int32s) -> None:
+        """Compute `tokens` behind the last token of a sequence in `max_drafts`, at most that many, to see if they are
+        what it samples."""
+        row, count = self._rows[handle], len(tokens)
+        first = int(self.num_tokens[row])
+        self.token_ids[row, first : first + count] = tokens
+        self._scheduled[handle] += count
+        self._num_guesses[handle] = count
+
     def build(self) -> StepInputs:
         """The inputs of what `apply` scheduled. Raises ProtocolError if a sequence has not the tokens or the blocks."""
         handles = list(self._scheduled)
@@ -266,8 +297,10 @@ class InputBatch:
         counts = np.fromiter(self._scheduled.values(), np.int64, len(handles))
         starts = self.num_computed[rows]
         ends = starts + counts
-        num_tokens = self.num_tokens[rows]
-        self._check_ranges(handles, rows, counts, ends)
+        num_guesses = np.fromiter((self._num_guesses.get(handle, 0) for handle in handles), np.int64, len(handles))
+        num_tokens = self.num_tokens[rows] + num_guesses
+        self._check_ranges(handles, rows, counts, num_tokens)
+        sampling = np.flatnonzero(ends == num_tokens)
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
@@ -284,18 +317,19 @@ class InputBatch:
             block_tables=self._tables_of(rows),
             query_start_loc=query_start_loc,
             seq_lens=ends.astype(np.int32),
-            sampling=np.flatnonzero(ends == num_tokens),
+            sampling=sampling,
+            num_samples=1 + num_guesses[sampling],
         )
 
-    def _check_ranges(self, handles: list[Handle], rows: Int64s, counts: Int64s, ends: Int64s) -> None:
+    def _check_ranges(self, handles: list[Handle], rows: Int64s, counts: Int64s, num_tokens: Int64s) -> None:
+        ends = self.num_computed[rows] + counts
         room = self.table_lens[rows].min(axis=1) * self.block_size
-        fits = (counts > 0) & (ends <= self.num_tokens[rows]) & (ends <= room)
+        fits = (counts > 0) & (ends <= num_tokens) & (ends <= room)
         if not fits.all():
             i = int(np.argmin(fits))
-            known = self.num_tokens[rows[i]]
             raise ProtocolError(
                 f"handle {handles[i]} cannot compute {counts[i]} tokens up to {ends[i]}: "
-                f"it has {known} tokens, and blocks for {room[i]}"
+                f"it has {num_tokens[i]} tokens, and blocks for {room[i]}"
             )
 
     def _slots(self, table: Int32s, rows: Int64s, positions: Int64s, written: NDArray[np.bool_]) -> Int64s:
@@ -312,10 +346,10 @@ class InputBatch:
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
-        """What the sampler needs for the sequences that are caught up in this step."""
-        rows = inputs.rows[inputs.sampling]
+        """What the sampler needs for the sequences that are caught up in this step. Ask before `commit`."""
+        rows = np.repeat(inputs.rows[inputs.sampling], inputs.num_samples)
         params = self.params[rows]
-        positions = self.num_tokens[rows]
+        positions = self.num_tokens[rows] + inputs.sample_places
         ruled = np.flatnonzero(params["min_tokens_until"] > positions)
         return SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
 
@@ -326,15 +360,18 @@ class InputBatch:
 
     # ---- commit: what came out
 
-    def commit(self, inputs: StepInputs, sampled: Int64s) -> None:
-        """The step has run: its tokens are computed, `sampled` [num_samples] are appended."""
+    def commit(self, inputs: StepInputs, sampled: Int64s, num_kept: Int64s | None = None) -> None:
+        """The step has run. Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if
+        nothing was guessed) are its tokens; guesses before the last of these have proved right, so they are computed.
+        """
+        rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
+        num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[inputs.rows] += inputs.num_scheduled
-        self.append_sampled(inputs.rows[inputs.sampling], sampled)
-
-    def append_sampled(self, rows: Int64s, tokens: Int64s) -> None:
-        """Append one token to each of `rows`, which must differ."""
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+        self.num_computed[rows] -= num_samples - num_kept
+        kept = inputs.sample_places < np.repeat(num_kept, num_samples)
+        sample_rows = np.repeat(rows, num_kept)
+        self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.sample_places[kept]] = sampled[kept]
+        self.num_tokens[rows] += num_kept
 
     # ---- integrity
 
@@ -360,9 +397,12 @@ class InputBatch:
         if num_tokens and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             yield f"tokens outside the vocabulary: {tokens}"
         for group, table in enumerate(self.block_tables):
-            blocks = table[row, : self.table_lens[row, group]]
+            window, blocks = self.windows[group], table[row, : self.table_lens[row, group]]
             if len(blocks) * self.block_size < num_computed:
                 yield f"{len(blocks)} blocks of group {group} for {num_computed} computed tokens"
+            # The engine takes blocks that a window has left behind without a word, and may give them out again.
+            first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+            blocks = blocks[first:]
             real = blocks[blocks != NULL_BLOCK]
             if len(set(real.tolist())) != len(real) or not ((real > 0) & (real < self.num_blocks)).all():
                 yield f"blocks of group {group} repeat or lie outside the pool: {blocks}"

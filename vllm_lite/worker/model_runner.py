@@ -15,9 +15,11 @@ from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.worker.cache_engine import CacheEngine
-from vllm_lite.worker.input_batch import InputBatch, StepInputs
+from vllm_lite.worker.input_batch import InputBatch
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
+from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
+from vllm_lite.worker.step_inputs import StepInputs
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost: about 0.1 s on one core."""
@@ -42,13 +44,13 @@ class ModelRunner:
         model: Model,
         cache_engine: CacheEngine,
         backend: AttentionBackend,
-        device: torch.device,
+        drafter: NgramDrafter | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
         self.cache_engine = cache_engine
         self.backend = backend
-        self.device = device
+        self.device = device = cache_engine.pool.device
         self.kv_caches = cache_engine.layer_views()
         self.batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
@@ -56,23 +58,31 @@ class ModelRunner:
             vocab_size=model.spec.vocab_size,
             block_size=limits.block_size,
             num_blocks=cache_engine.num_blocks,
-            num_groups=len(model.spec.kv_groups),
+            windows=[group.window for group in model.spec.kv_groups],
         )
         self.sampler = Sampler(model.spec.vocab_size, device)
+        self.drafter = drafter
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for one that does not fit this worker's state or limits."""
         self.cache_engine.execute(step.block_ops)
         self.batch.apply(step.entries)
+        self._guess()
         inputs = self.batch.build()
         if inputs.num_tokens == 0:
             return ModelOutput(step.epoch, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
         sampled = self._sample(self._forward(inputs), inputs)
-        self.batch.commit(inputs, sampled.tokens)
-        return _answer(step, inputs, sampled)
+        kept = _num_kept(inputs, sampled)
+        self.batch.commit(inputs, sampled.tokens, kept)
+        return _answer(step, inputs, sampled, kept)
+
+    def _guess(self) -> None:
+        if self.drafter is not None:
+            for handle, max_drafts in self.batch.max_drafts.items():
+                self.batch.guess(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:  # [num_tokens, hidden_size]
         metadata = AttentionMetadata(
@@ -91,8 +101,8 @@ class ModelRunner:
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled:
         """hidden: [num_tokens, hidden_size]; logits are made of the rows only whose next token is wanted."""
-        if len(inputs.sampling) < inputs.num_tokens:
-            hidden = hidden[self._to_device(inputs.last_tokens)]
+        if inputs.num_samples.sum() < inputs.num_tokens:
+            hidden = hidden[self._to_device(inputs.sample_tokens)]
         return self.sampler.sample(self.model.logits(hidden).float(), self.batch.sample_inputs(inputs))
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
@@ -120,19 +130,40 @@ class ModelRunner:
             query_start_loc=query_start_loc,
             seq_lens=query_lens,
             sampling=np.arange(num_seqs),
+            num_samples=np.ones(num_seqs, np.int64),
         )
         logits = self.model.logits(self._forward(inputs)[:1]).float()
         random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)], ROW_PARAMS)
         self.sampler.sample(logits, SampleInputs(random, np.zeros(1, np.int64)))
 
 
-def _answer(step: SchedulerOutput, inputs: StepInputs, sampled: Sampled) -> ModelOutput:
-    failed = [(inputs.handles[inputs.sampling[sample]], reason) for sample, reason in sampled.failed.items()]
+def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]
+    """How many samples of each sequence are its tokens."""
+    if len(inputs.sampling) == len(sampled.tokens):
+        return inputs.num_samples
+    guesses, places = inputs.guesses, inputs.sample_places
+    for (
+        sample
+    ) in sampled.failed:  # behind a guess it is not taken: the next step comes to it again, without a guess before
+        if places[sample]:
+            guesses[sample - 1] = NO_GUESS
+    return num_kept(sampled.tokens, guesses, inputs.sample_starts)
+
+
+def _answer(step: SchedulerOutput, inputs: StepInputs, sampled: Sampled, kept: NDArray[np.int64]) -> ModelOutput:
+    tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
+    if len(kept) < len(tokens):
+        chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
+        tokens, counts = tokens[chosen], kept.tolist()
+        logprobs = logprobs and [logprobs[sample] for sample in chosen]
+    sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
+    failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
     return ModelOutput(
         step.epoch,
         step.step,
-        sampled.tokens.astype("<u4").tobytes(),
-        logprobs=sampled.logprobs,
+        tokens.astype("<u4").tobytes(),
+        counts=counts if counts and max(counts) > 1 else None,
+        logprobs=logprobs,
         failed=failed or None,
     )
 

@@ -16,7 +16,7 @@ from vllm_lite.config import WorkerSettings
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Failed, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import SchedulerOutput
 from vllm_lite.supervise import run_child
 from vllm_lite.transport import Connection, Delivery, connect
@@ -75,9 +75,9 @@ class _Session:
                 return
             if not isinstance(message, Start):
                 raise ProtocolError(f"expected Start, got {type(message).__name__}")
-            worker.start(message)
+            started = worker.start(message)
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
-            self._send(Started(settings.rank))
+            self._send(started)
             while (message := self._receive()) is not None:
                 if not isinstance(message, SchedulerOutput):
                     raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")

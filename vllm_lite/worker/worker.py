@@ -14,11 +14,12 @@ from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
-from vllm_lite.protocol.control import KVGroupInfo, Ready, Start
+from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.worker.cache_engine import CacheEngine
 from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits
 from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.speculative import NgramDrafter
 
 LOG_EVERY_S = 5.0
 
@@ -75,15 +76,22 @@ class Worker:
             eos_token_ids=self.spec.eos_token_ids,
         )
 
-    def start(self, start: Start) -> None:
-        """Allocate the KV cache that the engine decided on, and run once so that the first request is quick."""
+    def start(self, start: Start) -> Started:
+        """Allocate the KV cache that the engine decided on, and run once so that the first request is quick.
+
+        Answers with how fast blocks move to and from the host.
+        """
         cache_engine = CacheEngine(
             self.spec, self.config.block_size, start.num_blocks, start.num_host_blocks, self.dtype, self.device
         )
+        swap_blocks_per_s = cache_engine.measure_swap()
         backend = ObservedBackend(self.backend, self.progress)
-        self.runner = ModelRunner(self.limits, self.model, cache_engine, backend, self.device)
+        speculation = self.config.speculative_config
+        drafter = NgramDrafter(speculation) if speculation is not None else None
+        self.runner = ModelRunner(self.limits, self.model, cache_engine, backend, drafter)
         self.runner.warm_up()
         self._epoch = start.epoch
+        return Started(self.rank, swap_blocks_per_s)
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for a step of another life of the engine, or one that cannot be run."""
@@ -96,7 +104,13 @@ class Worker:
     def _attention_shape(self) -> AttentionShape:
         spec = self.spec
         return AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, self.config.block_size, self.dtype, self.device
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_dim,
+            block_size=self.config.block_size,
+            dtype=self.dtype,
+            device=self.device,
+            windows=tuple(group.window for group in spec.kv_groups),
         )
 
     def _num_blocks(self, block_bytes: int) -> int:

@@ -1,0 +1,271 @@
+"""InputBatch against a naive model that keeps a Python list per sequence: random streams of entries, exact arrays."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.step import (
+    Continue,
+    Draft,
+    Entry,
+    Finish,
+    Fork,
+    NewRequest,
+    Preempt,
+    ReplaceBlock,
+    Resume,
+    Sampling,
+    SetToken,
+)
+from vllm_lite.worker.input_batch import InputBatch
+from vllm_lite.worker.sampler import SampleInputs
+from vllm_lite.worker.speculative import num_kept
+from vllm_lite.worker.step_inputs import StepInputs
+
+MAX_SEQS, MAX_LEN, VOCAB, BLOCK = 4, 24, 50, 4
+
+
+@dataclass
+class Naive:
+    """One sequence as plain lists."""
+
+    tokens: list[int]
+    sampling: Sampling
+    blocks: list[list[int]] = field(default_factory=list)
+    computed: int = 0
+    cached: int = 0
+    parked: bool = False
+    guesses: list[int] = field(default_factory=list)
+
+    def needs(self, end: int) -> int:
+        return -(-end // BLOCK) - len(self.blocks[0])
+
+
+@dataclass
+class Stream:
+    """Draws legal steps and plays them on the naive model."""
+
+    data: st.DataObject
+    num_groups: int
+    sequences: dict[int, Naive] = field(default_factory=dict)
+    next_handle: int = 0
+    next_block: int = 1
+
+    def draw(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def blocks(self, count: int) -> list[list[int]]:
+        """Fresh ids, `count` for each group."""
+        first = self.next_block
+        self.next_block += count * self.num_groups
+        return [list(range(first + group * count, first + (group + 1) * count)) for group in range(self.num_groups)]
+
+    def sampling(self) -> Sampling:
+        until = self.draw(0, 8)
+        return Sampling(
+            0.5 * self.draw(0, 2), self.draw(-1, 3), 0.5, 0.25, self.draw(0, 2**64 - 1), 0, None, until, (1, 2)
+        )
+
+    def step(self) -> tuple[list[Entry], list[tuple[int, int]]]:
+        """A step's entries and its scheduled (handle, number of tokens, guesses not counted)."""
+        entries: list[Entry] = []
+        scheduled: list[tuple[int, int]] = []
+        for handle in list(self.sequences):
+            self.leave_or_not(handle, entries)
+        for handle, sequence in list(self.sequences.items()):
+            if not sequence.parked and sequence.computed < len(sequence.tokens) and self.draw(0, 3):
+                scheduled.append((handle, self.go_on(handle, sequence, entries)))
+        for handle, sequence in list(self.sequences.items()):
+            if sequence.parked and self.has_room() and self.draw(0, 1):
+                scheduled.append((handle, self.resume(handle, sequence, entries)))
+        while self.has_room() and self.draw(0, 1):
+            scheduled.append(self.arrive(entries))
+        return entries, scheduled
+
+    def has_room(self) -> bool:
+        return sum(not sequence.parked for sequence in self.sequences.values()) < MAX_SEQS
+
+    def leave_or_not(self, handle: int, entries: list[Entry]) -> None:
+        sequence = self.sequences[handle]
+        fate = self.draw(0, 9)
+        if fate == 0 or len(sequence.tokens) > MAX_LEN:
+            entries.append(Finish(handle))
+            del self.sequences[handle]
+        elif fate == 1 and not sequence.parked:
+            entries.append(Preempt(handle))
+            sequence.parked, sequence.blocks = True, []
+        elif fate == 2 and not sequence.parked and self.has_room():
+            self.fork(handle, sequence, entries)
+        elif fate == 3 and not sequence.parked:
+            group, ((fresh,), *_) = self.draw(0, self.num_groups - 1), self.blocks(1)
+            index = self.draw(0, len(sequence.blocks[group]) - 1)
+            entries.append(ReplaceBlock(handle, group, index, fresh))
+            sequence.blocks[group][index] = fresh
+        elif fate == 4 and sequence.computed < len(sequence.tokens):
+            sequence.tokens[-1] = self.draw(0, VOCAB - 1)
+            entries.append(SetToken(handle, sequence.tokens[-1]))
+
+    def fork(self, handle: int, sequence: Naive, entries: list[Entry]) -> None:
+        num_tokens = self.draw(1, len(sequence.tokens))
+        computed = self.draw(0, min(num_tokens - 1, sequence.computed))
+        cached = self.draw(0, num_tokens)
+        child, sampling = self.new_handle(), self.sampling()
+        entries.append(Fork(handle, child, sampling, num_tokens, computed, cached))
+        blocks = [part[: -(-num_tokens // BLOCK)] for part in sequence.blocks]
+        self.sequences[child] = Naive(sequence.tokens[:num_tokens], sampling, blocks, computed, cached)
+
+    def new_handle(self) -> int:
+        self.next_handle += 1
+        return self.next_handle
+
+    def go_on(self, handle: int, sequence: Naive, entries: list[Entry]) -> int:
+        count = self.draw(1, len(sequence.tokens) - sequence.computed)
+        max_drafts = min(4, MAX_LEN - len(sequence.tokens)) if len(sequence.tokens) == sequence.computed + 1 else 0
+        max_drafts = self.draw(0, max(0, max_drafts))
+        missing = sequence.needs(sequence.computed + count + max_drafts)
+        new_ids = self.blocks(missing) if missing > 0 else []
+        for ids, more in zip(sequence.blocks, new_ids, strict=False):
+            ids.extend(more)
+        entries.append(Draft(handle, max_drafts, new_ids) if max_drafts else Continue(handle, count, new_ids))
+        sequence.guesses = [self.draw(0, VOCAB - 1) for _ in range(self.draw(0, max_drafts))]
+        return count
+
+    def place(self, sequence: Naive) -> int:
+        """Draw where a sequence starts: some tokens found in the cache, perhaps all of them."""
+        length = len(sequence.tokens)
+        sequence.cached = self.draw(0, length // BLOCK) * BLOCK
+        sequence.computed = min(sequence.cached, length - 1)
+        count = self.draw(1, length - sequence.computed)
+        sequence.blocks = self.blocks(-(-(sequence.computed + count) // BLOCK))
+        sequence.parked = False
+        return count
+
+    def resume(self, handle: int, sequence: Naive, entries: list[Entry]) -> int:
+        count = self.place(sequence)
+        entries.append(Resume(handle, sequence.computed, sequence.cached, count, [list(b) for b in sequence.blocks]))
+        return count
+
+    def arrive(self, entries: list[Entry]) -> tuple[int, int]:
+        handle = self.new_handle()
+        length = self.draw(1, 12)
+        sequence = Naive([self.draw(0, VOCAB - 1) for _ in range(length)], self.sampling())
+        self.sequences[handle] = sequence
+        count = self.place(sequence)
+        blocks = [list(ids) for ids in sequence.blocks]
+        entries.append(
+            NewRequest(
+                handle,
+                pack_tokens(sequence.tokens),
+                length,
+                sequence.sampling,
+                sequence.computed,
+                sequence.cached,
+                count,
+                blocks,
+            )
+        )
+        return handle, count
+
+
+def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs, batch: InputBatch) -> None:
+    """Compare a step's arrays with what the naive model says, token by token."""
+    ids: list[int] = []
+    positions: list[int] = []
+    starts, caught_up = [0], []
+    slots: list[list[int]] = [[] for _ in range(stream.num_groups)]
+    samples: list[tuple[int, Naive, int]] = []  # where in the tokens, whose, the length before it
+    for i, (handle, count) in enumerate(scheduled):
+        sequence = stream.sequences[handle]
+        tokens = sequence.tokens + sequence.guesses
+        for position in range(sequence.computed, sequence.computed + count + len(sequence.guesses)):
+            if position >= len(sequence.tokens) - 1:
+                samples.append((len(ids), sequence, position + 1))
+            ids.append(tokens[position])
+            positions.append(position)
+            for group, blocks in enumerate(sequence.blocks):
+                slot = blocks[position // BLOCK] * BLOCK + position % BLOCK
+                slots[group].append(slot if position >= sequence.cached else -1)
+        starts.append(len(ids))
+        if sequence.computed + count == len(sequence.tokens):
+            caught_up.append(i)
+    sequences = [stream.sequences[handle] for handle, _ in scheduled]
+    assert inputs.handles == [handle for handle, _ in scheduled]
+    assert inputs.input_ids.tolist() == ids
+    assert inputs.positions.tolist() == positions
+    assert [array.tolist() for array in inputs.slot_mapping] == slots
+    assert inputs.query_start_loc.tolist() == starts
+    ends = [s.computed + count + len(s.guesses) for s, (_, count) in zip(sequences, scheduled, strict=True)]
+    assert inputs.seq_lens.tolist() == ends
+    for group, table in enumerate(inputs.block_tables):
+        assert [row[: len(s.blocks[group])].tolist() for row, s in zip(table, sequences, strict=True)] == [
+            s.blocks[group] for s in sequences
+        ]
+    assert inputs.sampling.tolist() == caught_up
+    assert inputs.sample_tokens.tolist() == [at for at, _, _ in samples]
+    expect_samples([(sequence.sampling, length) for _, sequence, length in samples], batch.sample_inputs(inputs))
+
+
+def expect_samples(samples: list[tuple[Sampling, int]], got: SampleInputs) -> None:
+    assert got.params["seed"].tolist() == [sampling.seed for sampling, _ in samples]
+    assert got.params["child"].tolist() == [sampling.child for sampling, _ in samples]
+    assert got.params["top_k"].tolist() == [max(sampling.top_k, 0) for sampling, _ in samples]
+    assert got.positions.tolist() == [length for _, length in samples]
+    banned = [
+        (at, stop)
+        for at, (sampling, length) in enumerate(samples)
+        if length < sampling.min_tokens_until
+        for stop in sampling.stop_ids
+    ]
+    pairs = [] if got.banned is None else list(zip(*(array.tolist() for array in got.banned), strict=True))
+    assert pairs == banned
+
+
+def sample(stream: Stream, sequence: Naive) -> list[int]:
+    """Tokens for a sequence that is caught up, many of them as guessed; it grows by those that count."""
+    sampled = [stream.draw(0, VOCAB - 1) for _ in range(len(sequence.guesses) + 1)]
+    sampled = [stream.data.draw(st.sampled_from(pair)) for pair in zip(sampled, [*sequence.guesses, 0], strict=True)]
+    for token, guess in zip(sampled, [*sequence.guesses, None], strict=True):
+        sequence.tokens.append(token)
+        if token != guess:
+            break
+        sequence.computed += 1
+    sequence.guesses = []
+    return sampled
+
+
+def new_batch(num_groups: int) -> InputBatch:
+    return InputBatch(
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        block_size=BLOCK,
+        num_blocks=10_000,
+        windows=[None] * num_groups,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), num_groups=st.integers(1, 2))
+def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
+    stream, batch = Stream(data, num_groups), new_batch(num_groups)
+    for _ in range(data.draw(st.integers(1, 10))):
+        entries, scheduled = stream.step()
+        batch.apply(entries)
+        for handle in batch.max_drafts:
+            batch.guess(handle, np.array(stream.sequences[handle].guesses, np.int32))
+        inputs = batch.build()
+        expect(stream, scheduled, inputs, batch)
+        for handle, count in scheduled:
+            stream.sequences[handle].computed += count
+        sampled: list[int] = []
+        for i in inputs.sampling:
+            sampled += sample(stream, stream.sequences[inputs.handles[i]])
+        tokens = np.array(sampled, np.int64)
+        batch.commit(inputs, tokens, num_kept(tokens, inputs.guesses, inputs.sample_starts))
+        batch.check_integrity()
+        for handle, sequence in stream.sequences.items():
+            assert batch.tokens_of(handle).tolist() == sequence.tokens
+        assert batch.num_rows + batch.num_parked == len(stream.sequences)

@@ -1,0 +1,77 @@
+"""N-gram guesses against a search written out, and which samples count."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_lite.config import Speculation
+from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
+from vllm_lite.worker.step_inputs import Int32s
+
+
+def array(tokens: list[int]) -> Int32s:
+    return np.array(tokens, np.int32)
+
+
+def propose(tokens: list[int], max_drafts: int = 4, longest: int = 4, shortest: int = 1) -> list[int]:
+    drafter = NgramDrafter(Speculation(prompt_lookup_max=longest, prompt_lookup_min=shortest))
+    drafts: list[int] = drafter.propose(array(tokens), max_drafts).tolist()
+    return drafts
+
+
+def by_hand(tokens: list[int], max_drafts: int, longest: int, shortest: int) -> list[int]:
+    """The longest n first, then from the right; the copy may run into itself."""
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                copy = list(tokens)
+                for place in range(max_drafts):
+                    copy.append(copy[end + place])
+                return copy[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 2, 3], [4, 5, 6, 7]),
+        ([1, 2, 3, 9, 9, 5, 2, 3, 8, 8, 1, 2, 3], [9, 9, 5, 2]),  # three that match count more than two nearby
+        ([7, 1, 5, 7, 2, 6, 7], [2, 6, 7, 2]),  # of equals the most recent, and on into the copy
+        ([4, 4], [4, 4, 4, 4]),
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_guesses_are_what_followed_before(tokens, expected):
+    assert propose(tokens) == expected
+
+
+def test_too_short_a_match_is_none():
+    assert propose([1, 2, 3, 9, 2, 3], shortest=2) == [9, 2, 3, 9]
+    assert propose([1, 2, 3, 9, 2, 3], shortest=3) == []
+    assert propose([1, 2, 3, 9, 2, 3], longest=1) == [9, 2, 3, 9]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 5), st.integers(0, 4))
+def test_any_sequence_gives_the_guesses_of_the_search_by_hand(tokens, max_drafts, longest, less):
+    shortest = max(1, longest - less)
+    assert propose(tokens, max_drafts, longest, shortest) == by_hand(tokens, max_drafts, longest, shortest)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "guesses", "kept"),
+    [
+        ([5], [NO_GUESS], [1]),
+        ([5, 6, 7], [5, 6, NO_GUESS], [3]),
+        ([5, 6, 7], [5, 0, NO_GUESS], [2]),
+        ([5, 6, 7], [0, 6, NO_GUESS], [1]),  # right again behind a wrong one does not count
+        ([5, 6, 7, 8, 9, 1], [5, NO_GUESS, NO_GUESS, 8, 9, NO_GUESS], [2, 1, 3]),
+    ],
+)
+def test_samples_count_up_to_the_first_that_was_not_guessed(sampled, guesses, kept):
+    ends = np.flatnonzero(np.array(guesses) == NO_GUESS)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    assert num_kept(np.array(sampled), np.array(guesses), starts).tolist() == kept

@@ -1,0 +1,136 @@
+"""A model over a paged KV cache without engine, runner or batch: what the parity tests of models are driven with."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tests.checkpoints import VOCAB_SIZE
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.select import select_backend
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.models.registry import build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.worker.cache_engine import CacheEngine
+
+BLOCK_SIZE = 8
+
+
+class Oracle:
+    """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
+
+    def __init__(self, path: Path, dtype: str = "float32") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.path = path
+        self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        with torch.inference_mode():
+            self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
+        self.spec = ModelSpec.load(path)
+        self.model = build(self.spec, dtype, "cpu", max_model_len=256, max_num_tokens=512)
+        load_weights(self.model, path)
+
+    def difference(self, logits: torch.Tensor, first: int = 0) -> float:
+        """Largest difference to transformers, for rows that stand at positions from `first` on."""
+        return float((logits.float() - self.logits[first : first + len(logits)]).abs().max())
+
+
+@dataclass
+class Sequence:
+    tokens: torch.Tensor
+    tables: list[list[int]]  # per group
+    num_computed: int = 0
+    num_trimmed: list[int] = field(default_factory=list)
+    """Per group, blocks that its window has left behind; they are somebody else's."""
+    logits: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens of a step, vocab_size]
+
+
+class Paged:
+    """Runs a model over a paged cache whose block ids are shuffled and whose unwritten slots hold NaN.
+
+    Blocks that a window has left behind become NaN and free, while the tables go on naming them.
+    """
+
+    def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128) -> None:
+        model, spec = oracle.model, oracle.spec
+        self.groups = spec.kv_groups
+        self.dtype = oracle.model.embedding.weight.dtype  # type: ignore[attr-defined]
+        self.model = model
+        self.cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, self.dtype, torch.device("cpu"))
+        self.cache.pool.fill_(torch.nan)
+        self.kv = self.cache.layer_views()
+        shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
+        self.free: list[int] = shuffled.tolist()
+        self.shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, self.dtype, torch.device("cpu")
+        )
+        self.set_windows([group.window for group in self.groups])
+
+    def set_windows(self, windows: list[int | None]) -> None:
+        """Let the groups attend within these windows, the model's own at first."""
+        self.shape = replace(self.shape, windows=tuple(windows))
+        self.backend = select_backend(self.shape)
+
+    def take(self, num_blocks: int) -> list[int]:
+        taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        assert len(taken) == num_blocks
+        return taken
+
+    def sequence(self, tokens: torch.Tensor) -> Sequence:
+        return Sequence(tokens, [[] for _ in self.groups], num_trimmed=[0] * len(self.groups))
+
+    def step(self, *work: tuple[Sequence, int], shift: int = 0) -> None:
+        """Compute the next tokens of each sequence, so many; `shift` is a deliberate error in the positions."""
+        ids, positions, starts = [], [], [0]
+        slots: list[list[torch.Tensor]] = [[] for _ in self.groups]
+        for sequence, count in work:
+            at = torch.arange(sequence.num_computed, sequence.num_computed + count)
+            sequence.num_computed += count
+            ids.append(sequence.tokens[at])
+            positions.append(at + shift)
+            for table, group_slots in zip(sequence.tables, slots, strict=True):
+                table.extend(self.take(max(0, -(-sequence.num_computed // BLOCK_SIZE) - len(table))))
+                group_slots.append(torch.tensor(table)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            starts.append(starts[-1] + count)
+        sequences = [sequence for sequence, _ in work]
+        metadata = AttentionMetadata(
+            num_tokens=starts[-1],
+            num_seqs=len(work),
+            max_query_len=max(count for _, count in work),
+            max_seq_len=max(sequence.num_computed for sequence in sequences),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor([sequence.num_computed for sequence in sequences], dtype=torch.int32),
+            block_tables=tuple(_rectangle([s.tables[group] for s in sequences]) for group in range(len(self.groups))),
+            slot_mapping=tuple(map(torch.cat, slots)),
+        )
+        self.backend.prepare(metadata)
+        hidden = self.model.forward(torch.cat(ids), torch.cat(positions), self.kv, metadata, self.backend)
+        logits = self.model.logits(hidden)
+        for sequence, first, last in zip(sequences, starts[:-1], starts[1:], strict=True):
+            sequence.logits.append(logits[first:last])
+            self.trim(sequence)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back what the next position does not see."""
+        for index, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            first = max(0, sequence.num_computed - group.window + 1) // BLOCK_SIZE
+            given = sequence.tables[index][sequence.num_trimmed[index] : first]
+            self.cache.pool[given] = torch.nan
+            self.free = given + self.free  # the next to be taken
+            sequence.num_trimmed[index] = first
+
+    def run(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+        """All logits of `tokens`, computed `chunk` tokens a step: [num_tokens, vocab_size]."""
+        sequence = self.sequence(tokens)
+        while sequence.num_computed < len(tokens):
+            self.step((sequence, min(chunk, len(tokens) - sequence.num_computed)))
+        return torch.cat(sequence.logits)
+
+
+def _rectangle(tables: list[list[int]]) -> torch.Tensor:  # int32 [num_seqs, longest]
+    longest = max(map(len, tables))
+    return torch.tensor([table + [0] * (longest - len(table)) for table in tables], dtype=torch.int32)

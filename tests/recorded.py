@@ -1,0 +1,213 @@
+"""A core that is recorded while everything happens to it that can: for the tests of trace, replay and why."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.simulated_worker import SimulatedWorker
+from vllm_lite.config import EngineConfig
+from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.errors import RequestError
+from vllm_lite.executor.simulated import VirtualClock
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.trace import records
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.writer import TraceWriter
+
+VOCAB = 50
+EOS = (7,)
+
+
+class OddPolicy:
+    """Serves the latest first, computes little at times, and breaks once it has been asked 40 times."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def order(self, waiting: list[Any], view: Any) -> list[Any]:  # noqa: ARG002
+        return sorted(waiting, key=lambda sequence: -sequence.request.arrival)
+
+    def budget(self, view: Any) -> int:
+        self.asked += 1
+        if self.asked > 40:
+            raise RuntimeError("enough")
+        return int(view.max_num_batched_tokens) if view.now_s * 10 % 3 < 2 else 1
+
+
+class Recorded:
+    """An EngineCore over a simulated worker and a clock that random work moves on."""
+
+    def __init__(
+        self,
+        trace: Path | None,
+        num_blocks: int = 20,
+        windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
+        **settings: Any,
+    ) -> None:
+        values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "prefix_hash_seed": "s"} | settings
+        config = EngineConfig.check(values | {"record": None if trace is None else str(trace)})
+        config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+        groups = tuple(KVGroupInfo("full" if window is None else "sliding", 1, window) for window in windows)
+        ready = Ready(0, num_blocks, 64, groups, 1000, VOCAB, EOS)
+        seats = config.max_num_seqs or 1
+        self.worker = SimulatedWorker(num_blocks, config.block_size, seats, VOCAB, windows, num_host_blocks)
+        self.clock = VirtualClock(1000.0)
+        sizes = Sizes(num_blocks, num_host_blocks, 50.0)
+        self.core = EngineCore(config, ready, self.worker, sizes, 3, self.clock)  # type: ignore[arg-type]
+        self.ended: dict[str, str] = {}
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 5, **params: Any) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        self.core.add(b"client", Generate(name, pack_tokens(prompt), sampling))
+
+    def turn(self, fail: bool = False) -> bool:
+        """One turn of the engine's loop. False if nothing is under way."""
+        produced = self.core.expire()
+        while self.core.begin():
+            self.clock.now_s += 0.001
+        output = self.worker.poll()
+        if output is not None:
+            self.clock.now_s += 0.01
+            produced += self.core.finish(self._spoilt(output) if fail else output)
+        for item in produced:
+            if item.reason:
+                self.ended[item.request.request_id] = item.reason
+        self.scheduler.check_integrity()
+        return output is not None
+
+    def _spoilt(self, output: ModelOutput) -> ModelOutput:
+        """The same result, but the logits of one sequence were not finite."""
+        handles = [sequence.handle for sequence in self.scheduler.awaited]
+        return msgspec.structs.replace(output, failed=[(handles[0], "not finite")]) if handles else output
+
+    def drain(self) -> None:
+        for _ in range(3000):
+            if not self.turn() and not self.scheduler.has_requests():
+                return
+        raise AssertionError("requests are left that make no progress")
+
+    def random_work(self, rng: random.Random, num_rounds: int = 25) -> None:
+        """Arrivals of every kind that share prefixes, forks, aborts, deadlines, failures; some requests are left."""
+        longest = min(self.core.max_model_len - 1, 60)
+        for index in range(num_rounds):
+            if longest >= 1 and rng.random() < 0.7:
+                self._random_arrival(rng, f"r{index}", longest)
+            if self.scheduler.requests and rng.random() < 0.1:
+                self.core.abort(rng.choice(list(self.scheduler.requests)))
+            names = list(self.scheduler.requests)
+            if names and rng.random() < 0.15:
+                self._random_fork(rng, rng.choice(names), f"f{index}")
+            self.clock.now_s += rng.random() / 20
+            for _ in range(rng.randint(0, 3)):
+                self.turn(fail=rng.random() < 0.03)
+
+    def _random_arrival(self, rng: random.Random, name: str, longest: int) -> None:
+        prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
+        prompt[rng.randrange(len(prompt)) :] = [rng.randrange(VOCAB)] * rng.randint(0, 3)
+        prompt = (prompt or [1])[:longest]
+        params: dict[str, Any] = {
+            "n": rng.choice([1, 1, 1, 2, 4]),
+            "use_beam_search": rng.random() < 0.2,
+            "early_stopping": rng.random() < 0.5,
+            "priority": rng.randint(0, 3),
+            "user": rng.choice([None, "a", "b"]),
+            "deadline_ms": rng.choice([None, None, 30, 300, 10_000]),
+            "ignore_eos": rng.random() < 0.5,
+            "cache_salt": rng.choice([None, None, "salt"]),
+            "stop_token_ids": rng.sample(range(VOCAB), 2),
+            "logprobs": rng.choice([None, None, 2]),
+        }
+        max_tokens = rng.randint(1, min(20, self.core.max_model_len - len(prompt)))
+        output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))] if rng.random() < 0.1 else []
+        if output:
+            params |= {"n": 1, "use_beam_search": False}
+        message = Generate(
+            name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), len(output), pack_tokens(output)
+        )
+        try:
+            self.core.add(b"client", message)
+        except RequestError:  # too many beams for the seats, or too long with its output
+            pass
+
+    def _random_fork(self, rng: random.Random, parent: str, child: str) -> None:
+        have = (
+            self.scheduler.requests[parent].sequences[0].num_output if self.scheduler.requests[parent].sequences else 0
+        )
+        try:
+            params = SamplingParams(max_tokens=have + rng.randint(1, 5), ignore_eos=True)
+            self.core.fork(b"client", ForkRequest(parent, child, max(0, have - rng.randint(0, 2)), params))
+        except RequestError:  # it has several samples, or there is no room
+            pass
+
+
+def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
+    """Everything that later decisions depend on, with hashes as short as a trace has them."""
+
+    def short(block_hash: bytes | str | None) -> str:
+        text = block_hash.hex() if isinstance(block_hash, bytes) else block_hash or ""
+        return text[: 2 * hash_bytes] + "/" + (text[-2:] if text else "")
+
+    pools = [scheduler.kv.pool] + ([scheduler.kv.host.pool] if scheduler.kv.host else [])
+    return (
+        [[(block_id, refs, short(text)) for block_id, refs, text in pool.snapshot()] for pool in pools],
+        [[block.block_id for block in pool._free] for pool in pools],
+        [
+            (
+                sequence.request.request_id,
+                sequence.index,
+                sequence.status,
+                sequence.handle,
+                sequence.num_computed,
+                sequence.num_cached,
+                sequence.num_pending,
+                sequence.num_tokens,
+                [table.ids for table in sequence.tables],
+            )
+            for sequence in [*scheduler.running, *scheduler.waiting]
+        ],
+        (scheduler.step, scheduler.num_arrived, scheduler.rates),
+        tuple(getattr(scheduler.counters, name) for name in type(scheduler.counters).__slots__),
+    )
+
+
+def agrees(trace: Path, recorded: Recorded) -> Replay:
+    """Replay `trace`, which `recorded` has written, and insist on the same decisions and the same final state."""
+    recorded.core.close()
+    replay = Replay(str(trace)).run()
+    assert replay.divergence is None, str(replay.divergence)
+    assert not replay.cut_off
+    assert state_of(replay.scheduler) == state_of(recorded.scheduler)
+    return replay
+
+
+def rewritten(trace: Path, change: Any) -> tuple[str, int]:
+    """A copy of `trace` in which the first record that `change` returns another for is replaced; and its step."""
+    reader, path = TraceReader(str(trace)), str(trace) + ".changed"
+    writer = TraceWriter(path)
+    writer.write(reader.header)
+    step, where = 0, 0
+    for record in reader:
+        step += isinstance(record, records.Step) and record.digest != b""
+        other = change(record, step) if not where else record
+        where = where or (step if other is not record else 0)
+        writer.write(other)
+    writer.close()
+    assert where, "nothing was changed"
+    return path, where
+
+
+def replaced(record: records.Record, kind: type, **changes: Any) -> records.Record:
+    return msgspec.structs.replace(record, **changes) if isinstance(record, kind) else record

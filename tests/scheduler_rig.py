@@ -1,0 +1,118 @@
+"""A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from tests.simulated_worker import SimulatedWorker, next_token
+from vllm_lite.engine.block_pool import BlockPool
+from vllm_lite.engine.host_tier import HostTier
+from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.kv_groups import make_groups
+from vllm_lite.engine.plan import Options, Produced
+from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+
+VOCAB = 50
+
+
+class Rig:
+    """A scheduler, its pools and a simulated worker, stepped by hand; `depth` steps may be in flight."""
+
+    def __init__(
+        self,
+        num_blocks: int = 20,
+        block_size: int = 4,
+        caching: bool = True,
+        *,
+        windows: Seq[int | None] = (None,),
+        num_host_blocks: int = 0,
+        max_swap_blocks: int = 10**9,
+        depth: int = 1,
+        policy: object | None = None,
+        **options: int | bool | str,
+    ) -> None:
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
+        self.notes: list[tuple[str, dict[str, int | str]]] = []
+        self.kv = KVCacheManager(
+            BlockPool(num_blocks, caching),
+            make_groups(windows, block_size),
+            PrefixHasher(block_size, "seed"),
+            host=HostTier(num_host_blocks, num_blocks, caching) if num_host_blocks else None,
+            watermark=0.01,
+            max_swap_blocks_per_step=max_swap_blocks,
+        )
+        note = lambda code, _sequence, numbers: self.notes.append((code, numbers))  # noqa: E731
+        self.scheduler = Scheduler(self.kv, Options(**options), policy, note)  # type: ignore[arg-type]
+        seats = int(options["max_num_seqs"])
+        self.worker = SimulatedWorker(num_blocks, block_size, seats, VOCAB, windows, num_host_blocks)
+        self.depth = depth
+        self.in_flight = 0
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 5,
+        stop: frozenset[int] = frozenset(),
+        deadline_s: float | None = None,
+        **params: object,
+    ) -> Request:
+        max_len = min(len(prompt) + max_tokens, self.scheduler.max_len)
+        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+        request = Request(message, b"client", max_len, stop)
+        request.deadline_s = deadline_s
+        self.scheduler.add(request)
+        return request
+
+    def output(self, name: str, index: int = 0) -> list[int]:
+        return self.outputs.get((name, index), [])
+
+    def step(self) -> list[Produced]:
+        while self.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
+            self.worker.submit(plan)
+            self.in_flight += 1
+        output = self.worker.poll()
+        if output is None:
+            return []
+        self.in_flight -= 1
+        produced = self.scheduler.update(output)
+        for item in produced:
+            self.record(item)
+        self.scheduler.check_integrity()
+        return produced
+
+    def record(self, item: Produced) -> None:
+        sample = item.request.request_id, item.sample
+        known = self.outputs.setdefault(sample, [])
+        assert item.start == len(known)
+        known += item.token_ids
+        if item.reason:
+            assert sample not in self.reasons, "a second terminal message"
+            self.reasons[sample] = item.reason
+
+    def drain(self, max_steps: int = 3000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                while self.in_flight:
+                    self.step()
+                assert self.kv.pool.num_used == 0
+                assert self.kv.host is None or self.kv.host.pool.num_used == 0
+                assert self.scheduler.waiting == deque()
+                return
+            self.step()
+        raise AssertionError("requests are left that make no progress")
+
+
+def expected(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset(), child: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, VOCAB, child))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]

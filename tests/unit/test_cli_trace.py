@@ -1,0 +1,124 @@
+"""`vllm-lite replay` and `vllm-lite why`: what a person reads."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.recorded import Recorded, replaced, rewritten
+from vllm_lite.cli import main
+from vllm_lite.trace import records
+
+
+def make_trace(path: Path) -> Path:
+    """Two requests that fight for blocks, a third that waits for them, one that is aborted, one that is too late."""
+    recorded = Recorded(path, 10, num_host_blocks=20, preemption_mode="swap", max_num_seqs=4)
+    recorded.add("first", [1, 2, 3, 4, 5, 6], max_tokens=20, ignore_eos=True)
+    recorded.add("second", [11, 12, 13, 14, 15, 16], max_tokens=20, ignore_eos=True)
+    recorded.turn()
+    recorded.add("third", list(range(20, 42)), max_tokens=4, n=2, ignore_eos=True)
+    recorded.add("late", [1], deadline_ms=10)
+    recorded.add("unwanted", [2])
+    for _ in range(4):
+        recorded.turn()
+    recorded.core.abort("unwanted")
+    recorded.drain()
+    recorded.add("again", [1, 2, 3, 4, 5, 6, 7], max_tokens=2, ignore_eos=True)
+    recorded.drain()
+    recorded.core.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_trace(tmp_path_factory.mktemp("traces") / "trace")
+
+
+def why(request: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["why", request, str(trace)]) == 0
+    return capsys.readouterr().out
+
+
+def test_replay_says_what_it_found(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace), "--assert"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\d+ steps, 6 requests, \d+ tokens, [1-9]\d* preemptions \([1-9]\d* by swap\)", out)
+    assert "0 running, 0 waiting, 0 of 9 blocks in use" in out
+    assert "every decision is the one recorded" in out
+
+
+@pytest.mark.parametrize("until", ["step=3", "3"])
+def test_replay_until_a_step_shows_its_state(trace: Path, capsys: pytest.CaptureFixture[str], until: str) -> None:
+    assert main(["replay", str(trace), "--until", until]) == 0
+    assert "3 steps" in (out := capsys.readouterr().out)
+    assert "2 running, 3 waiting" in out
+
+
+def test_a_divergence_fails_only_if_asked(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, where = rewritten(
+        trace, lambda record, step: replaced(record, records.Step, digest=b"12345678") if step == 7 else record
+    )
+    assert main(["replay", path]) == 0
+    assert main(["replay", path, "--assert"]) == 1
+    assert main(["replay", path, "--assert", "--until", f"step={where - 1}"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("DIVERGED at step 7: another step was made") == 2
+    assert re.search(r"recorded: .*digest 3132333435363738\n  replayed: \d+ entries, \d+ tokens", out)
+
+
+def test_bad_arguments_are_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path / "missing")]) == 2
+    assert "cannot be read (No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["replay", str(trace), "--until", "tomorrow"])
+    assert stopped.value.code == 2
+    assert "must look like step=100, got 'tomorrow'" in capsys.readouterr().err
+
+
+def test_why_tells_of_waiting_and_swapping(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = [why(name, trace, capsys) for name in ("first", "second")]
+    assert any(
+        "was preempted to make room for itself" in text.lower() and "its blocks were swapped out" in text
+        for text in told
+    )
+    assert any("Was swapped in again" in text for text in told)
+    for text in told:
+        assert "Arrived with a prompt of 6 tokens and may grow to 26" in text
+        assert re.search(r"Was admitted, to compute 6 tokens in 2 blocks\.", text)
+        assert text.rstrip().endswith("Finished at its greatest length after 20 tokens of output.")
+    times = [float(match) for match in re.findall(r"^\+ *([\d.]+) s", told[0], re.MULTILINE)]
+    assert times == sorted(times)
+    assert times[0] == 0.0
+
+
+def test_why_tells_of_samples_and_blocks_that_were_short(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = why("third", trace, capsys)
+    assert "in 2 samples" in text
+    assert re.search(r"aited, because it needed \d+ blocks? and \d+ (was|were) free.*that took \d+\.\d+ s", text)
+    assert "Sample 1 finished at its greatest length after 4 tokens" in text
+
+
+def test_why_tells_of_ends_and_cached_tokens(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "because its deadline had passed" in why("late", trace, capsys)
+    assert "Was aborted" in why("unwanted", trace, capsys)
+    assert "with 4 tokens found in the cache" in why("again", trace, capsys)
+
+
+def test_an_unknown_request_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "nobody", str(trace)]) == 2
+    assert "request 'nobody' is none of the 6 in this trace; the first are 'first', 'second'" in capsys.readouterr().err
+
+
+def test_every_request_of_a_wild_run_has_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(6):
+        path = tmp_path / f"trace{seed}"
+        recorded = Recorded(path, 16, num_host_blocks=9, scheduling_policy="tests.recorded:OddPolicy")
+        recorded.random_work(random.Random(seed), 40)
+        names = set(recorded.ended) | set(recorded.scheduler.requests)
+        recorded.core.close()
+        for name in names:
+            text = why(name, path, capsys)
+            assert text.startswith("+    0.000 s  ")
+            if name in recorded.ended:
+                assert re.search(r"inished|nded with an error", text)

@@ -1,0 +1,76 @@
+"""A whole engine process, with a worker that has no model: --record and --kv-events-config from configuration to file
+and socket, and what is left when the process ends."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from vllm_lite import supervise, transport
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.replay import Replay
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import Finished, Generate, Hello, OutputBatch, Welcome
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.story import story
+from vllm_lite.transport import Connection
+
+PATIENCE_S = 20.0
+
+
+def ask(connection: Connection, message: Hello | Generate, answer: type) -> object:
+    connection.send(client_to_engine.encode(message))
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        transport.wait(0.1, connection)
+        while (payload := connection.recv()) is not None:
+            heard = engine_to_client.decode(payload)
+            for item in heard.outputs if isinstance(heard, OutputBatch) else [heard]:
+                if isinstance(item, answer):
+                    return item
+    raise AssertionError(f"no {answer.__name__} came")
+
+
+def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    run_dir = tmp_path / "run"  # goes with the process
+    run_dir.mkdir()
+    endpoint, trace = f"ipc://{tmp_path}/events", tmp_path / "trace"
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
+    config = EngineConfig.check({"record": str(trace), "kv_events_config": events, "log_level": "error"})
+    config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
+    settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), "vllm_lite.bench.stub_worker")
+    child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
+    request.addfinalizer(lambda: child.stop(5.0))
+    connection = transport.connect(settings.address, b"tester")
+    request.addfinalizer(connection.close)
+    ask(connection, Hello(PROTOCOL_VERSION), Welcome)
+    generate = Generate("mine", pack_tokens(range(40)), SamplingParams(max_tokens=9, ignore_eos=True, seed=0))
+    ended = ask(connection, generate, Finished)
+    assert isinstance(ended, Finished)
+    assert ended.reason == "length"
+
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    request.addfinalizer(lambda: client.close(0))
+    client.connect(f"{endpoint}-again")
+    client.send_multipart([b"", bytes(8)])
+    batches = []
+    while client.poll(int(1000 * PATIENCE_S)):
+        _, _, payload = client.recv_multipart()
+        if not payload:
+            break
+        batches.append(msgspec.msgpack.decode(payload))
+    stored = [token for batch in batches for event in batch[1] for token in event[3]]
+    assert stored == [*range(40), *[1] * 8], "48 tokens of 49 fill three blocks"
+    assert abs(batches[0][0] - time.time()) < 60
+
+    child.stop(10.0)
+    replay = Replay(str(trace)).run()
+    assert replay.divergence is None
+    assert not replay.cut_off
+    assert replay.scheduler.counters.generated_tokens == 9
+    assert story("mine", TraceReader(str(trace)))[-1].endswith("after 9 tokens of output.")
+    assert not list(tmp_path.glob("events*"))

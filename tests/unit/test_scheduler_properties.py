@@ -1,0 +1,62 @@
+"""Any configuration, any arrivals: the same tokens, one end each, and every block free at last."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler_rig import VOCAB, Rig, expected
+from vllm_lite.engine.policy import Deadline, Priority
+
+configurations = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(6, 40),
+        "block_size": st.sampled_from([1, 2, 4, 8]),
+        "caching": st.booleans(),
+        "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
+        "num_host_blocks": st.sampled_from([0, 0, 3, 30]),
+        "max_swap_blocks": st.sampled_from([2, 10**9]),
+        "preemption": st.sampled_from(["recompute", "swap"]),
+        "depth": st.sampled_from([1, 2]),
+        "num_drafts": st.sampled_from([0, 0, 3]),
+        "policy": st.sampled_from([None, None, Priority(), Deadline()]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 40),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), configuration=configurations)
+def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
+    """Random arrivals, aborts, samples and shared prefixes on tiny pools: every slot read is the reader's own history,
+    every sample gets exactly its tokens and one end, and at last every block is free."""
+    rng = random.Random(seed)
+    rig = Rig(**configuration)  # type: ignore[arg-type]
+    wanted: dict[tuple[str, int], list[int]] = {}
+    aborted = set()
+    longest = min(rig.scheduler.max_len - 1, 60)
+    for index in range(25):
+        if longest >= 1 and rng.random() < 0.7:
+            prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
+            prompt[rng.randrange(len(prompt)) :] = [rng.randrange(VOCAB)] * rng.randint(0, 3)
+            prompt = (prompt or [1])[:longest]
+            max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
+            stop = frozenset(rng.sample(range(VOCAB), 3))
+            samples = rng.choice([1, 1, 1, 2, 4])
+            rig.add(f"r{index}", prompt, max_tokens, stop, n=samples, priority=rng.randint(0, 3))
+            for sample in range(samples):
+                wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
+        if rng.random() < 0.1 and rig.scheduler.requests:
+            name = rng.choice(list(rig.scheduler.requests))
+            rig.scheduler.abort(name)
+            aborted.add(name)
+        for _ in range(rng.randint(0, 3)):
+            rig.step()
+    rig.drain()
+    for key, tokens in wanted.items():
+        if key[0] in aborted:
+            assert tokens[: len(rig.outputs.get(key, []))] == rig.outputs.get(key, [])
+        else:
+            assert rig.outputs[key] == tokens
+            assert key in rig.reasons

@@ -1,0 +1,142 @@
+"""Where one sequence becomes several: samples of one prompt, forks of a live request, beams. All share blocks.
+
+Works on the scheduler's queues; kept apart so that a plain request never meets it.
+"""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from vllm_lite.engine.beam import Beam
+from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.protocol.step import Entry, Fork, SetToken
+from vllm_lite.protocol.step import Sampling as WireSampling
+
+if TYPE_CHECKING:
+    from vllm_lite.engine.scheduler import Scheduler
+
+
+def fork_samples(scheduler: "Scheduler", first: Sequence, entries: list[Entry]) -> None:
+    """The step whose `entries` these are completes the prompt of `first`: its other samples come into being, and share
+    its blocks."""
+    request = first.request
+    for index in range(request.num_samples - request.num_unborn, request.num_samples):
+        child = Sequence(request, index, first.tokens[: request.num_prompt])
+        request.sequences.append(child)
+        spawn(scheduler, first, child, entries)
+    request.num_unborn = 0
+
+
+def fork_request(scheduler: "Scheduler", request: Request, child: Request) -> None:
+    """Add `child`, whose tokens are a beginning of `request`'s; it shares its blocks if it can."""
+    parent, sequence = request.sequences[0], child.sequences[0]
+    child.num_cached_at_start = request.num_prompt
+    scheduler.enter(child)
+    spawn(scheduler, parent, sequence, scheduler.changes)
+    if scheduler.waiting and scheduler.waiting[0] is sequence:  # it comes behind those who came before it
+        scheduler.waiting.rotate(-1)
+
+
+def spawn(scheduler: "Scheduler", parent: Sequence, child: Sequence, entries: list[Entry]) -> None:
+    """Start `child` behind the blocks of `parent`; without a seat, or a parent on the device, it waits like a new one
+    and finds what is cached."""
+    seat = len(scheduler.running) < scheduler.options.max_num_seqs
+    if not seat or parent.status is not Status.RUNNING or not scheduler.kv.can_fork(parent, child):
+        scheduler.kv.register(child)
+        child.hash_root = parent.hash_root
+        scheduler.waiting.appendleft(child)
+        return
+    scheduler.introduce(child)
+    scheduler.kv.fork(parent, child)
+    child.status = Status.RUNNING
+    scheduler.running.append(child)
+    sampling = wire_sampling(child)
+    entries.append(Fork(parent.handle, child.handle, sampling, child.num_tokens, child.num_computed, child.num_cached))
+
+
+def advance_beams(
+    scheduler: "Scheduler", sequence: Sequence, token: int, logprobs: list[TokenLogprobs | None] | None
+) -> list[Produced]:
+    """A beam has its candidates. Once all beams of the request have, the search goes on; until then they wait."""
+    request = sequence.request
+    search = request.beam
+    candidates = logprobs[0].top if logprobs and logprobs[0] is not None else ((token, 0.0),)
+    if search is None:
+        raise RuntimeError(f"{sequence} is no beam")
+    request.candidates[sequence.index] = candidates
+    if len(request.candidates) < len(request.sequences):
+        return []  # num_pending stays, so that it is not scheduled
+    parents = request.sequences
+    beams = [
+        Beam(beam.tokens[beam.num_prompt :].tolist(), request.beam_logprobs[beam.index], request.candidates[beam.index])
+        for beam in parents
+    ]
+    request.candidates = {}
+    continuations = search.advance(beams)
+    if continuations is None:
+        return _finish_search(scheduler, request)
+    _go_on(scheduler, request, [(parents[parent], token_id, score) for parent, token_id, score in continuations])
+    return []
+
+
+def _go_on(scheduler: "Scheduler", request: Request, chosen: list[tuple[Sequence, int, float]]) -> None:
+    """Make the request's sequences the chosen continuations: a parent's first one keeps its place, others fork."""
+    parents, kept = request.sequences, dict[int, tuple[Sequence, int, float]]()
+    forks = []
+    for parent, token, logprob in chosen:
+        if id(parent) in kept:
+            forks.append((parent, token, logprob))
+        else:
+            kept[id(parent)] = (parent, token, logprob)
+    for parent in parents:
+        if id(parent) not in kept:
+            scheduler.leave_queue(parent)
+            scheduler.finish(parent)
+    free = sorted(set(range(len(chosen))) - {parent.index for parent, _, _ in kept.values()})
+    scores, children = {}, []
+    for (parent, token, logprob), index in zip(forks, free, strict=False):
+        child = Sequence(request, index, array("I", [*parent.tokens, token]))
+        parent.num_pending = 0
+        children.append(child)
+        scores[index] = logprob
+        spawn(scheduler, parent, child, scheduler.changes)
+        if child.seen_by_workers:
+            scheduler.changes.append(SetToken(child.handle, token))
+    for parent, token, logprob in kept.values():
+        parent.num_pending = 0
+        parent.tokens.append(token)
+        parent.num_tokens += 1
+        scores[parent.index] = logprob
+        scheduler.changes.append(SetToken(parent.handle, token))
+    request.sequences = [parent for parent, _, _ in kept.values()] + children
+    request.beam_logprobs = scores
+
+
+def _finish_search(scheduler: "Scheduler", request: Request) -> list[Produced]:
+    search = request.beam
+    if search is None:
+        raise RuntimeError(f"{request} has no search")
+    scheduler.abort(request.request_id)
+    return [
+        Produced(request, index, 0, best.token_ids, None, "stop" if best.stopped else "length", None, best.logprob)
+        for index, best in enumerate(search.hypotheses)
+    ]
+
+
+def wire_sampling(sequence: Sequence) -> WireSampling:
+    """What workers need to know to sample `sequence`."""
+    params, beam = sequence.request.params, sequence.request.beam
+    banned = params.min_tokens > 0 and sequence.stop_ids
+    return WireSampling(
+        temperature=0.0 if params.greedy or beam else params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed or 0,
+        child=sequence.index,
+        logprobs=params.logprobs if beam is None else beam.num_candidates,
+        min_tokens_until=sequence.num_prompt + params.min_tokens if banned else 0,
+        stop_ids=tuple(sorted(sequence.stop_ids)) if banned else (),
+    )

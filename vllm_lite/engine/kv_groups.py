@@ -1,0 +1,64 @@
+"""KV groups: layers that need the same tokens. Full attention needs all, a sliding window the last few.
+
+Every group has a table of its own for each sequence; all take their blocks from one pool, one group at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+
+class KVGroup:
+    """`window` counts the tokens a query sees, itself included; None means all of them."""
+
+    __slots__ = ("block_size", "index", "key", "window")
+
+    def __init__(self, index: int, block_size: int, window: int | None = None) -> None:
+        self.index = index
+        self.block_size = block_size
+        self.window = window
+        self.key = bytes((index,))  # appended to content hashes: blocks of different groups never match
+
+    def first_needed(self, position: int) -> int:
+        """The first logical block that computing `position`, or anything behind it, reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
+
+    def num_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks a sequence of `num_tokens` holds at once when it is computed `chunk` tokens at a time."""
+        whole = -(-num_tokens // self.block_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window - 1 + chunk) // self.block_size) + 1)
+
+    def longest_hit(self, num_blocks: int, num_tokens: int, find: Callable[[int], int | None]) -> int:
+        """The largest length, in blocks and at most `num_blocks`, at which all that is needed further on is cached.
+
+        `find(i)` tells where logical block i is cached, None if nowhere; `num_tokens` is the sequence's length, of
+        which the last token is always computed again.
+        """
+        if self.window is None:
+            return next((index for index in range(num_blocks) if find(index) is None), num_blocks)
+        length = num_blocks
+        while length > 0:  # from the right, since only the window's blocks count
+            first = self.first_needed(min(length * self.block_size, num_tokens - 1))
+            missing = next((index for index in range(length - 1, first - 1, -1) if find(index) is None), None)
+            if missing is None:
+                return length
+            length = missing
+        return 0
+
+
+def make_groups(windows: Sequence[int | None], block_size: int) -> tuple[KVGroup, ...]:
+    """One group for each entry, full attention where it is None."""
+    return tuple(KVGroup(index, block_size, window) for index, window in enumerate(windows))
+
+
+def common_hit(
+    groups: Sequence[KVGroup], num_blocks: int, num_tokens: int, find: Callable[[KVGroup, int], int | None]
+) -> int:
+    """The longest prefix, in blocks, that every group can go on from."""
+    length, agreed = num_blocks, -1
+    while length != agreed:  # a shorter prefix may move a window over a hole, so until nobody objects
+        agreed = length
+        for group in groups:
+            length = group.longest_hit(length, num_tokens, partial(find, group))
+    return length

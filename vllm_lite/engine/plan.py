@@ -1,0 +1,96 @@
+"""What a step is made of, before and after the workers run it, and what the scheduler is told once."""
+
+from typing import NamedTuple
+
+from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.api import FinishReason, TokenLogprobs
+from vllm_lite.protocol.codec import unpack_tokens
+from vllm_lite.protocol.step import Entry, ModelOutput
+
+
+class Produced(NamedTuple):
+    """What one step gave one sample. `reason` is None while it goes on."""
+
+    request: Request
+    sample: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    reason: FinishReason | None = None
+    error: str | None = None
+    logprob: float | None = None
+
+
+class Sent(NamedTuple):
+    """A step the workers have been given: which sequences get a token from it, in the order of its entries."""
+
+    step: int
+    sampling: list[Sequence]
+
+
+class Rates(NamedTuple):
+    """What was measured, for choosing between moving KV and computing it again."""
+
+    prefill_tokens_per_s: float = 0.0
+    swap_blocks_per_s: float = 0.0
+
+
+class Options(NamedTuple):
+    """Limits and ways of one scheduler."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int = 10**9
+    chunked_prefill: bool = True
+    preemption: str = "recompute"
+    num_drafts: int = 0
+    epoch: int = 0
+
+
+class Counters:
+    """Totals since the start."""
+
+    __slots__ = ("cached_tokens", "generated_tokens", "preemptions", "prompt_tokens", "steps", "swaps")
+
+    def __init__(self) -> None:
+        self.steps = self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = self.swaps = 0
+
+
+class Plan:
+    """The step that is being made."""
+
+    __slots__ = ("budget", "entries", "prefilled", "sampling")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.entries: list[Entry] = []
+        self.sampling: list[Sequence] = []
+        self.prefilled: list[Sequence] = []
+
+
+def prefers_swap(mode: str, rates: Rates, kv: KVCacheManager, victim: Sequence) -> bool:
+    """Whether moving its blocks out and in costs less than computing them again; `mode` may have decided already."""
+    if mode != "auto":
+        return mode == "swap"
+    if not rates.prefill_tokens_per_s or not rates.swap_blocks_per_s:
+        return False
+    num_blocks = kv.num_blocks(victim.num_computed, 1)
+    return 2 * num_blocks / rates.swap_blocks_per_s < victim.num_computed / rates.prefill_tokens_per_s
+
+
+def checked_tokens(output: ModelOutput, sent: Sent, epoch: int) -> list[int]:
+    """The sampled tokens of the step `sent`. Raises ProtocolError if the output is of another step, or too short."""
+    if (output.epoch, output.step) != (epoch, sent.step):
+        raise ProtocolError(
+            f"expected the output of step {sent.step} of epoch {epoch}, got step {output.step} of epoch {output.epoch}"
+        )
+    tokens = unpack_tokens(output.tokens)
+    counts = [1] * len(sent.sampling) if output.counts is None else output.counts
+    if len(counts) != len(sent.sampling) or sum(counts) != len(tokens):
+        raise ProtocolError(
+            f"step {sent.step} samples {len(sent.sampling)} sequences, got {len(tokens)} tokens for {len(counts)}"
+        )
+    return tokens

@@ -1,0 +1,87 @@
+"""Sequence: the engine's state of one sample of a request. The scheduler's unit, the worker's handle."""
+
+from array import array
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from vllm_lite.engine.block_table import BlockTable
+from vllm_lite.protocol.step import Continue
+
+if TYPE_CHECKING:
+    from vllm_lite.engine.request import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode.
+
+    num_tokens     tokens known here
+    num_pending    tokens that steps in flight will add; the workers know them before the engine does
+    num_computed   positions whose KV is in the cache once every step sent so far has run
+    num_cached     positions whose KV was there already and must not be written again
+    num_slots      positions that can be computed without asking the KV manager
+    max_len        where the sequence ends at the latest
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "decode_entry",
+        "handle",
+        "hash_root",
+        "host_ids",
+        "index",
+        "max_len",
+        "num_cached",
+        "num_computed",
+        "num_hashed_blocks",
+        "num_pending",
+        "num_prompt",
+        "num_slots",
+        "num_tokens",
+        "request",
+        "seen_by_workers",
+        "status",
+        "stop_ids",
+        "tables",
+        "tokens",
+    )
+
+    def __init__(self, request: "Request", index: int, tokens: "array[int]") -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        self.num_prompt = request.num_prompt
+        self.num_tokens = len(tokens)
+        self.max_len = request.max_len
+        self.stop_ids = request.stop_ids
+        self.status = Status.WAITING
+        self.handle = -1
+        self.seen_by_workers = False
+        self.decode_entry: Continue | None = None
+        self.tables: list[BlockTable] = []
+        self.host_ids: list[list[int]] | None = None
+        """Per group, global ids of the pinned blocks of a swapped sequence; the null block where the window is past."""
+        self.hash_root = b""
+        self.block_hashes: list[bytes] = []
+        self.num_hashed_blocks = 0
+        self.num_pending = 0
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_slots = 0
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}[{self.index}], {self.status.value}, "
+            f"{self.num_computed}/{self.num_tokens} tokens computed)"
+        )

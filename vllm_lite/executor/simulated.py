@@ -1,0 +1,170 @@
+"""An executor without workers: every step takes the time that a cost model says, on a clock that nobody waits for.
+
+Drives the same EngineCore as real workers do; what it leaves out is the model. Nothing here checks what it is told
+(tests/simulated_worker.py does).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.step import (
+    Continue,
+    Draft,
+    Finish,
+    Fork,
+    Handle,
+    ModelOutput,
+    NewRequest,
+    Resume,
+    Sampling,
+    SchedulerOutput,
+)
+from vllm_lite.transport import Wakeup
+from vllm_lite.transport.interface import Pollable
+
+NextToken = Callable[[Sampling, int], int]
+"""The token at a position of a sequence."""
+
+
+class VirtualClock:
+    """Seconds that pass when somebody says so. Call it for the time; it never runs backwards."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance_to(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
+
+
+class CostModel(NamedTuple):
+    """What a step takes: something for itself, for every token it computes, and for every block it moves."""
+
+    step_s: float = 0.005
+    token_s: float = 20e-6
+    block_op_s: float = 0.0
+
+
+class _History:
+    """Of one sequence: how many tokens it has, and for how many there is KV."""
+
+    __slots__ = ("num_computed", "num_tokens", "sampling")
+
+    def __init__(self, num_tokens: int, num_computed: int, sampling: Sampling) -> None:
+        self.num_tokens = num_tokens
+        self.num_computed = num_computed
+        self.sampling = sampling
+
+
+class SimulatedExecutor:
+    """Steps run one after the other on `clock`; poll() gives a result once its time has come.
+
+    Whoever drives it moves the clock on: to next_result_s, or to the next arrival if that is sooner. Drafts are never
+    right. Beams get the same candidates at every step.
+    """
+
+    def __init__(
+        self,
+        ready: Ready,
+        clock: VirtualClock,
+        cost: CostModel | None = None,
+        next_token: NextToken | None = None,
+        swap_blocks_per_s: float = 0.0,
+    ) -> None:
+        self.clock = clock
+        self.cost = cost or CostModel()
+        self.busy_s = 0.0
+        """Seconds spent in steps."""
+        self._ready = ready
+        self._next_token = next_token or (
+            lambda sampling, position: (31 * position + sampling.child) % ready.vocab_size
+        )
+        self._swap_blocks_per_s = swap_blocks_per_s
+        self._free_at_s = 0.0
+        self._sequences: dict[Handle, _History] = {}
+        self._results: deque[tuple[float, ModelOutput]] = deque()
+
+    def start(self, timeout_s: float, stop: Wakeup) -> Ready:  # noqa: ARG002
+        return self._ready
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:  # noqa: ARG002
+        return self._swap_blocks_per_s
+
+    def submit(self, output: SchedulerOutput) -> None:
+        num_tokens, result = self._run(output)
+        cost = self.cost
+        took_s = cost.step_s + num_tokens * cost.token_s + len(output.block_ops) * cost.block_op_s
+        self.busy_s += took_s
+        self._free_at_s = max(self._free_at_s, self.clock.now_s) + took_s
+        self._results.append((self._free_at_s, result))
+
+    def poll(self) -> ModelOutput | None:
+        if not self._results or self._results[0][0] > self.clock.now_s:
+            return None
+        return self._results.popleft()[1]
+
+    @property
+    def next_result_s(self) -> float | None:
+        """When poll() will have something; None if nothing is under way."""
+        return self._results[0][0] if self._results else None
+
+    def pollables(self) -> tuple[Pollable, ...]:
+        return ()
+
+    def close(self) -> None:
+        self._results.clear()
+        self._sequences.clear()
+
+    # ---- the model
+
+    def _run(self, output: SchedulerOutput) -> tuple[int, ModelOutput]:
+        """The number of tokens that a step computes, and its result."""
+        total, tokens = 0, list[int]()
+        logprobs: list[TokenLogprobs | None] | None = None
+        sequences, next_token = self._sequences, self._next_token
+        for entry in output.entries:
+            if isinstance(entry, Continue):
+                history, count = sequences[entry.handle], entry.num_tokens
+                total += count
+            elif isinstance(entry, NewRequest | Resume | Draft):
+                history, count, drafts = self._place(entry)
+                total += count + drafts
+            else:
+                self._change(entry)
+                continue
+            history.num_computed += count
+            if history.num_computed == history.num_tokens:
+                tokens.append(next_token(history.sampling, history.num_tokens))
+                history.num_tokens += 1
+                if history.sampling.logprobs is not None:
+                    logprobs = logprobs or []
+                    logprobs += [None] * (len(tokens) - 1 - len(logprobs))
+                    logprobs.append(_candidates(history.sampling.logprobs, self._ready.vocab_size))
+        if logprobs is not None:
+            logprobs += [None] * (len(tokens) - len(logprobs))
+        return total, ModelOutput(output.epoch, output.step, pack_tokens(tokens), logprobs=logprobs)
+
+    def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_History, int, int]:
+        if isinstance(entry, Draft):
+            return self._sequences[entry.handle], 1, entry.max_drafts
+        if isinstance(entry, NewRequest):
+            self._sequences[entry.handle] = _History(len(entry.tokens) // 4, 0, entry.sampling)
+        history = self._sequences[entry.handle]
+        history.num_computed = entry.num_computed
+        return history, entry.num_tokens, 0
+
+    def _change(self, entry: object) -> None:
+        if isinstance(entry, Finish):
+            del self._sequences[entry.handle]
+        elif isinstance(entry, Fork):
+            self._sequences[entry.child] = _History(entry.num_tokens, entry.num_computed, entry.sampling)
+
+
+def _candidates(count: int, vocab_size: int) -> TokenLogprobs:
+    return TokenLogprobs(-1.0, 1, tuple((token % vocab_size, -1.0 - token) for token in range(count)))

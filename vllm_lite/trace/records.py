@@ -1,0 +1,181 @@
+"""The records of a trace, in the order in which things happened. One msgpack array each; writer.py frames them.
+
+A record of a call to the scheduler holds the block digests that the call asked for, HASH_BYTES each, in order: replay
+hands them out again, and so needs no token of any prompt. Requests are named by their number in order of arrival.
+"""
+
+from enum import IntEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAGIC = b"vltrace\x01"
+"""First bytes of the file; the last of them is the version of this module."""
+HASH_BYTES = 8
+"""What is recorded of a digest: enough that two different ones are told apart."""
+MAX_RECORD_BYTES = 16 * 1024 * 1024
+
+
+class Code(IntEnum):
+    """Why a sequence was served or was not. FIELDS names the numbers that come with each."""
+
+    ADMITTED = 1
+    SWAPPED_IN = 2
+    CHUNKED = 3
+    WAITS_FOR_BLOCKS = 4
+    WAITS_FOR_SWAP = 5
+    WAITS_FOR_BUDGET = 6
+    WAITS_FOR_SEAT = 7
+    PREEMPTED = 8
+    FINISHED = 9
+
+
+FIELDS: dict[Code, tuple[str, ...]] = {
+    Code.ADMITTED: ("tokens", "cached", "blocks"),
+    Code.SWAPPED_IN: ("tokens", "cached", "blocks"),
+    Code.CHUNKED: ("tokens", "left"),
+    Code.WAITS_FOR_BLOCKS: ("need", "free", "watermark"),
+    Code.WAITS_FOR_SWAP: ("need", "free", "watermark"),
+    Code.WAITS_FOR_BUDGET: ("budget",),
+    Code.WAITS_FOR_SEAT: ("seats",),
+    Code.PREEMPTED: ("for", "by"),
+    Code.FINISHED: ("reason", "tokens"),
+}
+WAITS = {Code.WAITS_FOR_BLOCKS, Code.WAITS_FOR_SWAP, Code.WAITS_FOR_BUDGET, Code.WAITS_FOR_SEAT}
+WAYS = ("recompute", "swap")
+"""How a sequence gives way: values of "by"."""
+REASONS = ("stop", "length", "abort", "error")
+"""How a sequence ends: values of "reason"."""
+
+Note = list[int]
+"""[code, request, sample, one number for each of FIELDS[code]]."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+class Header(_Record, frozen=True, tag=0):
+    """Everything that determines a scheduler, its policy and its pools. `wall_s` is the time of day at `clock_s`."""
+
+    engine_version: str
+    clock_s: float
+    wall_s: float
+    options: dict[str, Any]
+    policy: str
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    caching: bool
+    windows: tuple[int | None, ...]
+    watermark: float
+    max_swap_blocks_per_step: int
+    swap_blocks_per_s: float
+
+
+class Params(_Record, frozen=True):
+    """What of a request's parameters decisions depend on. `beam` is (length_penalty, early_stopping)."""
+
+    n: int
+    min_tokens: int
+    priority: int
+    user: str | None
+    beam: tuple[float, bool] | None
+
+
+class Arrival(_Record, frozen=True, tag=1):
+    """A request was queued. Of its tokens there are the numbers: `num_output` were generated before it came."""
+
+    number: int
+    request_id: str
+    clock_s: float
+    num_prompt: int
+    num_output: int
+    max_len: int
+    stop_ids: list[int]
+    deadline_s: float | None
+    params: Params
+    hashes: bytes
+
+
+class Forked(_Record, frozen=True, tag=2):
+    """`child` starts from the tokens of a live request."""
+
+    parent: int
+    child: Arrival
+
+
+class Aborted(_Record, frozen=True, tag=3):
+    number: int
+    clock_s: float
+
+
+class Expired(_Record, frozen=True, tag=4):
+    """The deadlines of these requests had passed at `clock_s`."""
+
+    clock_s: float
+    numbers: list[int]
+
+
+class Measured(_Record, frozen=True, tag=5):
+    """The rates that preemption decides by, from now on."""
+
+    prefill_tokens_per_s: float
+    swap_blocks_per_s: float
+
+
+class Step(_Record, frozen=True, tag=6):
+    """schedule() was called. `digest` is of the step it made, empty if there was nothing to compute."""
+
+    clock_s: float
+    digest: bytes
+    num_entries: int
+    num_tokens: int
+    num_block_ops: int
+    hashes: bytes
+    notes: list[Note]
+
+
+class Result(_Record, frozen=True, tag=7):
+    """update() was called for the oldest step in flight, with these tokens of `token_bytes` bytes each.
+
+    `candidates` are the likeliest next tokens of each beam, by its place among the step's samples.
+    """
+
+    clock_s: float
+    tokens: bytes
+    token_bytes: Annotated[int, Meta(ge=1, le=4)]
+    counts: list[int] | None
+    failed: list[tuple[int, str]] | None
+    candidates: list[tuple[int, list[tuple[int, float]]]] | None
+    hashes: bytes
+    notes: list[Note]
+
+
+class PolicyFault(_Record, frozen=True, tag=8):
+    """The policy answered nonsense; from here on it is first come, first served."""
+
+    what: str
+
+
+Record = Header | Arrival | Forked | Aborted | Expired | Measured | Step | Result | PolicyFault
+
+
+def pack_tokens(tokens: bytes) -> tuple[bytes, int]:
+    """u32 token ids without the high bytes that none of them uses, and the bytes that are left of each."""
+    width = 4
+    while width > 1 and not any(tokens[width - 1 :: 4]):
+        width -= 1
+    packed = bytearray(len(tokens) // 4 * width)
+    for lane in range(width):
+        packed[lane::width] = tokens[lane::4]
+    return bytes(packed), width
+
+
+def unpack_tokens(packed: bytes, width: int) -> bytes:
+    """Inverse of pack_tokens."""
+    tokens = bytearray(len(packed) // width * 4)
+    for lane in range(width):
+        tokens[lane::4] = packed[lane::width]
+    return bytes(tokens)

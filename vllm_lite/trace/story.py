@@ -1,0 +1,217 @@
+"""Records in words: one line for any record, and the whole story of one request."""
+
+from collections.abc import Callable, Iterator
+
+from vllm_lite.errors import RequestError
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.records import (
+    FIELDS,
+    REASONS,
+    WAITS,
+    WAYS,
+    Aborted,
+    Arrival,
+    Code,
+    Expired,
+    Forked,
+    Header,
+    Note,
+    PolicyFault,
+    Record,
+    Result,
+    Step,
+)
+
+ENDS = {
+    "stop": "finished by a stop token",
+    "length": "finished at its greatest length",
+    "error": "ended with an error",
+    "abort": "aborted",
+}
+
+
+def describe(record: Record, ids: dict[int, str]) -> str:
+    """One line; `ids` names the requests by their numbers."""
+    if isinstance(record, Step):
+        if not record.digest:
+            what = "no step"
+        else:
+            moved = f", {record.num_block_ops} block moves" if record.num_block_ops else ""
+            what = f"{record.num_entries} entries, {record.num_tokens} tokens{moved}, digest {record.digest.hex()}"
+        return f"{what}; {describe_notes(record.notes, ids)}" if record.notes else what
+    if isinstance(record, Result):
+        return f"result of {len(record.tokens) // record.token_bytes} tokens"
+    if isinstance(record, Arrival):
+        return f"{record.request_id} arrived with {record.num_prompt} tokens"
+    if isinstance(record, Forked):
+        return f"{record.child.request_id} was forked off {ids.get(record.parent)}"
+    return str(record)
+
+
+def describe_notes(notes: list[Note], ids: dict[int, str]) -> str:
+    return "; ".join(f"{ids.get(note[1], note[1])} {sentence(note, ids)}" for note in notes) or "none"
+
+
+def sentence(note: Note, ids: dict[int, str]) -> str:
+    """What happened to the sequence a note is about."""
+    code = Code(note[0])
+    numbers = dict(zip(FIELDS[code], note[3:], strict=True))
+    return _SENTENCES[code](numbers, ids)
+
+
+def _waited_for_blocks(numbers: dict[str, int], _ids: dict[int, str]) -> str:
+    need, free, kept = numbers["need"], numbers["free"], numbers["watermark"]
+    back = f", of which {kept} are kept for running requests" if kept else ""
+    return f"waited, because it needed {_blocks(need)} and {free} {'was' if free == 1 else 'were'} free{back}"
+
+
+def _admitted(numbers: dict[str, int], _ids: dict[int, str]) -> str:
+    tokens, cached, blocks = numbers["tokens"], numbers["cached"], numbers["blocks"]
+    found = f", with {_tokens(cached)} found in the cache" if cached else ""
+    return f"was admitted, to compute {_tokens(tokens)} in {_blocks(blocks)}{found}"
+
+
+def _preempted(numbers: dict[str, int], ids: dict[int, str]) -> str:
+    winner = ids.get(numbers["for"], f"request {numbers['for']}")
+    how = "its blocks were swapped out" if WAYS[numbers["by"]] == "swap" else "to be computed again"
+    return f"was preempted to make room for {winner}: {how}"
+
+
+_SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
+    Code.ADMITTED: _admitted,
+    Code.SWAPPED_IN: lambda n, _: (
+        f"was swapped in again: {_blocks(n['blocks'])}, to compute {_tokens(n['tokens'])} more"
+    ),
+    Code.CHUNKED: lambda n, _: f"computed {_tokens(n['tokens'])}, all the step had room for; {n['left']} were left",
+    Code.WAITS_FOR_BLOCKS: _waited_for_blocks,
+    Code.WAITS_FOR_SWAP: lambda _n, _: "waited, because the step had moved enough blocks already",
+    Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
+    Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
+    Code.PREEMPTED: _preempted,
+    Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+}
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
+
+
+class _Wait:
+    """Notes that say again why the same sequence waits, told as one."""
+
+    def __init__(self, step: int, clock_s: float, note: Note) -> None:
+        self.step, self.clock_s = step, clock_s
+        self.first = self.last = note
+        self.count = 1
+
+    def goes_on(self, note: Note) -> bool:
+        return note[:3] == self.first[:3]
+
+    def text(self, now_s: float) -> str:
+        text = sentence(self.first, {})
+        if self.count > 1 and self.first[0] == Code.WAITS_FOR_BLOCKS:
+            text += f" (at last it needed {self.last[3]} and {self.last[4]} were free)"
+        return f"{text}; that took {now_s - self.clock_s:.3f} s"
+
+
+class _Teller:
+    """Walks through a trace and picks out what is about the requests called `request_id`."""
+
+    def __init__(self, request_id: str, header: Header) -> None:
+        self.request_id = request_id
+        self.ids: dict[int, str] = {}
+        self._step = 0
+        self._start_s = header.clock_s
+        self._numbers: set[int] = set()
+        self._samples: dict[int, int] = {}
+        self._waits: dict[tuple[int, int], _Wait] = {}
+        self._preempted: set[tuple[int, int]] = set()
+
+    def tell(self, record: Record) -> Iterator[str]:
+        match record:
+            case Arrival() if record.request_id == self.request_id:
+                yield self._arrived(record, "arrived")
+            case Forked() if record.child.request_id == self.request_id:
+                yield self._arrived(record.child, f"was forked off {self.ids.get(record.parent)}")
+            case Forked() if record.parent in self._numbers:
+                yield self._line(record.child.clock_s, f"{record.child.request_id} was forked off it")
+            case Step() | Result():
+                self._step += isinstance(record, Step) and record.digest != b""
+                for note in record.notes:
+                    if note[1] in self._numbers:
+                        yield from self._noted(record.clock_s, note)
+            case Aborted() if record.number in self._numbers:
+                yield self._line(record.clock_s, "was aborted")
+            case Expired() if self._numbers.intersection(record.numbers):
+                yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
+            case PolicyFault() if self._numbers:
+                yield f"             (the policy failed, from here on first come, first served: {record.what})"
+        if isinstance(record, Arrival | Forked):
+            arrival = record.child if isinstance(record, Forked) else record
+            self.ids[arrival.number] = arrival.request_id
+
+    def _arrived(self, record: Arrival, how: str) -> str:
+        self._numbers.add(record.number)
+        self._samples[record.number] = record.params.n
+        self._start_s = record.clock_s
+        parts = [f"{how} with a prompt of {_tokens(record.num_prompt)}"]
+        if record.num_output:
+            parts.append(f"and {_tokens(record.num_output)} generated before")
+        parts.append(f"and may grow to {record.max_len}")
+        if record.params.n > 1:
+            parts.append(f"in {record.params.n} {'beams' if record.params.beam else 'samples'}")
+        if record.deadline_s is not None:
+            parts.append(f"within {record.deadline_s - record.clock_s:.3f} s")
+        return self._line(record.clock_s, " ".join(parts))
+
+    def _noted(self, now_s: float, note: Note) -> Iterator[str]:
+        sample = (note[1], note[2])
+        wait = self._waits.get(sample)
+        if note[0] in WAITS:
+            if wait is not None and wait.goes_on(note):
+                wait.last, wait.count = note, wait.count + 1
+                return
+            self._waits[sample] = _Wait(self._step, now_s, note)
+        if wait is not None:
+            if note[0] not in WAITS:
+                del self._waits[sample]
+            yield self._line(wait.clock_s, self._subject(note) + wait.text(now_s))
+        if note[0] in WAITS:
+            return
+        resumed = note[0] == Code.ADMITTED and sample in self._preempted
+        if note[0] == Code.PREEMPTED:
+            self._preempted.add(sample)
+        text = sentence(note, self.ids).replace(f"for {self.request_id}:", "for itself later on:", 1)
+        yield self._line(
+            now_s, self._subject(note) + (text.replace("was admitted", "was resumed", 1) if resumed else text)
+        )
+
+    def _subject(self, note: Note) -> str:
+        return f"sample {note[2]} " if self._samples.get(note[1], 1) > 1 else ""
+
+    def _line(self, clock_s: float, text: str) -> str:
+        return f"+{clock_s - self._start_s:9.3f} s  {text[0].upper()}{text[1:]}."
+
+    def left_over(self) -> Iterator[str]:
+        for wait in self._waits.values():
+            yield self._line(
+                wait.clock_s, f"{self._subject(wait.first)}{sentence(wait.first, {})}; the trace ends there"
+            )
+
+
+def story(request_id: str, reader: TraceReader) -> list[str]:
+    """What happened to a request, one sentence a line, with seconds since it arrived. Raises RequestError if it is in
+    no record. An id that was used again has its later story behind the first."""
+    teller = _Teller(request_id, reader.header)
+    lines = [line for record in reader for line in teller.tell(record)]
+    lines += teller.left_over()
+    if not lines:
+        known = ", ".join(repr(name) for name in list(teller.ids.values())[:5])
+        raise RequestError(
+            f"request {request_id!r} is none of the {len(teller.ids)} in this trace; the first are {known or 'none'}"
+        )
+    return lines

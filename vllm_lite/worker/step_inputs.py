@@ -1,0 +1,56 @@
+"""What the persistent batch gives to one step: the forward pass's arrays, and where in them samples are taken."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.speculative import NO_GUESS
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's inputs, sequences in the order of their entries, tokens of one sequence side by side."""
+
+    handles: list[Handle]
+    rows: Int64s  # [num_seqs], rows of the batch
+    num_scheduled: Int64s  # [num_seqs], tokens of each in this step
+    input_ids: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens]
+    slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
+    block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
+    query_start_loc: Int32s  # [num_seqs + 1]
+    seq_lens: Int32s  # [num_seqs], guesses included
+    sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
+    num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every guess
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def sample_starts(self) -> Int64s:  # [num_sampling]
+        """Where among the samples those of each sequence begin."""
+        return np.cumsum(self.num_samples) - self.num_samples
+
+    @property
+    def sample_places(self) -> Int64s:  # [num_samples]
+        """Of each sample how many guesses of its sequence stand before it."""
+        return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
+
+    @property
+    def sample_tokens(self) -> Int64s:  # [num_samples]
+        """Where in the step's tokens those stand whose logits are wanted."""
+        ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
+        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_places
+
+    @property
+    def guesses(self) -> Int64s:  # [num_samples]
+        """What was guessed for each sample; NO_GUESS at the last of each sequence."""
+        guesses = np.append(self.input_ids, NO_GUESS)[self.sample_tokens + 1]
+        guesses[self.sample_starts + self.num_samples - 1] = NO_GUESS
+        return guesses
