@@ -76,9 +76,9 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
-        num_host_blocks = int(self._config.swap_space * GIB // ready.block_bytes)
-        blocks_per_s = executor.allocate(num_blocks, num_host_blocks)
-        sizes = Sizes(num_blocks, num_host_blocks, blocks_per_s)
+        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
+        blocks_per_s = executor.allocate(num_blocks, host_blocks)
+        sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         core = EngineCore(self._config, ready, executor, sizes, self._epoch)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
@@ -239,6 +239,11 @@ def _to_wire(item: Produced) -> Tokens | Finished:
         index=item.sample,
         cumulative_logprob=item.logprob,
     )
+
+
+def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
+    """Whole KV blocks that fit into the swap space."""
+    return int(swap_space_gib * GIB // block_bytes)
 
 
 def settle_garbage_collector() -> None:

@@ -1,0 +1,50 @@
+"""Test vectors of the founding documents that need a worker: slots, padding, grouped-query heads, pool sizes."""
+
+import torch
+
+from tests.cpu.test_input_batch import new_batch, new_request, run
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.config import GIB
+from vllm_lite.engine.kv_groups import KVGroup
+from vllm_lite.engine.process import num_host_blocks
+
+
+def test_slots_follow_the_block_table() -> None:
+    inputs = run(new_batch(), new_request(0, [1, 2, 3, 4, 5, 6], block_ids=[[7, 2]]))
+    assert inputs.slot_mapping[0].tolist() == [28, 29, 30, 31, 8, 9]
+
+
+def test_a_cached_position_is_padding_and_is_not_written() -> None:
+    entry = new_request(0, [1, 2, 3, 4], block_ids=[[7]], num_computed=3, num_cached=4, num_tokens=1)
+    assert run(new_batch(), entry).slot_mapping[0].tolist() == [PAD_SLOT] == [-1]
+
+
+def test_head_13_of_32_reads_kv_head_3_of_8() -> None:
+    shape = AttentionShape(32, 8, 8, 4, torch.float32, torch.device("cpu"))
+    backend = ReferenceBackend(shape)
+    kv = torch.zeros(3, 2, 8, 4, 8)
+    kv[2, 1] = torch.arange(8.0)[:, None, None]  # the values of KV head h are h
+    metadata = AttentionMetadata(
+        num_tokens=1,
+        num_seqs=1,
+        max_query_len=1,
+        max_seq_len=4,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([4], dtype=torch.int32),
+        block_tables=(torch.tensor([[2]], dtype=torch.int32),),
+        slot_mapping=(torch.tensor([PAD_SLOT]),),
+    )
+    backend.prepare(metadata)
+    out = torch.empty(1, 32, 8)
+    backend.attend(torch.ones(1, 32, 8), kv, metadata, 0, out)
+    assert out[0, 13].tolist() == [3.0] * 8
+
+
+def test_swap_space_in_blocks() -> None:
+    assert num_host_blocks(4.0, 2 * 1024 * 1024) == 4 * GIB // (2 * 1024 * 1024) == 2048
+
+
+def test_blocks_behind_a_window() -> None:
+    assert KVGroup(0, 4, 8).first_needed(20) == 3, "positions below 13, so blocks 0 to 2"
