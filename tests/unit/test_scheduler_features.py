@@ -285,3 +285,16 @@ def test_the_fork_of_a_waiting_request_waits_its_turn() -> None:
     message = Generate("child", pack_tokens([3]), SamplingParams(max_tokens=5))
     branching.fork_request(rig.scheduler, parent, Request(message, b"client", 6, frozenset()))
     assert [sequence.request.request_id for sequence in rig.scheduler.waiting] == ["old", "parent", "child"]
+
+
+def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
+    rig = Rig(40, windows=[5], max_num_batched_tokens=64, caching=False)
+    parent = rig.add("a", [1, 2, 3], max_tokens=20)
+    for _ in range(14):
+        rig.step()
+    have = rig.output("a")[:2]
+    message = Generate("b", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=20), 2, pack_tokens(have))
+    rig.outputs["b", 0] = list(have)
+    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 23, frozenset()))
+    rig.drain()
+    assert rig.output("b") == rig.output("a") == expected([1, 2, 3], 20)
