@@ -288,7 +288,7 @@ def test_the_fork_of_a_waiting_request_waits_its_turn() -> None:
 
 
 def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
-    rig = Rig(40, windows=[5], max_num_batched_tokens=64, caching=False)
+    rig = Rig(5, windows=[5], max_num_batched_tokens=4, caching=False)
     parent = rig.add("a", [1, 2, 3], max_tokens=20)
     for _ in range(14):
         rig.step()
