@@ -202,6 +202,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             match = re.search(r"`\$\.(\w+)", str(error))
             name = match.group(1) if match else ""
             what = str(error).split(" - at ")[0]
+            if what.startswith("Invalid enum value"):
+                what = f"must be one of {', '.join(_choices(name))}"
             raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
 
     def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> "EngineConfig":
@@ -262,6 +264,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text + shown)
         else:
             parser.add_argument(flag, metavar=field.name.rsplit("_", 1)[-1].upper(), default=None, help=text + shown)
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """The values that a field of a fixed set may have."""
+    return get_args(get_args(get_type_hints(EngineConfig, include_extras=True)[name])[0])
 
 
 def _description(hint: Any) -> str:

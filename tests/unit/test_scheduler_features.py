@@ -298,3 +298,21 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
     branching.fork_request(rig.scheduler, parent, Request(message, b"client", 23, frozenset()))
     rig.drain()
     assert rig.output("b") == rig.output("a") == expected([1, 2, 3], 20)
+
+
+def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order() -> None:
+    class ByName:
+        def order(self, waiting: list[Sequence], view: object) -> list[Sequence]:  # noqa: ARG002
+            return sorted(waiting, key=lambda sequence: sequence.request.request_id)
+
+    rig = Rig(6, policy=ByName(), max_num_batched_tokens=8, caching=False)
+    rig.add("q", [1] * 7, max_tokens=8)
+    rig.step()
+    rig.add("p", list(range(12)), max_tokens=4, n=2)
+    rig.step()
+    rig.step()  # p is complete and forks; q, behind it, needs a block; the new sample came last
+    assert rig.scheduler.counters.preemptions > 0
+    rig.drain()
+    assert rig.output("q") == expected([1] * 7, 8)
+    for index in range(2):
+        assert rig.output("p", index) == expected(list(range(12)), 4, child=index)

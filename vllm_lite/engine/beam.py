@@ -64,7 +64,7 @@ class BeamSearch:
         )[: self.num_candidates]
         ends = [length >= self.max_output or continuation.token_id in self.stop_ids for continuation in best]
         going_on = [continuation for continuation, end in zip(best, ends, strict=True) if not end][: self.width]
-        if self._improvable and not (self.early_stopping and self._full):
+        if self._improvable:
             self._add(beams, [c for c, end in zip(best[: self.width], ends, strict=False) if end], length)
         self._improvable = self._improvable and self._can_improve(going_on, length)
         if not going_on or not self._improvable or (self.early_stopping and self._full):
