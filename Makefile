@@ -7,7 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NATIVE := $(wildcard csrc/cpu/*)
+NATIVE := $(wildcard csrc/cpu/*) $(wildcard csrc/cpu/isa/*)
 SOURCES := vllm_lite scripts tests
 
 .DEFAULT_GOAL := help

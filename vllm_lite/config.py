@@ -91,7 +91,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the workers run")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the workers run")] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None, Meta(description="'int8': weights of matrix products are quantized when loaded")
+    ] = None
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="longest prompt plus output, in tokens (default: the model's)"),
@@ -118,6 +121,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
     ] = None
+
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        Meta(description="type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "reference", "cpu", "cuda"], Meta(description="which kernels compute attention")
+    ] = "auto"
 
     # scheduler
     max_num_seqs: Annotated[

@@ -114,7 +114,7 @@ VLLM_LITE_CLONES int32_t draw_row(const float* logits, int32_t vocab, float offs
 
 }  // namespace
 
-// One draw; the same record as DRAW in vllm_lite/kernels/cpu.py.
+// One draw; the same record as DRAW in vllm_lite/kernels/cpu/sampler.py.
 struct Draw {
   int64_t row;
   uint64_t seed;
@@ -146,7 +146,7 @@ VLLM_LITE_API void vllm_lite_noise(uint64_t seed, uint32_t child, uint32_t posit
   }
 }
 
-// Raised with every change of a signature in this folder; vllm_lite/kernels/cpu.py refuses another one.
+// Raised with every change of a signature in this folder; vllm_lite/kernels/cpu/library.py refuses another one.
 VLLM_LITE_API int32_t vllm_lite_abi() {
-  return 1;
+  return 2;
 }

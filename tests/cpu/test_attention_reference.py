@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS, select_backend
@@ -116,7 +116,7 @@ class Batch:
 
     def run(self):
         metadata = self.metadata()
-        self.backend.write_kv(self.key, self.value, self.kv, metadata, 0)
+        self.backend.write_kv(Heads(self.query, self.key, self.value), self.kv, metadata, 0)
         out = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
         self.backend.attend(self.query, self.kv, metadata, 0, out)
         return out
@@ -178,7 +178,7 @@ def test_what_unused_slots_hold_changes_no_bit(filler):
 def test_writing_touches_its_own_slots_and_no_other():
     batch = Batch([(5, 17), (1, 16), (3, 3)], filler=0.0)
     before = batch.pool.clone()
-    batch.backend.write_kv(batch.key, batch.value, batch.kv, batch.metadata(), 0)
+    batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, batch.metadata(), 0)
     for row, slot in enumerate(batch.slots):
         block, offset = divmod(slot, batch.block_size)
         before[block, LAYER, 0, :, offset] = batch.key[row]
@@ -212,7 +212,7 @@ def test_rows_after_the_last_sequence_give_zeros():
     query = torch.cat((batch.query, torch.full((2, *batch.query.shape[1:]), math.nan)))
     key, value = torch.full((2, 5, NUM_KV_HEADS, HEAD_SIZE), math.nan)
     key[:3], value[:3] = batch.key, batch.value
-    batch.backend.write_kv(key, value, batch.kv, metadata, 0)
+    batch.backend.write_kv(Heads(query, key, value), batch.kv, metadata, 0)
     out = torch.full(query.shape, 7.0)
     batch.backend.attend(query, batch.kv, metadata, 0, out)
     assert torch.allclose(out[:3].double(), batch.expected(), rtol=0, atol=2e-6)
@@ -227,7 +227,7 @@ def test_groups_have_their_own_tables_and_slots():
     first.backend.shape = replace(first.shape, windows=(5, None))
     first.backend.prepare(metadata)
     out = torch.empty_like(first.query)
-    first.backend.write_kv(second.key, second.value, second.kv, metadata, 1)
+    first.backend.write_kv(Heads(second.query, second.key, second.value), second.kv, metadata, 1)
     first.backend.attend(second.query, second.kv, metadata, 1, out)
     assert torch.equal(out, Batch(CHUNKED).run())
 

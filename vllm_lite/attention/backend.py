@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.kernels.ops import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,34 @@ class AttentionShape:
     device: torch.device
     windows: tuple[int | None, ...] = (None,)
     """Per KV group how many tokens a query sees, itself included; None = all before it."""
+    kv_dtype: torch.dtype | None = None
+    """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated."""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    soft_cap: float = 0.0
+    """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
 
     @property
     def scale(self) -> float:
         """Factor on the scores, 1 / sqrt(head_size)."""
         return float(self.head_size**-0.5)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer's Q, K and V of a step; rows may be strided, a row's heads stand side by side."""
+
+    query: torch.Tensor  # [num_tokens, num_heads, head_size]
+    key: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
+    value: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
+    rotation: Rotation | None = None
+    """How far Q and K still have to be turned, before K is stored; None = not at all."""
 
 
 class AttentionBackend(Protocol):
@@ -54,13 +78,12 @@ class AttentionBackend(Protocol):
 
     def write_kv(
         self,
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided
-        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided
+        heads: Heads,
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
         metadata: AttentionMetadata,
         group: int,
     ) -> None:
-        """Store the step's K and V at their slots; tokens with PAD_SLOT are skipped."""
+        """Turn Q and K in place by `heads.rotation` and store K and V at their slots; PAD_SLOT's are not stored."""
         ...
 
     def attend(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.kernels.ops import TorchOps
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _Span:
 
     table: slice  # its blocks in the sequence's table
     tokens: slice  # its positions, counted from the first of those blocks
+    distances: torch.Tensor | None  # float32 [query_len, seq_len - first], key minus query position; for ALiBi only
     visible: torch.Tensor | None  # bool [group_heads * query_len, seq_len - first]; None = all of it (one query row)
 
 
@@ -56,11 +58,18 @@ class ReferenceBackend:
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
         self.group_heads = shape.num_heads // shape.num_kv_heads
+        self.ops = TorchOps()
+        self.slopes: torch.Tensor | None = None  # float32 [num_kv_heads, group_heads, 1, 1]
+        if shape.alibi_slopes is not None:
+            slopes = torch.tensor(shape.alibi_slopes, device=shape.device)
+            self.slopes = slopes.view(shape.num_kv_heads, self.group_heads, 1, 1)
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         if shape.num_heads % shape.num_kv_heads:
             return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads evenly"
+        if shape.alibi_slopes is not None and len(shape.alibi_slopes) != shape.num_heads:
+            return f"there are {len(shape.alibi_slopes)} ALiBi slopes for {shape.num_heads} heads"
         return None
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
@@ -100,8 +109,12 @@ class ReferenceBackend:
             if window is not None:
                 visible.triu_(first_row - first - window + 1)
             visible = visible.repeat(self.group_heads, 1)
+        distances = None
+        if self.slopes is not None:
+            keys = torch.arange(first, seq_len, dtype=torch.float32, device=self.shape.device)
+            distances = keys - torch.arange(first_row, seq_len, device=self.shape.device)[:, None]
         table = slice(first_block, -(-seq_len // self.shape.block_size))
-        return _Span(table, slice(first - offset, seq_len - offset), visible)
+        return _Span(table, slice(first - offset, seq_len - offset), distances, visible)
 
     def _write(self, slots: torch.Tensor) -> _Write:
         written = slots != PAD_SLOT
@@ -109,15 +122,31 @@ class ReferenceBackend:
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int
-    ) -> None:
+    def write_kv(self, heads: Heads, kv: torch.Tensor, metadata: AttentionMetadata, group: int) -> None:
+        if heads.rotation is not None:
+            self.ops.rotate(heads.query, heads.rotation)
+            self.ops.rotate(heads.key, heads.rotation)
         write: _Write = metadata.plan.writes[group]
+        key, value = heads.key, heads.value
         if write.rows is not None:
             key, value = key[write.rows], value[write.rows]
         keys, values = kv[:, 0], kv[:, 1]  # [num_blocks, num_kv_heads, block_size, head_size]
-        keys[write.blocks, :, write.offsets] = key
-        values[write.blocks, :, write.offsets] = value
+        keys, values = _as_bytes(keys), _as_bytes(values)
+        keys[write.blocks, :, write.offsets] = self._stored(key, self.shape.k_scale)
+        values[write.blocks, :, write.offsets] = self._stored(value, self.shape.v_scale)
+
+    def _stored(self, new: torch.Tensor, scale: float) -> torch.Tensor:
+        """`new` as the cache keeps it. What float8 cannot hold becomes its largest number: torch would give NaN."""
+        dtype = self.shape.cache_dtype
+        if dtype.itemsize > 1:
+            return new.to(dtype)
+        limit = torch.finfo(dtype).max
+        return (new.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
+
+    def _loaded(self, cached: torch.Tensor, scale: float) -> torch.Tensor:
+        return (
+            cached.to(self.shape.dtype) if cached.dtype.itemsize > 1 else (cached.float() * scale).to(self.shape.dtype)
+        )
 
     def attend(
         self, query: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int, out: torch.Tensor
@@ -142,15 +171,41 @@ class ReferenceBackend:
         sequence: _Sequence,
         group: int,
     ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
-        blocks = kv.index_select(0, sequence.blocks[group])  # [n, 2, num_kv_heads, block_size, head_size]
+        blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
         cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, n * block_size, head_size]
         span = sequence.spans[group]
-        key, value = cached[:, None, :, span.tokens].unbind()  # [1, num_kv_heads, seq_len - first, head_size]
+        key, value = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
+        key, value = self._loaded(key, self.shape.k_scale), self._loaded(value, self.shape.v_scale)
+        if self.shape.soft_cap or self.slopes is not None:
+            return self._attend_by_steps(query, key, value, span)
         attended = scaled_dot_product_attention(
             query.flatten(1, 2)[None],  # [1, num_kv_heads, group_heads * query_len, head_size]
-            key,
-            value,
+            key[None],
+            value[None],
             attn_mask=span.visible,
             scale=self.shape.scale,
         )
         return attended.view(query.shape)
+
+    def _attend_by_steps(
+        self,
+        query: torch.Tensor,  # [num_kv_heads, group_heads, query_len, head_size]
+        key: torch.Tensor,  # [num_kv_heads, seq_len - first, head_size]
+        value: torch.Tensor,  # [num_kv_heads, seq_len - first, head_size]
+        span: _Span,
+    ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
+        """What the fused operator of torch cannot do, in float32."""
+        scores = query.float() @ key.float()[:, None].transpose(2, 3) * self.shape.scale
+        cap = self.shape.soft_cap
+        if cap:
+            scores = (scores / cap).tanh_() * cap
+        if self.slopes is not None and span.distances is not None:
+            scores += self.slopes * span.distances
+        if span.visible is not None:
+            scores.masked_fill_(~span.visible[: scores.shape[2]], -torch.inf)
+        return (scores.softmax(-1) @ value.float()[:, None]).to(query.dtype)
+
+
+def _as_bytes(kv: torch.Tensor) -> torch.Tensor:
+    """A float8 cache as bytes, which torch can index; others as they are."""
+    return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

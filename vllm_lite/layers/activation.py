@@ -1,11 +1,16 @@
 """The gated activation between the two halves of an MLP."""
 
 import torch
-from torch.nn.functional import silu
+
+from vllm_lite.kernels.ops import ops_for
 
 
-def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """out = silu(gate) * up, with gate_up: [num_tokens, 2 * size] and out: [num_tokens, size]. Overwrites the gate."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    silu(gate, inplace=True)
-    torch.mul(gate, up, out=out)
+class SiluAndMul:
+    """out = silu(gate) * up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.ops = ops_for(device)
+
+    def forward(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """gate_up: [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the gate."""
+        self.ops.silu_and_mul(gate_up, out)

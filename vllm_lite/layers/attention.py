@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.backend import AttentionBackend, Heads
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.layers.buffers import Rows
 
@@ -20,6 +20,6 @@ class Attention:
         metadata: AttentionMetadata,
         backend: AttentionBackend,
     ) -> None:
-        """rows.query, rows.key, rows.value -> rows.attended_heads, through the layer's cache."""
-        backend.write_kv(rows.key, rows.value, kv, metadata, self.group)
+        """rows.query, rows.key, not yet turned, and rows.value -> rows.attended_heads, through the layer's cache."""
+        backend.write_kv(Heads(rows.query, rows.key, rows.value, rows.rotation), kv, metadata, self.group)
         backend.attend(rows.query, kv, metadata, self.group, rows.attended_heads)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_lite.kernels.ops import Rotation
 from vllm_lite.layers.weight_slot import Shard
 from vllm_lite.model_spec import ModelSpec
 
@@ -18,10 +19,7 @@ class Rows:
     query: torch.Tensor  # [n, num_heads, head_dim], in qkv
     key: torch.Tensor  # [n, num_kv_heads, head_dim], in qkv
     value: torch.Tensor  # [n, num_kv_heads, head_dim], in qkv
-    query_key: torch.Tensor  # [n, num_heads + num_kv_heads, head_dim], in qkv
-    rotated: torch.Tensor  # [n, num_heads + num_kv_heads, head_dim], scratch
-    cos: torch.Tensor  # [n, 1, head_dim]
-    sin: torch.Tensor  # [n, 1, head_dim]
+    rotation: Rotation
     attended: torch.Tensor  # [n, num_heads * head_dim]
     attended_heads: torch.Tensor  # [n, num_heads, head_dim], the same memory
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]
@@ -45,9 +43,8 @@ class Buffers:
         self.residual = buffer(spec.hidden_size)
         self.hidden = buffer(spec.hidden_size)
         self.qkv = buffer((num_heads + 2 * num_kv_heads) * head_dim)
-        self.rotated = buffer(num_heads + num_kv_heads, head_dim)
-        self.cos = buffer(1, head_dim)
-        self.sin = buffer(1, head_dim)
+        self.cos = buffer(head_dim)
+        self.sin = buffer(head_dim)
         self.attended = buffer(num_heads * head_dim)
         self.gate_up = buffer(2 * intermediate_size)
         self.activated = buffer(intermediate_size)
@@ -72,10 +69,7 @@ class Buffers:
             query=by_head[:, :heads],
             key=by_head[:, heads : heads + kv_heads],
             value=by_head[:, heads + kv_heads :],
-            query_key=by_head[:, : heads + kv_heads],
-            rotated=self.rotated[:n],
-            cos=self.cos[:n],
-            sin=self.sin[:n],
+            rotation=Rotation(self.cos[:n], self.sin[:n]),
             attended=attended,
             attended_heads=attended.view(n, heads, self.head_dim),
             gate_up=self.gate_up[:n],

@@ -2,27 +2,21 @@
 
 import torch
 
+from vllm_lite.kernels.ops import ops_for
+
 
 class RMSNorm:
-    """out = x / sqrt(mean(x^2) + eps) * weight over the last axis.
-
-    Rounding is that of transformers: the quotient is computed in float32 and rounded to the model's dtype, and only
-    then multiplied by the weight.
-    """
+    """out = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded as `Ops.rms_norm` says."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
-        self.eps = torch.tensor(eps, dtype=torch.float32, device=device)
-        self.inverse_size = 1.0 / size
+        self.eps = eps
+        self.ops = ops_for(device)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x, out: [..., size]; `out` may be `x`."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self.eps, length, length, value=self.inverse_size).rsqrt_()
-        torch.mul(x, scale, out=out)
-        out.mul_(self.weight)
+        self.ops.rms_norm(x, self.weight, self.eps, out)
 
     def add_forward(self, residual: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
         """residual += x, out = norm(residual); all [num_tokens, size], and `out` may be `x`."""
-        residual.add_(x)
-        self.forward(residual, out)
+        self.ops.add_rms_norm(residual, x, self.weight, self.eps, out)

@@ -4,13 +4,14 @@ import math
 
 import torch
 
+from vllm_lite.kernels.ops import Rotation
 from vllm_lite.model_spec import Rope
 
 
 class RotaryEmbedding:
     """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_dim / 2].
 
-    `select` fetches a step's rows once; `rotate` turns the heads of each layer with them, in the model's dtype.
+    `select` fetches a step's rows once; the attention backend turns the heads of each layer with them.
     """
 
     def __init__(self, rope: Rope, head_dim: int, max_position: int, *, device: torch.device) -> None:
@@ -19,21 +20,13 @@ class RotaryEmbedding:
         angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(device)
         self.table = torch.stack((angles.cos(), angles.sin()), dim=1)
 
-    def select(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """positions: int64 [num_tokens] -> cos, sin: [num_tokens, 1, head_dim], the first half of sin negated.
-
-        A position at or beyond the table's end is an IndexError on a CPU.
-        """
+    def select(self, positions: torch.Tensor, out: Rotation) -> None:
+        """positions: int64 [num_tokens]. A position at or beyond the table's end is an IndexError on a CPU."""
         half = self.half
         rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_dim / 2]
-        cos.view(-1, 2, half).copy_(rows[:, :1])
-        sin.view(-1, 2, half).copy_(rows[:, 1:])
-        sin[..., :half].neg_()
-
-    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scratch: torch.Tensor) -> None:
-        """heads: [num_tokens, num_heads, head_dim], turned in place; scratch is of the same shape."""
-        torch.cat((heads[..., self.half :], heads[..., : self.half]), dim=-1, out=scratch)
-        heads.mul_(cos).addcmul_(scratch, sin)
+        out.cos.view(-1, 2, half).copy_(rows[:, :1])
+        out.sin.view(-1, 2, half).copy_(rows[:, 1:])
+        out.sin[..., :half].neg_()
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

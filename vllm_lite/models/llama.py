@@ -8,7 +8,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.metadata import AttentionMetadata
-from vllm_lite.layers.activation import silu_and_mul
+from vllm_lite.layers.activation import SiluAndMul
 from vllm_lite.layers.attention import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -22,9 +22,7 @@ from vllm_lite.model_spec import ModelSpec
 class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(
-        self, spec: ModelSpec, group: int, rope: RotaryEmbedding, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, group: int, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
         hidden = Split.whole(spec.hidden_size)
         heads = Split.even(spec.num_heads * spec.head_dim, shard)
         kv_heads = Split.kv_heads(spec.num_kv_heads, spec.head_dim, shard)
@@ -40,11 +38,11 @@ class DecoderLayer:
         self.qkv = linear(hidden, heads, kv_heads, kv_heads, bias=spec.attention_bias)
         self.query_norm = norm(spec.head_dim) if spec.qk_norm else None
         self.key_norm = norm(spec.head_dim) if spec.qk_norm else None
-        self.rope = rope
         self.attention = Attention(group)
         self.output = linear(heads, hidden, bias=spec.attention_bias)
         self.mlp_norm = norm(spec.hidden_size)
         self.gate_up = linear(hidden, inner, inner, bias=spec.mlp_bias)
+        self.activation = SiluAndMul(device)
         self.down = linear(inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, rows: Rows, kv: torch.Tensor, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
@@ -54,13 +52,12 @@ class DecoderLayer:
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward(rows.query, out=rows.query)
             self.key_norm.forward(rows.key, out=rows.key)
-        self.rope.rotate(rows.query_key, rows.cos, rows.sin, rows.rotated)
         self.attention.forward(rows, kv, metadata, backend)
         self.output.forward(rows.attended, out=rows.hidden)
 
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         self.gate_up.forward(rows.hidden, out=rows.gate_up)
-        silu_and_mul(rows.gate_up, out=rows.activated)
+        self.activation.forward(rows.gate_up, out=rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)
 
     def finish_loading(self) -> None:
@@ -100,9 +97,7 @@ class Llama:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, max_model_len, device=device)
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
-        self.layers = [
-            DecoderLayer(spec, group_of[layer], self.rope, shard, dtype, device) for layer in range(spec.num_layers)
-        ]
+        self.layers = [DecoderLayer(spec, group_of[layer], shard, dtype, device) for layer in range(spec.num_layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings)
         self.buffers = Buffers(spec, shard, max_num_tokens, dtype, device)
@@ -119,7 +114,7 @@ class Llama:
         """Every token's hidden state after the final norm: [num_tokens, hidden_size], overwritten by the next call."""
         rows = self.buffers.rows(input_ids.shape[0])
         self.embedding.forward(input_ids, out=rows.residual)
-        self.rope.select(positions, rows.cos, rows.sin)
+        self.rope.select(positions, rows.rotation)
         rows.hidden.zero_()
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             layer.forward(rows, kv, metadata, backend)

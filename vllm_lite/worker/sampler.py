@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import sampler as native
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import GREEDY_BELOW
 
@@ -122,7 +123,7 @@ class Sampler:
             self._filter(logits, best, params[filtered], rows[filtered])
         positions = inputs.positions[rows].astype(np.uint32)
         if logits.device.type == "cpu" and cpu.available():
-            return cpu.draw(logits, _draw_records(params, positions, rows, best.numpy()[rows, 0]))
+            return native.draw(logits, _draw_records(params, positions, rows, best.numpy()[rows, 0]))
         keys = row_keys(params["seed"], params["child"], positions)
         scores = _scaled(logits, best, self._index(rows), self._column(params["temperature"]))
         scores += gumbel_noise(self._column(keys.view(np.int32)), self._token_keys)
@@ -253,8 +254,8 @@ def _draw_records(
     positions: NDArray[np.uint32],  # [n]
     rows: NDArray[np.int64],  # [n], of the logits
     offsets: NDArray[np.float32],  # [n], the largest logit of each row
-) -> NDArray[np.void]:  # cpu.DRAW [n]
-    draws = np.empty(len(rows), cpu.DRAW)
+) -> NDArray[np.void]:  # native.DRAW [n]
+    draws = np.empty(len(rows), native.DRAW)
     draws["row"], draws["position"], draws["offset"] = rows, positions, offsets
     for name in ("seed", "child", "temperature"):
         draws[name] = params[name]

@@ -1,0 +1,37 @@
+// Which instruction set kernels use. The files in isa/ are compiled once for each set of this list, each time with
+// VLLM_LITE_ISA defined as the name of the namespace that everything in them stands in.
+//
+// Trap: an inline function or a template with external linkage (of the standard library, too) would exist once for each
+// set under one name, and the linker would keep any of them, perhaps one that this machine cannot run. Everything in
+// isa/ is therefore in namespace VLLM_LITE_ISA or static, and nothing of <algorithm> or <vector> is used there.
+#pragma once
+
+enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+
+Isa isa();
+
+// The namespaces that a file in isa/ fills. Where a set is not built, its name stands for the baseline's.
+#define VLLM_LITE_DECLARE(declaration) \
+  namespace baseline {                 \
+  declaration;                         \
+  }                                    \
+  namespace avx2 {                     \
+  declaration;                         \
+  }                                    \
+  namespace avx512 {                   \
+  declaration;                         \
+  }                                    \
+  namespace avx512_bf16 {              \
+  declaration;                         \
+  }
+
+// The address of `name` in the namespace of the set in use.
+#ifdef VLLM_LITE_X86
+#define VLLM_LITE_DISPATCH(name)                  \
+  (isa() == Isa::kAvx512Bf16 ? &avx512_bf16::name \
+   : isa() == Isa::kAvx512   ? &avx512::name      \
+   : isa() == Isa::kAvx2     ? &avx2::name        \
+                             : &baseline::name)
+#else
+#define VLLM_LITE_DISPATCH(name) (&baseline::name)
+#endif

@@ -1,0 +1,227 @@
+// Vectors of float32, as wide as the instruction set, and how elements of other types become float32 and back. Include
+// it in the files of isa/ only, outside of every namespace; it opens namespace VLLM_LITE_ISA itself.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../common.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+// float32 [kWidth]; arithmetic and comparisons work element by element.
+typedef float Vec __attribute__((vector_size(kWidth * 4)));
+typedef int32_t VecI __attribute__((vector_size(kWidth * 4)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Fp8E4M3 {  // the "fn" kind: no infinity, 0x7f is NaN, largest 448
+  uint8_t bits;
+};
+struct Fp8E5M2 {  // the upper half of a Float16
+  uint8_t bits;
+};
+
+VLLM_LITE_INLINE Vec splat(float x) {
+  return Vec{} + x;
+}
+
+VLLM_LITE_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+VLLM_LITE_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// ---- one element
+
+VLLM_LITE_INLINE float to_float(float x) {
+  return x;
+}
+VLLM_LITE_INLINE float to_float(BFloat16 x) {
+  return float_of(static_cast<uint32_t>(x.bits) << 16);
+}
+VLLM_LITE_INLINE float to_float(Float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | rest << 13);
+  // A denormal half is a normal float: scaling by 2^112 moves the exponent's bias and is exact.
+  return float_of(bits_of(float_of(rest << 13) * 0x1p112f) | sign);
+#endif
+}
+VLLM_LITE_INLINE float to_float(Fp8E5M2 x) {
+  return to_float(Float16{static_cast<uint16_t>(x.bits << 8)});
+}
+VLLM_LITE_INLINE float to_float(Fp8E4M3 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24, rest = x.bits & 0x7f;
+  if (rest == 0x7f) return float_of(sign | 0x7fc00000);
+  return float_of(bits_of(float_of(rest << 20) * 0x1p120f) | sign);
+}
+
+// Rounding is to nearest, ties to even; NaN stays NaN.
+VLLM_LITE_INLINE void from_float(float x, float* out) {
+  *out = x;
+}
+VLLM_LITE_INLINE void from_float(float x, BFloat16* out) {
+  const uint32_t bits = bits_of(x);
+  out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+// To a format of `mantissa` bits whose smallest normal number is 2^least; `overflow` is the code for what is too large.
+VLLM_LITE_INLINE uint32_t round_to(float x, int mantissa, int least, uint32_t largest, uint32_t overflow) {
+  const float size = std::fabs(x);
+  if (!(size < 0x1p30f)) return overflow;
+  // Adding and subtracting a power of two rounds to its last place, in the current mode: to nearest even. The last
+  // place is that of the number itself, or of the smallest normal one.
+  const float least_normal = float_of(static_cast<uint32_t>(least + 127) << 23);
+  const float scale = float_of((bits_of(size < least_normal ? least_normal : size) & 0x7f800000));
+  const float magic = scale * float_of(static_cast<uint32_t>(23 - mantissa + 127) << 23);
+  const volatile float shifted = size + magic;
+  const float rounded = shifted - magic;
+  const float unit = least_normal * float_of(static_cast<uint32_t>(127 - mantissa) << 23);
+  uint32_t code;
+  if (rounded < least_normal) {
+    code = static_cast<uint32_t>(rounded / unit);
+  } else {
+    const uint32_t bits = bits_of(rounded);
+    const uint32_t exponent = (bits >> 23) - 127 - static_cast<uint32_t>(least) + 1;
+    code = exponent << mantissa | (bits & 0x7fffff) >> (23 - mantissa);
+  }
+  return code > largest ? overflow : code;
+}
+VLLM_LITE_INLINE void from_float(float x, Float16* out) {
+#if defined(__F16C__)
+  out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000;
+  out->bits = static_cast<uint16_t>(x != x ? 0x7e00 : sign | round_to(x, 10, -14, 0x7bff, 0x7c00));
+#endif
+}
+// Too large for fp8 becomes the largest number: KV scales are chosen so that this is rare, and infinity would spoil
+// all.
+VLLM_LITE_INLINE void from_float(float x, Fp8E4M3* out) {
+  const uint32_t sign = bits_of(x) >> 24 & 0x80;
+  out->bits = static_cast<uint8_t>(sign | (x != x ? 0x7f : round_to(x, 3, -6, 0x7e, 0x7e)));
+}
+VLLM_LITE_INLINE void from_float(float x, Fp8E5M2* out) {
+  const uint32_t sign = bits_of(x) >> 24 & 0x80;
+  out->bits = static_cast<uint8_t>(sign | (x != x ? 0x7f : round_to(x, 2, -14, 0x7b, 0x7b)));
+}
+
+// ---- kWidth elements from and to unaligned memory
+
+template <class T>
+VLLM_LITE_INLINE Vec load(const T* from) {
+  Vec out;
+  for (int i = 0; i < kWidth; ++i) out[i] = to_float(from[i]);
+  return out;
+}
+template <class T>
+VLLM_LITE_INLINE void store(T* to, Vec x) {
+  for (int i = 0; i < kWidth; ++i) from_float(x[i], to + i);
+}
+VLLM_LITE_INLINE Vec load(const float* from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+VLLM_LITE_INLINE void store(float* to, Vec x) {
+  std::memcpy(to, &x, sizeof x);
+}
+#if defined(__AVX512F__)
+VLLM_LITE_INLINE Vec load(const BFloat16* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<Vec>(_mm512_slli_epi32(wide, 16));
+}
+VLLM_LITE_INLINE Vec load(const Float16* from) {
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+VLLM_LITE_INLINE void store(Float16* to, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<__m512>(x), 0));
+}
+#elif defined(__AVX2__)
+VLLM_LITE_INLINE Vec load(const BFloat16* from) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<Vec>(_mm256_slli_epi32(wide, 16));
+}
+VLLM_LITE_INLINE Vec load(const Float16* from) {
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+VLLM_LITE_INLINE void store(Float16* to, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(x), 0));
+}
+#endif
+#if defined(__AVX512BF16__)
+VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {  // denormals become zero
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
+}
+#endif
+
+VLLM_LITE_INLINE float sum_of(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+  float total = 0;
+  for (int i = 0; i < kWidth; ++i) total += x[i];
+  return total;
+#endif
+}
+VLLM_LITE_INLINE float max_of(Vec x) {
+  float top = x[0];
+  for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
+  return x > y ? x : y;
+}
+
+// e^x to 2e-7 relative, for x <= 88; below -87 it is 0.
+VLLM_LITE_INLINE Vec exp(Vec x) {
+  const Vec scaled = max(x, splat(-87.33f)) * 1.44269504f;
+#if defined(__AVX512F__)
+  const Vec whole = reinterpret_cast<Vec>(_mm512_roundscale_ps(reinterpret_cast<__m512>(scaled), 0));
+#else
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number
+  Vec shifted = scaled + magic;
+  asm("" : "+x"(shifted));
+  const Vec whole = shifted - magic;
+#endif
+  const Vec f = scaled - whole;  // in [-0.5, 0.5]; 2^f by its series
+  Vec p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const VecI exponent = (__builtin_convertvector(whole, VecI) + 127) << 23;
+  const Vec power = p * reinterpret_cast<Vec>(exponent);
+  return x < -87.33f ? splat(0) : power;
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,216 @@
+// Threads that wait for jobs: they spin for a while, then sleep in a futex.
+//
+// A job is closed when its last task has been taken, and done when its last task has been finished. The caller takes
+// tasks like every other thread and then waits for the tasks that others have taken, never for a thread that has taken
+// none. Such a thread may look at the pool at any time later, also in the middle of another job. What makes that safe:
+// `ticket` holds the job's number beside its remaining tasks, and a task is taken by exchanging the whole of it. If the
+// exchange succeeds, the job was open from the moment that the ticket was read, so its fields were its own.
+#include "thread_pool.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+
+#include "common.h"
+
+namespace vllm_lite {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int64_t kSpinNs = 50'000;  // a few times what passes between two kernels of one step
+
+struct Pool {
+  alignas(64) std::atomic<uint64_t> ticket{0};  // number of the job << 32 | tasks that nobody has taken yet
+  // The job. Written while no task can be taken, read before a task is taken.
+  std::atomic<const void*> body{nullptr};
+  std::atomic<TaskFunction> call{nullptr};
+  std::atomic<uint32_t> num_tasks{0};
+
+  alignas(64) std::atomic<uint32_t> epoch{0};  // number of the latest job; idle threads wait for it to change
+  std::atomic<int> sleepers{0};                // threads that the next job must wake
+
+  alignas(64) std::atomic<uint32_t> finished{0};  // tasks of the job that other threads than the caller have finished
+  std::atomic<bool> caller_sleeps{false};
+
+  alignas(64) std::atomic<bool> busy{false};  // held by the thread whose job it is, and to change what follows
+  std::atomic<int> num_threads{1};            // wanted, the caller included; thread i leaves when i >= num_threads
+  int num_started = 0;                        // threads 1 to num_started exist
+  bool fork_handled = false;
+  pthread_t threads[kMaxThreads];  // thread i at i; 0 is the caller
+};
+
+Pool pool;  // never destroyed: threads may be waiting in it when the process ends
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t while_equal) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, while_equal, nullptr, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>* word, int count) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+// Until `word` has another value than `old` or kSpinNs have passed.
+void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
+  const int64_t deadline_ns = now_ns() + kSpinNs;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (word.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+  } while (now_ns() < deadline_ns);
+}
+
+// Takes and runs tasks of the open job, if there is one, until none is left. Returns how many it ran.
+uint32_t take_tasks(int thread) {
+  uint32_t count = 0;
+  uint64_t ticket = pool.ticket.load(std::memory_order_acquire);
+  while (static_cast<uint32_t>(ticket) != 0) {
+    const void* body = pool.body.load(std::memory_order_relaxed);
+    const TaskFunction call = pool.call.load(std::memory_order_relaxed);
+    const uint32_t task = pool.num_tasks.load(std::memory_order_relaxed) - static_cast<uint32_t>(ticket);
+    if (!pool.ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      continue;
+    }
+    call(body, task, thread);
+    ++count;
+    if (thread != 0) {
+      // Both in one order with the caller's: it sees the count, or we see that it sleeps.
+      pool.finished.fetch_add(1, std::memory_order_seq_cst);
+      if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1);
+    }
+    ticket = pool.ticket.load(std::memory_order_acquire);
+  }
+  return count;
+}
+
+void* serve(void* number) {
+  const int thread = static_cast<int>(reinterpret_cast<intptr_t>(number));
+  for (;;) {
+    const uint32_t seen = pool.epoch.load(std::memory_order_acquire);
+    if (thread >= pool.num_threads.load(std::memory_order_acquire)) return nullptr;
+    take_tasks(thread);
+    spin_while_equal(pool.epoch, seen);
+    if (pool.epoch.load(std::memory_order_acquire) != seen) continue;
+    pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    while (pool.epoch.load(std::memory_order_seq_cst) == seen) futex_wait(&pool.epoch, seen);
+    pool.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+// In a forked child, which has none of the parent's threads. A job of theirs is gone, too.
+void forget_threads() {
+  pool.ticket.store(0);
+  pool.sleepers.store(0);
+  pool.busy.store(false);
+  pool.num_started = 0;
+}
+
+// The caller holds `busy`. Where the system gives no more threads, those that there are do the work.
+void start_threads(int wanted) {
+  if (!pool.fork_handled) pool.fork_handled = pthread_atfork(nullptr, nullptr, forget_threads) == 0;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals are for the program's own threads
+  while (pool.num_started + 1 < wanted) {
+    const intptr_t number = pool.num_started + 1;
+    if (pthread_create(&pool.threads[number], nullptr, serve, reinterpret_cast<void*>(number)) != 0) break;
+    ++pool.num_started;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+// Tells waiting threads that there is something new. Returns its number.
+uint32_t next_epoch() {
+  return pool.epoch.load(std::memory_order_relaxed) + 1;
+}
+
+void publish(uint32_t epoch, int wake_at_most) {
+  pool.epoch.store(epoch, std::memory_order_seq_cst);
+  if (pool.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&pool.epoch, wake_at_most);
+}
+
+void wait_for_others(uint32_t num_taken) {
+  uint32_t finished;
+  while ((finished = pool.finished.load(std::memory_order_acquire)) != num_taken) {
+    spin_while_equal(pool.finished, finished);
+    if (pool.finished.load(std::memory_order_acquire) != finished) continue;
+    pool.caller_sleeps.store(true, std::memory_order_seq_cst);
+    while (pool.finished.load(std::memory_order_seq_cst) == finished) futex_wait(&pool.finished, finished);
+    pool.caller_sleeps.store(false, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace
+
+int num_threads() {
+  return pool.num_threads.load(std::memory_order_relaxed);
+}
+
+void run_tasks(int64_t num_tasks, const void* body, TaskFunction call) {
+  const int threads = num_threads();
+  if (threads == 1 || num_tasks <= 1 || num_tasks > UINT32_MAX || pool.busy.exchange(true, std::memory_order_acquire)) {
+    for (int64_t task = 0; task < num_tasks; ++task) call(body, task, 0);
+    return;
+  }
+  if (pool.num_started + 1 < threads) start_threads(threads);
+  pool.body.store(body, std::memory_order_relaxed);
+  pool.call.store(call, std::memory_order_relaxed);
+  pool.num_tasks.store(static_cast<uint32_t>(num_tasks), std::memory_order_relaxed);
+  pool.finished.store(0, std::memory_order_relaxed);
+  const uint32_t epoch = next_epoch();
+  pool.ticket.store(static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(num_tasks), std::memory_order_release);
+  publish(epoch, static_cast<int>(num_tasks < threads ? num_tasks - 1 : threads - 1));
+  const uint32_t mine = take_tasks(0);
+  wait_for_others(static_cast<uint32_t>(num_tasks) - mine);
+  pool.busy.store(false, std::memory_order_release);
+}
+
+}  // namespace vllm_lite
+
+VLLM_LITE_API int32_t vllm_lite_num_threads() {
+  return vllm_lite::num_threads();
+}
+
+// Threads that are too many leave before it returns; those that are missing are started by the next kernel. Not from
+// within a task.
+VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
+  using namespace vllm_lite;
+  while (pool.busy.exchange(true, std::memory_order_acquire)) sched_yield();
+  count = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
+  pool.num_threads.store(count, std::memory_order_release);
+  publish(next_epoch(), INT_MAX);
+  for (; pool.num_started >= count; --pool.num_started) pthread_join(pool.threads[pool.num_started], nullptr);
+  pool.busy.store(false, std::memory_order_release);
+}
+
+// For tests: adds 1 to counts[task] for each task, and sets threads[task]; a task hashes for `work` rounds. With
+// `nested` tasks, each calls parallel_for with so many, which add 1 each as well.
+VLLM_LITE_API void vllm_lite_count_tasks(int64_t num_tasks, int64_t work, int64_t nested, int32_t* counts,
+                                         int32_t* threads) {
+  vllm_lite::parallel_for_indexed(num_tasks, [=](int64_t task, int thread) {
+    uint64_t hash = static_cast<uint64_t>(task) + 1;
+    for (int64_t i = 0; i < work; ++i) hash = (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9u + 1;
+    counts[task] += hash == 0 ? 2 : 1;
+    threads[task] = thread;
+    vllm_lite::parallel_for(nested, [=](int64_t) { ++counts[task]; });
+  });
+}

@@ -1,0 +1,333 @@
+// What the kernels of this folder are written in. The only file with PTX, and the only one that knows that there are
+// two compilers: NVRTC for the GPU, and g++ with csrc/emulator for the tests.
+//
+// It needs no CUDA header, so that a kernel compiles on a machine which has NVRTC and nothing else. Rules for kernels:
+//   - shared memory only through DYNAMIC_SHARED, its size given at the launch;
+//   - vectors go through load_as, store_as and load_stream, which the tests check for alignment;
+//   - no thread leaves before a barrier that another thread of its block reaches; warp operations have a full mask;
+//   - element offsets into caches are int64: a cache may hold more than 2^31 elements.
+//
+// Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
+// (load_as<V>, store_as, load_stream, Vec<T, N>); mma_m16n8k16<T>; exp2_fast, log2_fast; group_sum<N>, group_max<N>,
+// warp_sum, warp_max, block_sum, block_max; ceil_div, round_up.
+#pragma once
+#ifndef __CUDACC__
+#include "cuda_on_cpu.h"
+#endif
+
+using int64 = long long;
+using uint64 = unsigned long long;
+using uint32 = unsigned int;
+using uint16 = unsigned short;
+using uint8 = unsigned char;
+
+// ---- element types: bits only; arithmetic is in float
+
+struct __half {
+  uint16 bits;
+};
+struct __nv_bfloat16 {
+  uint16 bits;
+};
+struct fp8_e4m3 {  // largest 448, no infinity; torch.float8_e4m3fn
+  uint8 bits;
+};
+struct fp8_e5m2 {  // the upper byte of a half; torch.float8_e5m2
+  uint8 bits;
+};
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+template <class T>
+constexpr bool kIsFp8 = kSame<T, fp8_e4m3> || kSame<T, fp8_e5m2>;
+
+// N elements moved by one instruction if N * sizeof(T) is 1, 2, 4, 8 or 16 bytes.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T at[N];
+};
+
+// ---- what the two compilers say differently
+
+#ifdef __CUDACC__
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+#define DYNAMIC_SHARED(T, name)                       \
+  extern __shared__ uint4 vllm_lite_dynamic_shared[]; \
+  T* name = reinterpret_cast<T*>(vllm_lite_dynamic_shared)
+
+__device__ __forceinline__ float half_bits_to_float(uint16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ __forceinline__ uint16 float_to_half_bits(float value) {
+  uint16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+__device__ __forceinline__ uint16 float_to_bfloat16_bits(float value) {
+  uint16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Two floats, rounded to nearest, as a pair of T: `low` in the low half, which is the element at the lower address.
+template <class T>
+__device__ __forceinline__ unsigned pack2(float low, float high) {
+  static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
+  unsigned pair;
+  if constexpr (kSame<T, __half>)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// d += a * b for tiles 16x16 (row major) and 16x8 (column major); which lane holds what is in the PTX manual under
+// mma.m16n8k16. Every lane of the warp must take part.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
+  if constexpr (kSame<T, __half>)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 16 bytes at a 16-byte boundary that no thread of the launch writes and that are read once: kept out of L1.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// One access of sizeof(V) bytes at an address that is a multiple of it.
+template <class V>
+__device__ __forceinline__ V load_as(const void* p) {
+  return *static_cast<const V*>(p);
+}
+template <class V>
+__device__ __forceinline__ void store_as(void* p, const V& value) {
+  *static_cast<V*>(p) = value;
+}
+
+// Error up to 2 units in the last place; exp2_fast(-INFINITY) is 0, log2_fast(0) is -INFINITY.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#else  // the emulator's twins
+
+inline float half_bits_to_float(uint16 bits) {
+  return cpu::half_to_float(bits);
+}
+inline uint16 float_to_half_bits(float value) {
+  return cpu::float_to_half(value);
+}
+inline uint16 float_to_bfloat16_bits(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;      // NaN, as the GPU spells it
+  return uint16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
+}
+template <class T>
+unsigned pack2(float low, float high) {
+  static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
+  if constexpr (kSame<T, __half>)
+    return unsigned(float_to_half_bits(high)) << 16 | float_to_half_bits(low);
+  else
+    return unsigned(float_to_bfloat16_bits(high)) << 16 | float_to_bfloat16_bits(low);
+}
+template <class T>
+float2 unpack2(unsigned pair);
+template <class T>
+void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
+  const float2 a0 = unpack2<T>(a[0]), a1 = unpack2<T>(a[1]), a2 = unpack2<T>(a[2]), a3 = unpack2<T>(a[3]);
+  const float2 b_low = unpack2<T>(b0), b_high = unpack2<T>(b1);
+  const float wide_a[8] = {a0.x, a0.y, a1.x, a1.y, a2.x, a2.y, a3.x, a3.y};
+  const float wide_b[4] = {b_low.x, b_low.y, b_high.x, b_high.y};
+  cpu::mma_m16n8k16(d, wide_a, wide_b, line);
+}
+template <class V>
+V load_as(const void* p, int line = __builtin_LINE()) {
+  cpu::check_aligned(p, sizeof(V), line);
+  return *static_cast<const V*>(p);
+}
+template <class V>
+void store_as(void* p, const V& value, int line = __builtin_LINE()) {
+  cpu::check_aligned(p, sizeof(V), line);
+  *static_cast<V*>(p) = value;
+}
+inline uint4 load_stream(const void* p, int line = __builtin_LINE()) {
+  return load_as<uint4>(p, line);
+}
+inline float exp2_fast(float x) {
+  return exp2f(x);
+}
+inline float log2_fast(float x) {
+  return log2f(x);
+}
+
+#endif
+
+// ---- conversions
+
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(__half x) {
+  return half_bits_to_float(x.bits);
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
+  return __uint_as_float(unsigned(x.bits) << 16);
+}
+__device__ __forceinline__ float to_float(fp8_e5m2 x) {
+  return half_bits_to_float(uint16(x.bits << 8));
+}
+__device__ __forceinline__ float to_float(fp8_e4m3 x) {
+  // Read as a half its value is 2^-8 of what it means, subnormals included. (As a float they would be flushed to 0.)
+  const unsigned magnitude = x.bits & 0x7f;
+  if (magnitude == 0x7f) return __uint_as_float(0x7fc00000);
+  return half_bits_to_float(uint16(unsigned(x.bits & 0x80) << 8 | magnitude << 7)) * 256.f;
+}
+
+// Float to an 8-bit format of MANTISSA bits and exponent bias BIAS: to nearest, ties to even; what is too large, also
+// infinity, becomes the largest finite number (LARGEST is its code), NaN becomes 0x7f.
+template <int MANTISSA, int BIAS, int LARGEST>
+__device__ __forceinline__ uint8 to_fp8_bits(float x) {
+  const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint8(sign | 0x7f);
+  constexpr unsigned kSmallestNormal = (128 - BIAS) << 23;  // 2^(1 - BIAS)
+  unsigned code;
+  if (magnitude < kSmallestNormal) {
+    // One step of the subnormals is 2^(1 - BIAS - MANTISSA); added to 2^23 steps, the sum has just that resolution.
+    constexpr unsigned kSteps = (128 - BIAS - MANTISSA + 23) << 23;
+    code = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kSteps)) - kSteps;
+  } else {
+    constexpr int kDropped = 23 - MANTISSA;
+    const unsigned rounded = magnitude + (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1);
+    code = (rounded >> kDropped) - ((127 - BIAS) << MANTISSA);
+  }
+  return uint8(sign | (code < LARGEST ? code : LARGEST));
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (kSame<T, float>)
+    return x;
+  else if constexpr (kSame<T, __half>)
+    return T{float_to_half_bits(x)};
+  else if constexpr (kSame<T, __nv_bfloat16>)
+    return T{float_to_bfloat16_bits(x)};
+  else if constexpr (kSame<T, fp8_e4m3>)
+    return T{to_fp8_bits<3, 7, 0x7e>(x)};
+  else {
+    static_assert(kSame<T, fp8_e5m2>, "no conversion from float to this type");
+    return T{to_fp8_bits<2, 15, 0x7b>(x)};
+  }
+}
+
+// The two elements of a packed pair, the lower address first.
+template <class T>
+__device__ __forceinline__ float2 unpack2(unsigned pair) {
+  return make_float2(to_float(T{uint16(pair & 0xffff)}), to_float(T{uint16(pair >> 16)}));
+}
+
+// Two fp8 codes, the lower address in the low byte, as a packed pair of T. Exact: T has more of everything.
+template <class T, class Fp8>
+__device__ __forceinline__ unsigned widen2(unsigned codes) {
+  return pack2<T>(to_float(Fp8{uint8(codes & 0xff)}), to_float(Fp8{uint8(codes >> 8 & 0xff)}));
+}
+
+// 16 bytes of T as floats, in the order of their addresses.
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& raw, float (&out)[16 / sizeof(T)]) {
+  const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      out[i] = __uint_as_float(words[i]);
+    } else if constexpr (sizeof(T) == 2) {
+      const float2 pair = unpack2<T>(words[i]);
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    } else {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) out[4 * i + b] = to_float(T{uint8(words[i] >> (8 * b) & 0xff)});
+    }
+  }
+}
+
+// ---- reductions. The order of the additions is fixed, so that equal inputs give equal bits.
+
+// Over each aligned group of N lanes (N a power of two); every lane gets the result.
+template <int N>
+__device__ __forceinline__ float group_sum(float x) {
+#pragma unroll
+  for (int i = N / 2; i; i /= 2) x += __shfl_xor_sync(~0u, x, i);
+  return x;
+}
+template <int N>
+__device__ __forceinline__ float group_max(float x) {
+#pragma unroll
+  for (int i = N / 2; i; i /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+  return group_sum<32>(x);
+}
+__device__ __forceinline__ float warp_max(float x) {
+  return group_max<32>(x);
+}
+
+// Over a block of whole warps, one-dimensional; every thread gets the result. `scratch` is shared memory for one float
+// a warp (32 are always enough); it is free again, and may be used by anybody, when this returns.
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0.f;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) x += scratch[w];
+  __syncthreads();
+  return x;
+}
+__device__ __forceinline__ float block_max(float x, float* scratch) {
+  x = warp_max(x);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = -INFINITY;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) x = fmaxf(x, scratch[w]);
+  __syncthreads();
+  return x;
+}
+
+// ---- integers
+
+template <class A, class B>
+__device__ __forceinline__ constexpr auto ceil_div(A a, B b) {  // a >= 0, b > 0
+  return (a + b - 1) / b;
+}
+template <class A, class B>
+__device__ __forceinline__ constexpr auto round_up(A a, B b) {
+  return ceil_div(a, b) * b;
+}

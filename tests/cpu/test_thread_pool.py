@@ -1,0 +1,109 @@
+"""The native thread pool: every task runs once, whoever else is using the machine."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import function, int64, pointer
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+FORK = """
+import os
+from tests.cpu.test_thread_pool import count_tasks
+from vllm_lite.kernels import cpu
+cpu.set_num_threads(3)
+assert (count_tasks(50)[0] == 1).all()
+child = os.fork()
+counts, _ = count_tasks(50)
+assert (counts == 1).all(), counts
+if child:
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+"""
+
+
+def count_tasks(
+    num_tasks: int, work: int = 0, nested: int = 0
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # both [num_tasks]
+    """How often each task ran, nested ones included; and on which thread it ran last."""
+    counts, threads = np.zeros(num_tasks, np.int32), np.full(num_tasks, -1, np.int32)
+    count = function("vllm_lite_count_tasks", (int64, int64, int64, pointer, pointer))
+    count(num_tasks, work, nested, counts.ctypes.data, threads.ctypes.data)
+    return counts, threads
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = cpu.num_threads()
+    yield
+    cpu.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 16])
+def test_every_task_runs_once(num_threads: int) -> None:
+    """Also with more threads than cores, and with jobs so short that most threads come too late for them."""
+    cpu.set_num_threads(num_threads)
+    assert cpu.num_threads() == num_threads
+    for num_tasks in [0, 1, 2, 3, 100, *range(300)]:
+        counts, threads = count_tasks(num_tasks, work=num_tasks % 7 * 100)
+        assert (counts == 1).all()
+        assert ((threads >= 0) & (threads < num_threads)).all()
+
+
+def test_other_threads_take_part() -> None:
+    cpu.set_num_threads(3)
+    for _ in range(1000):  # a thread that sleeps may come too late for one job, hardly for all
+        _, threads = count_tasks(30, work=20_000)
+        if len(set(threads.tolist())) > 1:
+            return
+    pytest.fail("the calling thread did everything")
+
+
+def test_the_number_of_threads_may_change_at_any_time() -> None:
+    for num_threads in [4, 1, 2, 7, 3, 3, 1, 4] * 10:
+        cpu.set_num_threads(num_threads)
+        counts, threads = count_tasks(20, work=500)
+        assert (counts == 1).all()
+        assert threads.max() < num_threads
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        cpu.set_num_threads(0)
+
+
+def test_nested_jobs_run_in_their_task() -> None:
+    cpu.set_num_threads(4)
+    for _ in range(50):
+        assert (count_tasks(40, nested=5)[0] == 6).all()
+
+
+def test_two_threads_may_call_at_once() -> None:
+    """The one that comes second works alone."""
+    cpu.set_num_threads(3)
+    wrong: list[NDArray[np.int32]] = []
+    start = threading.Barrier(3)
+
+    def call() -> None:
+        start.wait(10)
+        for _ in range(200):
+            counts, _ = count_tasks(30, work=1000)
+            if (counts != 1).any():
+                wrong.append(counts)
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    assert not wrong
+    assert not any(caller.is_alive() for caller in callers)
+
+
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    result = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,20 @@
+"""Numbers under which csrc/cpu knows element types."""
+
+import torch
+
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+"""The same numbers as DType in csrc/cpu/common.h."""
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Raises ValueError for a dtype that the kernels do not know."""
+    code = DTYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    return code

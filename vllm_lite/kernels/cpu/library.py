@@ -1,0 +1,84 @@
+"""The compiled library of csrc/cpu, opened once and called through ctypes on raw data pointers."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import as_file, files
+from typing import Any
+
+from vllm_lite import log
+
+ABI = 2
+LIBRARY = "libvllm_lite_cpu.so"
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+"""Instruction sets that kernels are compiled for, each with all that the ones before it have."""
+
+pointer, int32, int64, float32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+_logger = log.get(__name__)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None, with one line in the log, where it is missing or of another version."""
+    try:
+        return _open()
+    except (OSError, AttributeError) as error:
+        _logger.warning(
+            "no native CPU kernels: attention, small matrix products and sampling run in plain torch, several times "
+            "slower (%s)",
+            error,
+        )
+        return None
+
+
+def _open() -> ctypes.CDLL:
+    # Not beside __file__: in an editable install the library and the sources lie in two folders.
+    resource = files("vllm_lite") / "_native" / LIBRARY
+    if not resource.is_file():
+        raise OSError(f"{LIBRARY} was not built when the package was installed; that takes a C++ compiler")
+    with as_file(resource) as path:
+        opened = ctypes.CDLL(str(path))
+    abi = opened.vllm_lite_abi()
+    if abi != ABI:
+        raise OSError(f"{LIBRARY} has ABI {abi}, this package needs {ABI}; install the package again")
+    return opened
+
+
+def available() -> bool:
+    return library() is not None
+
+
+@cache
+def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Any:
+    """A function of the library with its argument types, which are a tuple. Raises RuntimeError without a library."""
+    opened = library()
+    if opened is None:
+        raise RuntimeError("no native CPU kernels; ask available() first")
+    found = opened[name]  # a function object of its own, unlike getattr's, which is shared
+    found.argtypes, found.restype = argtypes, restype
+    return found
+
+
+def isa() -> str:
+    """The instruction set in use, one of ISAS: the best that this machine has, or that VLLM_LITE_ISA names."""
+    return ISAS[function("vllm_lite_isa", (), ctypes.c_int32)()]
+
+
+def set_isa(name: str) -> bool:
+    """Use another instruction set, for tests. False, and nothing is changed, where this machine does not have it."""
+    if name not in ISAS:
+        raise ValueError(f"the instruction set must be one of {', '.join(ISAS)}, got {name!r}")
+    return bool(function("vllm_lite_set_isa", (int32,), ctypes.c_int32)(ISAS.index(name)))
+
+
+def num_threads() -> int:
+    """Threads that a kernel uses, the calling one included."""
+    return int(function("vllm_lite_num_threads", (), ctypes.c_int32)())
+
+
+def set_num_threads(count: int) -> None:
+    """From now on kernels use `count` threads, the calling one included."""
+    if count < 1:
+        raise ValueError(f"the number of threads must be at least 1, got {count}")
+    function("vllm_lite_set_num_threads", (int32,))(count)

@@ -1,0 +1,176 @@
+"""From a file of csrc/cuda and the name of an instantiation to a cubin, with a cache on disk. Needs no GPU.
+
+The key of a cache entry is a hash of everything that decides the outcome: the content of the source and of all files it
+reaches by #include, the instantiation, the architecture, the options and NVRTC's version. (CuPy's own cache leaves out
+included files, so that a change in one of them would not be seen.)
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+from vllm_lite import log
+from vllm_lite.errors import VllmLiteError
+
+OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+
+_logger = log.get(__name__)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_EMULATOR = "cuda_on_cpu.h"  # included only where the compiler is not NVRTC
+_MAGIC = b"vllm_lite kernel 1\n"
+
+
+class KernelError(VllmLiteError):
+    """A CUDA kernel could not be compiled or loaded. Names the kernel and the line of its source."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compilation: all that decides its outcome but NVRTC's version."""
+
+    source: str  # file of csrc/cuda
+    name: str  # template instantiation
+    files: tuple[tuple[str, str], ...]  # (name, text) of the source, first, and of what it includes
+    arch: str  # "sm_90"
+    options: tuple[str, ...] = OPTIONS
+
+    def key(self, nvrtc_version: str) -> str:
+        digest = hashlib.sha256()
+        parts = [self.source, self.name, self.arch, nvrtc_version, *self.options]
+        parts += [part for file in sorted(self.files) for part in file]
+        for part in parts:
+            data = part.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    symbol: str  # the mangled name of the instantiation
+    log: str = ""  # what the compiler said
+
+
+class Nvrtc(Protocol):
+    """The compiler itself; it raises KernelError with its log."""
+
+    @property
+    def version(self) -> str: ...
+
+    def compile(self, program: Program) -> Compiled: ...
+
+
+# ---- sources
+
+
+@cache
+def source_folder() -> Path:
+    """csrc/cuda inside the installed package or, where that is a checkout, beside it."""
+    packaged = files("vllm_lite") / "csrc" / "cuda"
+    if isinstance(packaged, Path) and packaged.is_dir():
+        return packaged
+    checkout = Path(__file__).parents[3] / "csrc" / "cuda"
+    if checkout.is_dir():
+        return checkout
+    raise KernelError(f"the CUDA sources are missing: neither {packaged} nor {checkout} is a folder")
+
+
+def read_sources(source: str, folder: Path | None = None) -> tuple[tuple[str, str], ...]:
+    """(name, text) of `source` and of every file of csrc/cuda that it reaches by #include, in that order."""
+    folder = folder or source_folder()
+    texts: dict[str, str] = {}
+    waiting = [source]
+    while waiting:
+        name = waiting.pop(0)
+        if name in texts or name == _EMULATOR:
+            continue
+        path = folder / name
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise KernelError(f"cannot read the CUDA source {path}: {error.strerror}") from error
+        waiting += _INCLUDE.findall(texts[name])
+    return tuple(texts.items())
+
+
+# ---- the cache on disk
+
+
+def cache_folder() -> Path:
+    if own := os.environ.get("VLLM_LITE_CACHE"):
+        return Path(own) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "vllm_lite" / "kernels"
+
+
+def read_entry(path: Path) -> Compiled | None:
+    """The entry, or None if it is missing or damaged: a cache never makes anything fail."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    magic, digest, rest = data[: len(_MAGIC)], data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
+    if magic != _MAGIC or hashlib.sha256(rest).digest() != digest:
+        _logger.warning("the compiled kernel in %s is damaged; compiling it again", path)
+        return None
+    symbol, _, cubin = rest.partition(b"\n")
+    return Compiled(cubin, symbol.decode())
+
+
+def write_entry(path: Path, compiled: Compiled) -> bool:
+    """Write under another name and rename: another process sees a whole entry or none. False if it cannot be written."""
+    rest = compiled.symbol.encode() + b"\n" + compiled.cubin
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(rest).digest() + rest)
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        _logger.info("cannot keep compiled kernels in %s: %s", path.parent, error.strerror)
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+        return False
+
+
+class KernelCompiler:
+    """Compiles instantiations for one architecture, each at most once per machine if the cache folder is writable."""
+
+    def __init__(self, nvrtc: Nvrtc, arch: str, folder: Path | None = None, sources: Path | None = None) -> None:
+        self._nvrtc = nvrtc
+        self._arch = arch
+        self._folder = folder or cache_folder()
+        self._sources = sources
+        self.num_compiled = 0
+
+    def compile(self, source: str, name: str) -> Compiled:
+        program = Program(source, name, read_sources(source, self._sources), self._arch)
+        path = self._folder / f"{program.key(self._nvrtc.version)}.cubin"
+        if (kept := read_entry(path)) is not None:
+            return kept
+        self.num_compiled += 1
+        begin = time.perf_counter()
+        compiled = self._nvrtc.compile(program)
+        seconds = time.perf_counter() - begin
+        _logger.info("compiled CUDA kernel %d: %s for %s in %.1f s", self.num_compiled, name, self._arch, seconds)
+        write_entry(path, compiled)
+        return compiled
+
+
+def compile_error(program: Program, message: str) -> KernelError:
+    """The error for a program that did not compile, from the compiler's log, which names files and lines."""
+    lines = [line for line in message.strip("\x00 \n").splitlines() if line.strip()]
+    first = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    return KernelError(
+        f"CUDA kernel {program.name} of {program.source} does not compile for {program.arch}:\n  "
+        + "\n  ".join(lines[first : first + 20])
+    )

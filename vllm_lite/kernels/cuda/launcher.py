@@ -1,0 +1,67 @@
+"""What a kernel function needs from whatever runs its kernel, and what both ways of running share."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+Scalar: TypeAlias = np.int32 | np.int64 | np.uint32 | np.uint64 | np.float32
+Arg: TypeAlias = torch.Tensor | Scalar | None
+"""A kernel's argument: a tensor stands for the address of its first element, None for the null pointer.
+
+Python's int and float are refused: their width is not the kernel's, and nothing on a GPU would notice.
+"""
+
+SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
+
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""A kernel that wants more dynamic shared memory has to ask the driver for it once."""
+
+
+class Kernel(Protocol):
+    def __call__(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Arg], shared_bytes: int = 0
+    ) -> None: ...
+
+
+class Launcher(Protocol):
+    def kernel(self, source: str, name: str) -> Kernel:
+        """The instantiation `name` of a template in the file `source` of csrc/cuda; built once, then kept.
+
+        For example kernel("paged_attention.cuh", "paged_attention_v1<__half, __half, 128, 16>").
+        """
+        ...
+
+
+def check_args(name: str, args: Sequence[Arg]) -> None:
+    """Refuse what would reach the kernel with another width than its parameter has."""
+    for position, arg in enumerate(args):
+        if arg is not None and not isinstance(arg, (torch.Tensor, *SCALARS)):
+            raise TypeError(
+                f"{name}: argument {position} is a {type(arg).__name__}; "
+                "a kernel takes tensors, None and numpy scalars of 32 or 64 bits (np.int32, np.float32, ...)"
+            )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError that says which shape, dtype or number a kernel cannot take."""
+    if not condition:
+        raise ValueError(message)
+
+
+CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+"""How csrc/cuda spells the element types."""
+
+
+def cuda_type(dtype: torch.dtype, what: str) -> str:
+    """The name of `dtype` in csrc/cuda; `what` names the tensor in the error."""
+    if dtype not in CUDA_TYPES:
+        raise ValueError(f"{what} is {dtype}; kernels take {', '.join(map(str, CUDA_TYPES))}")
+    return CUDA_TYPES[dtype]
