@@ -8,8 +8,9 @@
 //   - element offsets into caches are int64: a cache may hold more than 2^31 elements.
 //
 // Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
-// (load_as<V>, store_as, load_stream, Vec<T, N>); mma_m16n8k16<T>; exp2_fast, log2_fast; group_sum<N>, group_max<N>,
-// warp_sum, warp_max, block_sum, block_max; ceil_div, round_up.
+// (load_as<V>, store_as, load_stream, Vec<T, N>); mma_m16n8k16<T>; transpose_8x8; exp2_fast, log2_fast; group_sum<N>,
+// group_max<N>, warp_sum, warp_max, block_sum, block_max; ceil_div, round_up;
+// copy_async_16, copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
 #pragma once
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -53,6 +54,9 @@ struct alignas(sizeof(T) * N) Vec {
 
 #ifdef __CUDACC__
 
+#ifndef INT_MAX
+#define INT_MAX 0x7fffffff
+#endif
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -104,6 +108,14 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An 8x8 matrix of 16-bit elements, spread over the warp as a quarter of an mma operand (lane: row lane / 4, columns
+// 2 * (lane % 4) and the next), to its transpose, spread in the same way. Every lane of the warp must take part.
+__device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
+  unsigned transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // 16 bytes at a 16-byte boundary that no thread of the launch writes and that are read once: kept out of L1.
@@ -167,6 +179,11 @@ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
   const float wide_a[8] = {a0.x, a0.y, a1.x, a1.y, a2.x, a2.y, a3.x, a3.y};
   const float wide_b[4] = {b_low.x, b_low.y, b_high.x, b_high.y};
   cpu::mma_m16n8k16(d, wide_a, wide_b, line);
+}
+inline unsigned transpose_8x8(unsigned pair, int line = __builtin_LINE()) {
+  const int row = cpu::lane() / 4, quad = cpu::lane() % 4, from = 8 * quad + row / 2;
+  const unsigned low = __shfl_sync(~0u, pair, from, 32, line), high = __shfl_sync(~0u, pair, from + 4, 32, line);
+  return __byte_perm(low, high, row & 1 ? 0x7632 : 0x5410);
 }
 template <class V>
 V load_as(const void* p, int line = __builtin_LINE()) {
@@ -253,9 +270,29 @@ __device__ __forceinline__ float2 unpack2(unsigned pair) {
   return make_float2(to_float(T{uint16(pair & 0xffff)}), to_float(T{uint16(pair >> 16)}));
 }
 
-// Two fp8 codes, the lower address in the low byte, as a packed pair of T. Exact: T has more of everything.
+// Two fp8 codes, the lower address in the low byte, as a packed pair of T; bits above them are ignored. Exact: T has
+// more of everything. To half it costs 1 instruction (e5m2, and e4m3 from sm_89 on) or 5, to bfloat16 3 more; before
+// sm_89 the NaN of e4m3 becomes 480.
 template <class T, class Fp8>
 __device__ __forceinline__ unsigned widen2(unsigned codes) {
+#ifdef __CUDACC__
+  if constexpr (kSame<T, __half> && kSame<Fp8, fp8_e5m2>) return __byte_perm(codes, 0, 0x1404);
+  if constexpr (kSame<T, __half> && kSame<Fp8, fp8_e4m3>) {
+    unsigned pair;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16(codes)));
+#else  // as in to_float: moved to a half's places the value is 2^-8 of what it means; 0x5c00 is 256
+    const unsigned upper = __byte_perm(codes, 0, 0x1404);
+    const unsigned small = (upper & 0x80008000) | (upper & 0x7f007f00) >> 1;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x5c005c00));
+#endif
+    return pair;
+  }
+  if constexpr (kSame<T, __nv_bfloat16> && kSame<Fp8, fp8_e4m3>) {
+    const float2 pair = unpack2<__half>(widen2<__half, Fp8>(codes));
+    return pack2<T>(pair.x, pair.y);
+  }
+#endif
   return pack2<T>(to_float(Fp8{uint8(codes & 0xff)}), to_float(Fp8{uint8(codes >> 8 & 0xff)}));
 }
 
@@ -330,4 +367,77 @@ __device__ __forceinline__ constexpr auto ceil_div(A a, B b) {  // a >= 0, b > 0
 template <class A, class B>
 __device__ __forceinline__ constexpr auto round_up(A a, B b) {
   return ceil_div(a, b) * b;
+}
+
+// ---- shared memory: asynchronous copies, and matrices as mma wants them
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return unsigned(__cvta_generic_to_shared(p));
+}
+// Begins to copy 16 bytes from global to shared memory, past registers and L1; zeros, and nothing read, if not `valid`.
+// Both addresses are multiples of 16. The bytes are there for this thread after copy_async_wait(), for others after a
+// barrier besides.
+__device__ __forceinline__ void copy_async_16(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" : : : "memory");
+}
+// Four 8x8 matrices of 16-bit elements from shared memory. Lane 8 * m + r gives the address of row r of matrix m, 16
+// bytes; lane l gets of each matrix the elements 2 * (l % 4) and the next of row l / 4 or, transposed, of column l / 4.
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+#else
+
+inline void copy_async_16(void* to, const void* from, bool valid, int line = __builtin_LINE()) {
+  cpu::copy_async(to, from, valid, 16, line);
+}
+inline void copy_async_wait() {
+  cpu::copy_async_wait();
+}
+inline void load_matrices(unsigned (&m)[4], const void* row, int line = __builtin_LINE()) {
+  cpu::load_matrices(m, row, false, line);
+}
+inline void load_matrices_transposed(unsigned (&m)[4], const void* row, int line = __builtin_LINE()) {
+  cpu::load_matrices(m, row, true, line);
+}
+
+#endif
+
+// ---- arithmetic that is the same on every device
+
+// Rounded to nearest even, subnormal numbers included: the options of the compiler would take those for 0.
+__device__ __forceinline__ float subtract_exact(float a, float b) {
+#ifdef __CUDACC__
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+#else
+  return a - b;
+#endif
+}
+__device__ __forceinline__ float divide_exact(float a, float b) {
+#ifdef __CUDACC__
+  float quotient;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+#else
+  return a / b;
+#endif
 }

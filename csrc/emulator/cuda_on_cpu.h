@@ -73,6 +73,7 @@ inline float4 make_float4(float x, float y, float z, float w) {
 
 #include "fibers.h"
 #include "intrinsics.h"
+#include "shared_memory.h"
 
 #define threadIdx (cpu::self->thread)
 #define blockIdx cpu::block_index
@@ -83,15 +84,17 @@ inline float4 make_float4(float x, float y, float z, float w) {
 
 #define EMULATOR_API extern "C" __attribute__((visibility("default")))
 
-// Exports one instantiation of a kernel as run_<id>, with the types of its parameters, one a line, as signature_<id>.
-#define EMULATED_KERNEL(id, ...)                                                                                      \
-  EMULATOR_API int run_##id(const unsigned* grid, const unsigned* block, size_t shared, void** args, unsigned seed) { \
-    return cpu::launch(__VA_ARGS__, grid, block, shared, args, seed);                                                 \
-  }                                                                                                                   \
-  EMULATOR_API void signature_##id(void (*add)(const char*)) {                                                        \
-    cpu::signature(__VA_ARGS__, add);                                                                                 \
+// Exports one instantiation of a kernel as run_<id>, with the types of its parameters as signature_<id>. The names of
+// the functions' own parameters must not hide a kernel's.
+#define EMULATED_KERNEL(id, ...)                                                                                   \
+  EMULATOR_API int run_##id(const unsigned* emulator_grid, const unsigned* emulator_block, size_t emulator_shared, \
+                            void** emulator_args, unsigned emulator_seed) {                                        \
+    return cpu::launch(__VA_ARGS__, emulator_grid, emulator_block, emulator_shared, emulator_args, emulator_seed); \
+  }                                                                                                                \
+  EMULATOR_API void signature_##id(void (*emulator_report)(const char*)) {                                         \
+    cpu::signature(__VA_ARGS__, emulator_report);                                                                  \
   }
 
-EMULATOR_API inline const char* emulator_error() {
+EMULATOR_API __attribute__((used)) inline const char* emulator_error() {
   return cpu::error;
 }

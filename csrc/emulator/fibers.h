@@ -25,6 +25,7 @@ struct Fiber {
   const char* operation = nullptr;  // what it waits in, and where
   int line = 0;
   unsigned parity = 0;  // which of the warp's two exchange areas its next warp operation uses
+  int num_copies = 0;   // asynchronous copies it has not waited for (shared_memory.h)
   bool begun = false;
 };
 
@@ -81,10 +82,12 @@ inline char* stack_of(int thread) {
     void* all = mmap(nullptr, kMaxThreads * (kStack + kGuard), PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) fail("no memory for the stacks of the threads");
-    for (int i = 0; i < kMaxThreads; ++i)  // an overflow faults instead of damaging the neighbour
-      mprotect(static_cast<char*>(all) + i * (kStack + kGuard), kGuard, PROT_NONE);
     return static_cast<char*>(all);
   }();
+  // An overflow faults instead of damaging the neighbour. Two mappings a thread, of which a process has 65530: only for
+  // the threads that there are, because every loaded kernel has its own.
+  static int guarded = 0;
+  for (; guarded <= thread; ++guarded) mprotect(stacks + guarded * (kStack + kGuard), kGuard, PROT_NONE);
   return stacks + thread * (kStack + kGuard) + kGuard;
 }
 
@@ -136,6 +139,7 @@ inline void run_block(unsigned seed) {
     fiber.kind = kRunning;
     fiber.begun = false;
     fiber.parity = 0;
+    fiber.num_copies = 0;
     fiber.thread = dim3(t % block_dim.x, t / block_dim.x % block_dim.y, t / (block_dim.x * block_dim.y));
   }
   unsigned random = seed * 2654435761u;

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from vllm_lite.kernels.cuda import compiler
 from vllm_lite.kernels.cuda.launcher import Arg, check_args
 
 EMULATOR = Path(__file__).parents[2] / "csrc" / "emulator"
-FLAGS = (
-    "-std=c++17 -O1 -g1 -shared -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE"
-    " -fno-gnu-unique -fvisibility=hidden -Wl,-Bsymbolic"  # no symbol is shared with another loaded kernel
-).split()
+FLAGS = [
+    *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-w"),
+    *("-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),  # the last: longjmp between stacks is meant
+    *("-fno-gnu-unique", "-fvisibility=hidden", "-Wl,-Bsymbolic"),  # no symbol is shared with another loaded kernel
+]
 
 _ELEMENTS = {
     torch.float32: {"float"},
@@ -112,7 +113,7 @@ def _box(arg: Arg) -> ctypes.c_void_p | ctypes.Array[ctypes.c_char]:
 
 
 class EmulatorLauncher:
-    """Runs kernels on CPU tensors. Another `order_seed` means another order of warps, lanes and blocks; 0: ascending."""
+    """Runs kernels on CPU tensors. Each `order_seed` is another order of warps, lanes and blocks; 0 is ascending."""
 
     def __init__(self, order_seed: int = 0, sources: Path | None = None) -> None:
         self.order_seed = order_seed
@@ -148,7 +149,8 @@ def _compiler() -> tuple[str, str]:
     return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Where test builds are kept; nobody else can write there."""
     default = Path(tempfile.gettempdir()) / f"vllm_lite-emulator-{os.getuid()}"
     folder = Path(os.environ.get("VLLM_LITE_EMULATOR_CACHE") or default)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -162,11 +164,16 @@ def _build(source: str, names: Sequence[str], sources: Path | None) -> Path:
     exports = "".join(f"EMULATED_KERNEL(k{index}, {name})\n" for index, name in enumerate(names))
     code = f'#include "{source}"\n{exports}'
     headers = [(file.name, file.read_text()) for file in sorted(EMULATOR.glob("*.h"))]
-    material = [version, *FLAGS, code, *[part for file in (*headers, *compiler.read_sources(source, sources)) for part in file]]
+    material = [
+        version,
+        *FLAGS,
+        code,
+        *[part for file in (*headers, *compiler.read_sources(source, sources)) for part in file],
+    ]
     key = hashlib.sha256("\0".join(material).encode()).hexdigest()
-    target = _folder() / f"{Path(source).stem}-{key[:32]}.so"
+    target = cache_folder() / f"{Path(source).stem}-{key[:32]}.so"
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             unit, built = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
             unit.write_text(code)
             command = [path, *FLAGS, f"-I{EMULATOR}", f"-I{sources or compiler.source_folder()}", str(unit)]
@@ -177,8 +184,8 @@ def _build(source: str, names: Sequence[str], sources: Path | None) -> Path:
     return target
 
 
-def run_source(text: str, name: str, folder: Path, order_seed: int = 0) -> Callable[..., None]:
-    """A kernel written in a test: `text` is put beside a copy of common.cuh in `folder`."""
+def source_in(text: str, folder: Path) -> Path:
+    """`folder` as a folder of sources: "test.cuh" with kernels written in a test, beside a copy of common.cuh."""
     (folder / "test.cuh").write_text('#include "common.cuh"\n' + text)
     shutil.copy(compiler.source_folder() / "common.cuh", folder)
-    return EmulatorLauncher(order_seed, folder).kernel("test.cuh", name)
+    return folder

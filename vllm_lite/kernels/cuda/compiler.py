@@ -19,7 +19,8 @@ from typing import Protocol
 from vllm_lite import log
 from vllm_lite.errors import VllmLiteError
 
-OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+# 177: a constant of a shared header that this kernel does not use.
+OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")
 
 _logger = log.get(__name__)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -125,7 +126,7 @@ def read_entry(path: Path) -> Compiled | None:
 
 
 def write_entry(path: Path, compiled: Compiled) -> bool:
-    """Write under another name and rename: another process sees a whole entry or none. False if it cannot be written."""
+    """Write under another name and rename: other processes see a whole entry or none. False if that is impossible."""
     rest = compiled.symbol.encode() + b"\n" + compiled.cubin
     temporary: str | None = None
     try:

@@ -1,0 +1,81 @@
+"""Every kernel that production code can ask for, one entry per template with the choices that cost most registers.
+
+`max_registers` is a ceiling: above it fewer blocks share a multiprocessor than the kernel's design counts on. Raise one
+only with a reason. tests/kernels/test_nvrtc.py compiles them all.
+"""
+
+from typing import NamedTuple
+
+
+class Instantiation(NamedTuple):
+    source: str  # file of csrc/cuda
+    name: str
+    max_registers: int
+
+
+def _paged_attention() -> list[Instantiation]:
+    half, bf16 = "__half", "__nv_bfloat16"
+    found = []
+    for scalar, kv in ((bf16, bf16), (half, "fp8_e4m3"), (bf16, "fp8_e5m2"), ("float", "float")):
+        kernels = [
+            *(f"paged_attention_v1<{scalar}, {kv}, {shape}>" for shape in ("128, 16", "256, 8", "256, 128")),
+            *(f"paged_attention_v2<{scalar}, {kv}, {shape}>" for shape in ("128, 16", "256, 128")),
+        ]
+        found += [Instantiation("paged_attention.cuh", name, 128) for name in kernels]
+        found.append(Instantiation("paged_attention.cuh", f"paged_attention_v2_reduce<{scalar}, 256>", 64))
+    return found
+
+
+def _small_operations() -> list[Instantiation]:
+    """The fused operations, cache writes and copies, by 16 bytes and by single elements; and the sampler."""
+    fused, stores = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul"), ("reshape", "rope")
+    found = [("cache_ops.cuh", f"copy_blocks<{unit}>") for unit in ("uint4", "uint8")]
+    found += [("sampler.cuh", f"pick<{width}>") for width in (4, 1)]
+    for scalar, wide in (("float", 4), ("__half", 8), ("__nv_bfloat16", 8)):
+        caches = (scalar, "fp8_e4m3", "fp8_e5m2")
+        for width in (wide, 1):
+            found += [("fused.cuh", f"{kernel}<{scalar}, {width}>") for kernel in fused]
+            for cache in caches:
+                found += [("cache_ops.cuh", f"{kernel}_and_cache<{scalar}, {cache}, {width}>") for kernel in stores]
+        found += [("cache_ops.cuh", f"reshape_and_cache_x<{scalar}, {cache}>") for cache in caches]
+    return [Instantiation(source, name, 64) for source, name in found]
+
+
+def _prefill() -> list[Instantiation]:
+    """Ceilings: what lets `Shape::BLOCKS` blocks of 128 threads share the 65 536 registers of a multiprocessor."""
+    half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
+    found = [Instantiation("gather_kv.cuh", f"gather_kv<{bf16}, {cache}>", 64) for cache in (bf16, e4m3)]
+    for scalar, cache in ((bf16, bf16), (half, e4m3), (bf16, e4m3)):
+        for head_size, most, most_float8 in ((64, 128, 168), (128, 168, 255), (256, 255, 255)):
+            registers = most if cache == scalar else most_float8
+            name = f"prefill_attention<{scalar}, {cache}, {head_size}>"
+            found.append(Instantiation("prefill_attention.cuh", name, registers))
+    return found
+
+
+def _decode() -> list[Instantiation]:
+    """Ceilings: what lets `decode_blocks` blocks of 128 threads share the 65 536 registers of a multiprocessor.
+
+    Template arguments behind the head size: eights of query heads, blocks of less than 16 tokens, warps.
+    """
+    half, bf16 = "__half", "__nv_bfloat16"
+    found = [
+        Instantiation("attention_simple.cuh", f"attention_simple<{pair}>", 64)
+        for pair in ("float, float", "float, fp8_e4m3")
+    ]
+    found += [Instantiation("merge_splits.cuh", f"merge_splits<{half}, {size}>", 40) for size in (64, 256)]
+    shapes = [("64, 1, false", 128), ("112, 1, true", 255), ("128, 1, false", 168), ("192, 1, false", 255)]
+    shapes += [("256, 1, false", 255), ("256, 1, true", 255), ("64, 2, false", 168), ("128, 2, true", 255)]
+    for scalar, cache in ((bf16, bf16), (half, half), (bf16, "fp8_e4m3"), (half, "fp8_e5m2")):
+        for shape, registers in shapes:
+            name = f"decode_attention<{scalar}, {cache}, {shape}, 4>"
+            found.append(Instantiation("decode_attention.cuh", name, registers))
+    return found
+
+
+INSTANTIATIONS: list[Instantiation] = [
+    *_small_operations(),
+    *_paged_attention(),
+    *_prefill(),
+    *_decode(),
+]

@@ -1,0 +1,99 @@
+"""NVRTC without a GPU, through cuda.bindings: what `CupyLauncher` compiles, with ptxas's report of what it costs."""
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from tests.kernels.emulator import cache_folder
+from vllm_lite.kernels.cuda import compiler
+from vllm_lite.kernels.cuda.compiler import Compiled, Program, compile_error
+
+ARCHES = ("sm_80", "sm_90")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says about one kernel."""
+
+    registers: int
+    spill_bytes: int  # stores and loads together
+    shared: int  # static shared memory, bytes
+    stack: int  # bytes a thread
+
+
+def available() -> bool:
+    try:
+        nvrtc()
+    except (ImportError, RuntimeError):  # the package or the library
+        return False
+    return True
+
+
+class BindingsNvrtc:
+    """The product's `Nvrtc` over cuda.bindings."""
+
+    def __init__(self) -> None:
+        self._nvrtc = import_module("cuda.bindings.nvrtc")  # has no types to check
+        _, major, minor = self._nvrtc.nvrtcVersion()
+        self.version = f"{major}.{minor}"
+
+    def compile(self, program: Program) -> Compiled:
+        nvrtc = self._nvrtc
+        (own, text), *headers = program.files
+        _, handle = nvrtc.nvrtcCreateProgram(
+            text.encode(),
+            own.encode(),
+            len(headers),
+            [header.encode() for _, header in headers],
+            [name.encode() for name, _ in headers],
+        )
+        try:
+            nvrtc.nvrtcAddNameExpression(handle, program.name.encode())
+            options = [option.encode() for option in (*program.options, f"--gpu-architecture={program.arch}")]
+            (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
+            _, size = nvrtc.nvrtcGetProgramLogSize(handle)
+            log = b" " * size
+            nvrtc.nvrtcGetProgramLog(handle, log)
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                raise compile_error(program, log.decode())
+            _, symbol = nvrtc.nvrtcGetLoweredName(handle, program.name.encode())
+            _, size = nvrtc.nvrtcGetCUBINSize(handle)
+            cubin = b" " * size
+            nvrtc.nvrtcGetCUBIN(handle, cubin)
+            return Compiled(cubin, symbol.decode(), log.decode())
+        finally:
+            nvrtc.nvrtcDestroyProgram(handle)
+
+
+@cache
+def nvrtc() -> BindingsNvrtc:
+    return BindingsNvrtc()
+
+
+def compile_report(source: str, name: str, arch: str, sources: Path | None = None) -> Report:
+    """Compile as the product does, with `--ptxas-options=-v`, and read the log, which is kept for the next time."""
+    options = (*compiler.OPTIONS, "--ptxas-options=-v")
+    program = Program(source, name, compiler.read_sources(source, sources), arch, options)
+    kept = cache_folder() / f"{program.key(nvrtc().version)}.log"
+    if not kept.exists():
+        new = kept.with_suffix(f".{os.getpid()}")
+        new.write_text(nvrtc().compile(program).log)
+        os.replace(new, kept)
+    log = kept.read_text()
+
+    def number(pattern: str, default: int | None = None) -> int:
+        found = re.findall(pattern, log)
+        if not found and default is None:
+            raise AssertionError(f"no {pattern!r} in the log of {name}:\n{log}")
+        return max(map(int, found)) if found else int(default or 0)
+
+    spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    return Report(
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=spills,
+        shared=number(r"(\d+) bytes smem", 0),
+        stack=number(r"(\d+) bytes stack frame"),
+    )
