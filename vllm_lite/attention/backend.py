@@ -33,6 +33,8 @@ class AttentionShape:
     """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
     alibi_slopes: tuple[float, ...] | None = None
     """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
+    max_seq_len: int | None = None
+    """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 
     @property
     def scale(self) -> float:

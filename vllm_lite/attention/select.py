@@ -6,11 +6,13 @@ from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.errors import ConfigError
 
 BACKENDS = {
+    "cpu": "vllm_lite.attention.cpu:CpuBackend",
+    "cuda": "vllm_lite.attention.cuda:CudaBackend",
     "reference": "vllm_lite.attention.reference:ReferenceBackend",
 }
 PREFERENCE = {
-    "cpu": ("reference",),
-    "cuda": ("reference",),
+    "cpu": ("cpu", "reference"),
+    "cuda": ("cuda", "reference"),
 }
 """Best first; the reference, which supports everything, is always last."""
 

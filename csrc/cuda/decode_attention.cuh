@@ -1,0 +1,330 @@
+// Paged attention of one new token per sequence: the engine's decode kernel, on tensor cores.
+//
+// Each token brings 1 query row per head and reads the K and V of its whole context once: the kernel is as good as it
+// keeps the memory busy. So a block takes all query heads that share a KV head (their K and V are read once), long
+// contexts are split over blocks (merge_splits.cuh), and K and V go from global memory straight into the registers of
+// the matrix instruction, 16 bytes a lane, without a detour through shared memory. Pages as in Kwon et al. 2023, the
+// running softmax as in Milakov & Gimelshein 2018.
+//
+// A warp takes 16 tokens at a time (a tile) and computes, with the tokens or dims as the 16 rows of mma.m16n8k16 and 8
+// query heads as its columns,
+//     scores^T [16 tokens, 8 heads] = K [16, HEAD] * Q^T [HEAD, 8]
+//     out^T    [HEAD, 8 heads]     += V^T [HEAD, 16] * P^T [16 tokens, 8]
+// The order of a product's inner index is free as long as both operands agree on it, and so is the order of its rows.
+// Hence lane (row = lane / 4, quad = lane % 4) loads
+//     of K  the dims K_VEC * quad ... of the tokens row and row + 8: 2 pieces of 16 bytes for every 4 * K_VEC dims;
+//     of V  the dims V_VEC * row ... of the tokens 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9,
+// which are whole pieces of rows in any layout whose rows are contiguous. Dims of V pair up across tokens by byte
+// permutation. The probabilities leave the first product with a lane holding one token of two heads and enter the
+// second with two tokens of one head: transpose_8x8 stands between.
+//
+// A float8 cache is widened to half in registers; a bfloat16 query is then brought to half by a power of two per head.
+#pragma once
+#include "decode_pages.cuh"
+
+// Blocks that share a multiprocessor: as many as leave registers enough to hold a tile of K and one of V.
+template <class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS>
+constexpr int decode_blocks() {
+  if (HEAD * HEAD_TILES <= 64) return 4;
+  return HEAD * HEAD_TILES <= (SMALL_BLOCKS && !kIsFp8<Cache> ? 96 : 128) ? 3 : 2;
+}
+
+// The query as the second operand of K * Q^T: of head `row` of each tile of heads the dims that the lane has of K.
+// Heads from `heads` on are 0. `scale` becomes what the products have to be multiplied with, for the heads whose
+// products the lane will hold: `factor`, and what a head was divided by to fit the range of half.
+template <class T, class Cache, int HEAD, int HEAD_TILES>
+__device__ __forceinline__ void load_query(
+    unsigned (&q)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::CHUNKS][DecodeShape<T, Cache, HEAD>::K_VEC / 2],
+    float (&scale)[HEAD_TILES][2], const T* query, int heads, float factor) {
+  using S = DecodeShape<T, Cache, HEAD>;
+  const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < HEAD_TILES; ++n) {
+    float most = 0.f;
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; ++c)
+#pragma unroll
+      for (int part = 0; part < S::K_VEC / 8; ++part) {
+        const int dim = 4 * S::K_VEC * c + S::K_VEC * quad + 8 * part;
+        uint4 raw = make_uint4(0, 0, 0, 0);
+        if (8 * n + row < heads && dim < HEAD) raw = load_as<uint4>(query + (8 * n + row) * HEAD + dim);
+        const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          q[n][c][4 * part + w] = words[w];
+          const float2 pair = unpack2<T>(words[w]);
+          most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+    scale[n][0] = scale[n][1] = factor;
+    if constexpr (!kSame<T, typename S::Operand>) {
+      most = group_max<4>(most);
+      const unsigned exponent = min(max(__float_as_uint(most) >> 23, 1u), 253u);  // of what 2^x the head is largest
+      const float down = __uint_as_float((254 - exponent) << 23), up = __uint_as_float(exponent << 23);
+#pragma unroll
+      for (int c = 0; c < S::CHUNKS; ++c)
+#pragma unroll
+        for (int w = 0; w < S::K_VEC / 2; ++w) {
+          const float2 pair = unpack2<T>(q[n][c][w]);
+          q[n][c][w] = pack2<typename S::Operand>(pair.x * down, pair.y * down);
+        }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scale[n][i] *= __shfl_sync(~0u, up, (2 * quad + i) * 4);
+    }
+  }
+}
+
+// What turns a scaled product q * k into an exponent of 2.
+struct Scoring {
+  float cap;            // in base 2; 0: none
+  const float* slopes;  // ALiBi, [heads] of the block, or null
+  int heads;
+};
+
+// Running softmax of the heads 2 quad and 2 quad + 1 of each tile of heads; `sum` counts the lane's own tokens only.
+template <int HEAD_TILES>
+struct Softmax {
+  float top[HEAD_TILES][2], sum[HEAD_TILES][2], scale[HEAD_TILES][2];
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) top[n][i] = -INFINITY, sum[n][i] = 0.f;
+  }
+
+  // Products to probabilities relative to `top`, in place, for one tile of heads. `fix` is what all that has been
+  // summed relative to the old top has to be multiplied with. products[i]: token row + 8 (i / 2), head 2 quad + i % 2.
+  template <class Pages>
+  __device__ __forceinline__ void add(float (&products)[4], float (&fix)[2], int n, int tile, const Pages& pages,
+                                      const Scoring& scoring) {
+    const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) products[i] *= scale[n][i % 2];
+    if (scoring.cap > 0.f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[i] = scoring.cap * tanhf(products[i]);
+    }
+    if (scoring.slopes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = 8 * n + 2 * quad + i % 2, distance = tile * kTile + row + i / 2 * 8 - (pages.cut.end - 1);
+        if (head < scoring.heads) products[i] += kLog2e * scoring.slopes[head] * distance;
+      }
+    }
+    if (pages.partly_seen(tile)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!pages.sees(tile * kTile + row + i / 2 * 8)) products[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float now = fmaxf(products[i], products[i + 2]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, lanes));
+      now = fmaxf(now, top[n][i]);  // finite: some token of the tile is seen
+      fix[i] = exp2_fast(top[n][i] - now);
+      top[n][i] = now;
+      products[i] = exp2_fast(products[i] - now);
+      products[i + 2] = exp2_fast(products[i + 2] - now);
+      sum[n][i] = sum[n][i] * fix[i] + (products[i] + products[i + 2]);
+    }
+  }
+};
+
+// out += V^T * P^T. Rows `row` and row + 8 of product j are the dims 2 j and 2 j + 1 of what the lane has of V.
+template <class S, class M, class Cache, int HEAD_TILES>
+__device__ __forceinline__ void accumulate(float (&o)[HEAD_TILES][S::SETS][S::PAIRS][4],
+                                           const unsigned (&v)[4][S::SETS][S::V_WORDS],
+                                           const unsigned (&p)[HEAD_TILES][2]) {
+#pragma unroll
+  for (int s = 0; s < S::SETS; ++s)
+#pragma unroll
+    for (int j = 0; j < S::PAIRS; ++j) {
+      const unsigned a[4] = {across<M, Cache>(v[0][s], v[1][s], j, 0), across<M, Cache>(v[0][s], v[1][s], j, 1),
+                             across<M, Cache>(v[2][s], v[3][s], j, 0), across<M, Cache>(v[2][s], v[3][s], j, 1)};
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; ++n) mma_m16n8k16<M>(o[n][s][j], a, p[n][0], p[n][1]);
+    }
+}
+
+// A warp's unnormalised output, maxima and sums to shared memory: [heads][PITCH].
+template <class S, int HEAD, int HEAD_TILES>
+__device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][S::SETS][S::PAIRS][4],
+                                      const Softmax<HEAD_TILES>& softmax) {
+  const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < HEAD_TILES; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = softmax.sum[n][i];
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      float* head = mine + (8 * n + 2 * quad + i) * S::PITCH;
+#pragma unroll
+      for (int s = 0; s < S::SETS; ++s) {
+        const int dim = 8 * S::V_VEC * s + S::V_VEC * row;
+        if (dim >= HEAD) continue;
+#pragma unroll
+        for (int j = 0; j < S::PAIRS; ++j) store_as(head + dim + 2 * j, make_float2(o[n][s][j][i], o[n][s][j][i + 2]));
+      }
+      if (row == 0) store_as(head + HEAD, make_float2(softmax.top[n][i], sum));
+    }
+}
+
+// One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`; `lse` in base 2.
+template <int HEAD, int WARPS>
+__device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride, int d, float& lse) {
+  float top = -INFINITY, total = 0.f;
+  float2 value = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) top = fmaxf(top, head[w * warp_stride + HEAD]);
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float2 state = load_as<float2>(head + w * warp_stride + HEAD);
+    const float2 part = load_as<float2>(head + w * warp_stride + d);
+    const float weight = exp2_fast(state.x - top);  // 0 for a warp that had no tile
+    total += weight * state.y;
+    value.x += weight * part.x;
+    value.y += weight * part.y;
+  }
+  lse = top + log2_fast(total);
+  return make_float2(value.x / total, value.y / total);
+}
+
+// Grid (num_kv_heads * tiles of heads, num_seqs, any number of blocks to share the splits of a sequence); shared memory
+// for WARPS * 8 * HEAD_TILES * PITCH floats.
+//
+// It writes the rows of sequences with exactly 1 query row: straight into `out` when the sequence has one split, else
+// into part_out and part_lse for merge_splits. Rows of sequences of length 0 and rows after the last sequence become 0;
+// those of sequences with more query rows are left alone. Nothing in a cache or a table is read that is not seen, but
+// for the rest of a seen tile inside its block.
+template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
+    decode_attention(
+        T* __restrict__ out,                      // [num_tokens, num_heads, HEAD], rows out_stride apart
+        float* __restrict__ part_out,             // [num_seqs, num_heads, max_splits, HEAD]
+        float* __restrict__ part_lse,             // [num_seqs, num_heads, max_splits], base 2
+        const T* __restrict__ query,              // as out, query_stride
+        const Cache* __restrict__ k_cache,        // [num_blocks, num_kv_heads, 1 << block_shift, HEAD] by strides
+        const Cache* __restrict__ v_cache,        // alike, the same strides
+        const int* __restrict__ block_tables,     // [num_seqs, table_stride]
+        const int* __restrict__ seq_lens,         // [num_seqs], this step's token included
+        const int* __restrict__ query_start_loc,  // [num_seqs + 1], or null: row i is sequence i's
+        const float* __restrict__ alibi_slopes,   // [num_heads] or null
+        int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
+        int token_stride, int num_tokens, int num_heads, int num_kv_heads, int block_shift, int max_splits, int window,
+        int split_tiles,
+        float factor,  // on q * k: to base 2, or with a cap to units of the cap
+        float cap,     // in base 2; 0: none
+        float v_scale) {
+  using S = DecodeShape<T, Cache, HEAD>;
+  using M = typename S::Operand;
+  using P = Pages<T, Cache, HEAD, SMALL_BLOCKS>;
+  constexpr int HEADS = 8 * HEAD_TILES;
+  const int warp = threadIdx.x / 32;
+  const int seq = blockIdx.y, group = num_heads / num_kv_heads, per_kv_head = ceil_div(group, HEADS);
+  const int kv_head = blockIdx.x / per_kv_head, skipped = blockIdx.x % per_kv_head * HEADS;
+  const int head = kv_head * group + skipped, heads = min(group - skipped, HEADS);  // [head, head + heads) are ours
+
+  const int token = query_start_loc ? query_start_loc[seq] : seq;
+  const int rows = query_start_loc ? query_start_loc[seq + 1] - token : 1;
+  const int used = query_start_loc ? query_start_loc[gridDim.y] : gridDim.y;
+  const Cut cut = cut_of(seq_lens[seq], window, split_tiles);
+  out += head * HEAD;
+  auto clear = [&](int64 token) {
+    for (int i = 8 * threadIdx.x; i < heads * HEAD; i += 8 * WARPS * 32)
+      store_as(out + token * out_stride + i, make_uint4(0, 0, 0, 0));
+  };
+  if (blockIdx.z == 0) {
+    for (int unused = used + seq; unused < num_tokens; unused += gridDim.y) clear(unused);
+    if (rows == 1 && cut.splits == 0) clear(token);
+  }
+  if (rows != 1 || int(blockIdx.z) >= cut.splits) return;
+
+  unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
+  Softmax<HEAD_TILES> softmax;
+  load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + token * query_stride + head * HEAD, heads, factor);
+  const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
+  const P pages = {block_tables + seq * table_stride,
+                   k_cache + kv_head * head_stride,
+                   v_cache + kv_head * head_stride,
+                   block_stride,
+                   token_stride,
+                   block_shift,
+                   cut};
+  DYNAMIC_SHARED(float, shared);  // [WARPS][HEADS][PITCH]
+  typename P::K k;
+  typename P::V v;
+  int tile = cut.first + blockIdx.z * split_tiles + warp;
+  int here = pages.find(tile), next = pages.find(tile + WARPS);
+  if (S::AHEAD && tile < cut.past) pages.load_k(k, tile, here);
+  for (int split = blockIdx.z; split < cut.splits; split += gridDim.z) {
+    const int past = min(cut.past, cut.first + (split + 1) * split_tiles);
+    float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
+    softmax.start();
+    for (; tile < past; tile += WARPS) {
+      if (!S::AHEAD) pages.load_k(k, tile, here);
+      pages.load_v(v, tile, here);
+      const int after = pages.find(tile + 2 * WARPS);
+      float scores[HEAD_TILES][4] = {};
+#pragma unroll
+      for (int c = 0; c < S::CHUNKS; ++c)
+#pragma unroll
+        for (int s = 0; s < S::STEPS; ++s) {
+          const unsigned a[4] = {pair_of<M, Cache>(k[0][c], 2 * s), pair_of<M, Cache>(k[1][c], 2 * s),
+                                 pair_of<M, Cache>(k[0][c], 2 * s + 1), pair_of<M, Cache>(k[1][c], 2 * s + 1)};
+#pragma unroll
+          for (int n = 0; n < HEAD_TILES; ++n) mma_m16n8k16<M>(scores[n], a, q[n][c][2 * s], q[n][c][2 * s + 1]);
+        }
+      if (S::AHEAD && tile + WARPS < past) pages.load_k(k, tile + WARPS, next);
+
+      unsigned p[HEAD_TILES][2];
+      float fix[HEAD_TILES][2];
+      bool fixed = true;
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; ++n) {
+        softmax.add(scores[n], fix[n], n, tile, pages, scoring);
+        fixed &= fix[n][0] == 1.f && fix[n][1] == 1.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) p[n][h] = transpose_8x8(pack2<M>(scores[n][2 * h], scores[n][2 * h + 1]));
+      }
+      if (!__all_sync(~0u, fixed)) {
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n)
+#pragma unroll
+          for (int s = 0; s < S::SETS; ++s)
+#pragma unroll
+            for (int j = 0; j < S::PAIRS; ++j)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) o[n][s][j][i] *= fix[n][i % 2];
+      }
+      if (pages.partly_seen(tile)) pages.clear_unseen(v, tile);
+      accumulate<S, M, Cache>(o, v, p);
+      here = next;
+      next = after;
+    }
+    // The first loads of the next split travel while this one is finished.
+    tile = cut.first + (split + gridDim.z) * split_tiles + warp;
+    here = pages.find(tile), next = pages.find(tile + WARPS);
+    if (S::AHEAD && tile < cut.past) pages.load_k(k, tile, here);
+
+    share<S, HEAD>(shared + warp * HEADS * S::PITCH, o, softmax);
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
+      const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
+      float lse;
+      float2 value = merge_warps<HEAD, WARPS>(shared + h * S::PITCH, HEADS * S::PITCH, d, lse);
+      value.x *= v_scale;
+      value.y *= v_scale;
+      if (cut.splits == 1) {
+        store_as(out + token * out_stride + h * HEAD + d, pack2<T>(value.x, value.y));
+      } else {
+        const int64 part = (int64(seq) * num_heads + head + h) * max_splits + split;
+        store_as(part_out + part * HEAD + d, value);
+        if (d == 0) part_lse[part] = lse;
+      }
+    }
+    __syncthreads();
+  }
+}

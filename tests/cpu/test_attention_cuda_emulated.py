@@ -1,0 +1,246 @@
+"""The CUDA attention backend on the emulator against the reference backend: same step, same cache, same rows."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from tests.kernels import emulator
+from tests.paged import Oracle, Paged
+from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.cuda import CudaBackend, kernels_reason
+from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.kernels.ops import Rotation
+
+pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NO_BLOCK = 10**6
+TOLERANCES = {BF16: 2e-2, FP16: 3e-3, FP32: 3e-6}
+
+SHAPE = AttentionShape(4, 2, 64, 16, BF16, torch.device("cpu"))
+DECODE = [(1, t) for t in (1, 2, 15, 16, 17, 33)]
+PREFILL = [(t, t) for t in (2, 15, 16, 17)]
+MIXED = [(5, 17), (1, 16), (16, 33), (1, 40), (2, 3), (1, 1)]
+PADDED = [(1, 7), (3, 9), (1, 0), (2, 0), (0, 0)]
+
+
+@dataclass
+class Step:
+    """A step of (query_len, seq_len) sequences over a cache full of NaN; each of `shape.windows` is one group."""
+
+    shape: AttentionShape
+    metadata: AttentionMetadata
+    heads: Heads
+    kv: torch.Tensor  # a layer's view of a pool, [num_blocks, 2, num_kv_heads, block_size, head_size]
+
+    def run(self, backend: CudaBackend | ReferenceBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attend gives, and the cache after it."""
+        metadata, kv = replace(self.metadata), self.kv.clone()
+        kv = kv.view(self.shape.cache_dtype)
+        heads = Heads(self.heads.query.clone(), self.heads.key.clone(), self.heads.value.clone(), self.heads.rotation)
+        out = torch.full(heads.query.shape, 7.0, dtype=self.shape.dtype)
+        backend.prepare(metadata)
+        backend.write_kv(heads, kv, metadata, group)
+        backend.attend(heads.query, kv, metadata, group, out)
+        return out, kv
+
+
+def make_step(shape: AttentionShape, lengths: list[tuple[int, int]], *, padding: int = 0, rotate: bool = False) -> Step:
+    random = torch.Generator().manual_seed(3)
+    size, block_size, window = shape.head_size, shape.block_size, shape.windows[0]
+    counts = [-(-seq_len // block_size) for _, seq_len in lengths]
+    ids = (torch.randperm(sum(counts), generator=random) + 1).split(counts)
+    pool_shape = (sum(counts) + 1, 3, 2, shape.num_kv_heads, block_size, size)
+    filler = torch.full(pool_shape, math.nan, dtype=shape.dtype).to(shape.cache_dtype)
+    kv = (filler.view(torch.uint8) if filler.itemsize == 1 else filler)[:, 1]
+    tables = torch.full((len(lengths), max(counts) + 1), NO_BLOCK, dtype=torch.int32)
+    slots = []
+    for table, blocks, (query_len, seq_len) in zip(tables, ids, lengths, strict=True):
+        table[: len(blocks)] = blocks
+        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+        old = torch.randn(2, shape.num_kv_heads, seq_len, size, generator=random).to(shape.cache_dtype)
+        for at in range(first, seq_len - query_len):
+            kv[table[at // block_size], :, :, at % block_size] = old[:, :, at].view(kv.dtype)
+        new = range(max(0, seq_len - query_len), seq_len)
+        slots += [int(table[at // block_size]) * block_size + at % block_size for at in new]
+        slots += [PAD_SLOT] * (query_len - len(new))
+        table[: first // block_size] = NO_BLOCK
+    starts = torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0)
+    num_tokens = int(starts[-1]) + padding
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    fused = torch.randn(num_tokens, sum(heads), size, generator=random).to(shape.dtype)
+    angles = torch.rand(num_tokens, size // 2, generator=random) * 6
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
+    rotation = Rotation(cos.to(shape.dtype), sin.to(shape.dtype)) if rotate else None
+    metadata = AttentionMetadata(
+        num_tokens=num_tokens,
+        num_seqs=len(lengths),
+        max_query_len=max(query_len for query_len, _ in lengths),
+        max_seq_len=max(seq_len for _, seq_len in lengths),
+        query_start_loc=starts.to(torch.int32),
+        seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32),
+        block_tables=(tables,) * len(shape.windows),
+        slot_mapping=(torch.tensor(slots + [PAD_SLOT] * padding),) * len(shape.windows),
+    )
+    query, key, value = fused.split(heads, 1)
+    return Step(shape, metadata, Heads(query, key, value, rotation), kv)
+
+
+def backend_for(shape: AttentionShape) -> CudaBackend:
+    return CudaBackend(shape, emulator.EmulatorLauncher())
+
+
+def check(step: Step, group: int = 0) -> None:
+    (out, kv), (want, want_kv) = step.run(backend_for(step.shape), group), step.run(ReferenceBackend(step.shape), group)
+    error = (out.double() - want.double()).abs().max()
+    assert error <= TOLERANCES[step.shape.dtype], f"off by {error}"
+    if step.heads.rotation is None:
+        assert torch.equal(kv.float().nan_to_num(-1), want_kv.float().nan_to_num(-1)), "the caches differ"
+
+
+BATCHES = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "padded": PADDED, "one chunk": [(7, 50)]}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    check(make_step(replace(SHAPE, dtype=dtype), lengths, padding=3 if lengths is PADDED else 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (1,)},
+        {"windows": (7,), "block_size": 4},
+        {"windows": (16,), "soft_cap": 2.0},
+        {"soft_cap": 1.5, "num_heads": 6},
+        {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
+        {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
+        {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
+        {"kv_dtype": E4M3, "dtype": FP32},
+        {"block_size": 1, "head_size": 40},
+    ],
+    ids=lambda changes: ", ".join(f"{key} {value}" for key, value in changes.items()).replace("torch.", ""),
+)
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:
+    check(make_step(replace(SHAPE, **changes), lengths))
+
+
+def test_rotates_before_it_stores() -> None:
+    check(make_step(replace(SHAPE, dtype=FP16), MIXED, rotate=True))
+
+
+def test_groups_have_their_own_tables_and_windows() -> None:
+    shape = replace(SHAPE, windows=(None, 5))
+    step = make_step(shape, MIXED)
+    other = torch.full_like(step.metadata.block_tables[0], NO_BLOCK)
+    step.metadata.block_tables = (other, step.metadata.block_tables[0])
+    step.metadata.slot_mapping = (
+        torch.full_like(step.metadata.slot_mapping[0], PAD_SLOT),
+        step.metadata.slot_mapping[1],
+    )
+    check(replace(step, shape=shape), group=1)
+
+
+def test_a_row_has_the_bits_of_a_padded_bucket() -> None:
+    """As graphs run it: more sequences, of length 0, and room for a longer context; splits instead of one."""
+    step = make_step(SHAPE, [(1, 40), (1, 600)])
+    bucket = make_step(SHAPE, [(1, 40), (1, 600), (1, 0), (1, 0)], padding=0)
+    bucket.kv = step.kv
+    bucket.metadata.block_tables[0][:2] = step.metadata.block_tables[0]
+    bucket.metadata.max_seq_len = 5000
+    for name in ("query", "key", "value"):
+        getattr(bucket.heads, name)[:2] = getattr(step.heads, name)
+    bucket.metadata.slot_mapping[0][:2] = step.metadata.slot_mapping[0]
+    alone, padded = step.run(backend_for(SHAPE))[0], bucket.run(backend_for(SHAPE))[0]
+    assert torch.equal(padded[:2], alone)
+    assert (padded[2:] == 0).all()
+
+
+# ---- what the host decides
+
+
+def plan_of(backend: CudaBackend, lengths: list[tuple[int, int]], **changes: Any) -> Any:
+    metadata = replace(make_step(backend.shape, lengths).metadata, **changes)
+    backend.prepare(metadata)
+    return metadata.plan
+
+
+def test_only_kernels_that_may_have_work_are_launched() -> None:
+    backend = backend_for(SHAPE)
+    assert [plan_of(backend, DECODE).decodes, plan_of(backend, DECODE).prefills] == [True, False]
+    assert [plan_of(backend, MIXED).decodes, plan_of(backend, MIXED).prefills] == [True, True]
+    equal = [(4, 9), (4, 4)]
+    assert [plan_of(backend, equal).decodes, plan_of(backend, equal).prefills] == [False, True]
+    assert plan_of(backend, equal, num_tokens=9).decodes, "a padding row has to be cleared"
+
+
+def test_the_workspace_is_what_was_announced_and_stays() -> None:
+    shape = replace(SHAPE, max_seq_len=100_000, windows=(None, 64))
+    backend = backend_for(shape)
+    assert backend.split_tokens == 1568  # 100 000 / 64, rounded up to tiles
+    assert backend_for(SHAPE).split_tokens == 512
+    assert plan_of(backend, DECODE).workspace is None
+    first = plan_of(backend, DECODE, max_seq_len=100_000).workspace
+    assert first.nbytes == backend.workspace_bytes(10**6, len(DECODE), 100_000) == 6 * 4 * 64 * 65 * 4
+    assert plan_of(backend, DECODE, max_seq_len=2000).workspace is first
+    assert plan_of(backend, DECODE * 2, max_seq_len=100_000).workspace.nbytes == 2 * first.nbytes
+    assert backend_for(replace(shape, windows=(64,))).workspace_bytes(10**6, 256, 100_000) == 0
+    assert backend_for(replace(shape, dtype=FP32)).workspace_bytes(10**6, 256, 100_000) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": FP32}, None),
+        ({"kv_dtype": E5M2}, None),
+        ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),
+        ({"alibi_slopes": (1.0,)}, "1 ALiBi slopes for 4 heads"),
+        ({"block_size": 24}, "2\\^n tokens, not of 24"),
+        ({"head_size": 36}, "head size 36 is not a multiple of 8"),
+        ({"head_size": 264}, "head size 264"),
+        ({"head_size": 264, "dtype": FP32}, "head size 264 is above 256"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"kv_dtype": FP32}, "torch.float32 does not go with queries of torch.bfloat16"),
+        ({"kv_dtype": BF16, "dtype": FP32}, "torch.bfloat16 does not go with"),
+    ],
+)
+def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
+    given = kernels_reason(replace(SHAPE, **changes))
+    if reason is None:
+        assert given is None
+    else:
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(given)
+
+
+def test_a_cpu_is_refused() -> None:
+    assert CudaBackend.supports(SHAPE) == "it runs on a CUDA device, not on cpu"
+
+
+# ---- a model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.15)])
+def test_a_model_gives_the_logits_of_the_reference_backend(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    """Prefills in chunks, mixed with decodes; logits are of the order of 10."""
+    oracle = Oracle(make_checkpoint(tmp_path / "model", head_dim=32), dtype)
+    logits = []
+    for emulated in (False, True):
+        paged = Paged(oracle)
+        paged.backend = backend_for(paged.shape) if emulated else ReferenceBackend(paged.shape)
+        first, second = paged.sequence(oracle.tokens), paged.sequence(oracle.tokens.flip(0))
+        for work in ([(first, 20)], [(first, 1), (second, 13)], [(first, 1), (second, 1)], [(second, 1), (first, 5)]):
+            paged.step(*work)
+        logits.append(torch.cat(first.logits + second.logits).float())
+    assert logits[0].isfinite().all()
+    assert float((logits[0] - logits[1]).abs().max()) < tolerance

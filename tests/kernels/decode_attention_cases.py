@@ -1,0 +1,321 @@
+"""Cases of decode attention that any launcher must pass: the engine's kernel and the simple one against float64.
+
+`CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tests.kernels.prefill_attention_cases import make_kv, store, to_device
+from vllm_lite.kernels.cuda import attention_simple as simple
+from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.launcher import Launcher
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+UNTOUCHED = 7.0
+"""What `out` holds before; rows that are not the kernel's must keep it."""
+NO_BLOCK = 10**6
+"""What the table names where nothing may be looked up."""
+TOLERANCES = {BF16: 6e-3, FP16: 1e-3, FP32: 1e-5}
+"""Largest error of a row, relative to its length. One key too many or too few of 100 makes 0.1."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    lens: tuple[int, ...]
+    query_lens: tuple[int, ...] | None = None  # None: 1 each, and no query_start_loc is given
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype | None = None
+    window: int | None = None
+    soft_cap: float = 0.0
+    alibi: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    layout: str = "block-head-token"
+    split_tokens: int = 512
+    max_seq_len: int | None = None  # None: the longest
+    padding: int = 0  # rows after the last sequence's
+    fused_rows: bool = False  # query is a part of wider rows, and out too
+    query_scale: float = 1.0
+    sharpness: float = 1.0
+    """At 100 one token takes nearly all of a row, and scores differ by more than what exponents of floats hold."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def kernel(self) -> str:
+        group = self.num_heads // self.num_kv_heads
+        return decode.kernel_name(self.dtype, self.cache_dtype, self.head_size, group, self.block_size)
+
+
+@dataclass
+class Batch:
+    """The tensors of a setup, on the device; K and V of each sequence in float64 on the CPU besides."""
+
+    setup: Setup
+    query: torch.Tensor
+    kv: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slopes: torch.Tensor | None
+    contents: list[torch.Tensor]  # [2, num_kv_heads, seq_len, head_size]
+
+    @property
+    def scale(self) -> float:
+        return float(self.setup.head_size**-0.5) * self.setup.sharpness / self.setup.query_scale
+
+    def out(self) -> torch.Tensor:
+        num_tokens, num_heads, head_size = self.query.shape
+        wide = (num_tokens, num_heads + self.setup.fused_rows, head_size)
+        return torch.full(wide, UNTOUCHED, dtype=self.query.dtype, device=self.query.device)[:, :num_heads]
+
+
+def make_batch(setup: Setup, device: torch.device, seed: int = 0) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    query_lens = setup.query_lens or (1,) * len(setup.lens)
+    starts = torch.tensor((0, *query_lens)).cumsum(0)
+    counts = [-(-n // setup.block_size) for n in setup.lens]
+    ids = (torch.randperm(sum(counts), generator=random) + 1).split(counts)
+    tables = torch.full((len(counts), max(counts) + 2), NO_BLOCK, dtype=torch.int32)
+    storage = make_kv(setup, sum(counts) + 1)  # type: ignore[arg-type]
+    contents = []
+    for table, blocks, seq_len, query_len in zip(tables, ids, setup.lens, query_lens, strict=True):
+        table[: len(blocks)] = blocks
+        shape = (2, setup.num_kv_heads, seq_len, setup.head_size)
+        values = torch.randn(shape, generator=random).to(setup.cache_dtype)
+        # What no row sees is not in the cache, and its blocks are not in the table.
+        first = 0 if setup.window is None else max(0, seq_len - query_len - setup.window + 1)
+        store(storage, table, values, first)
+        table[: first // setup.block_size] = NO_BLOCK
+        contents.append(values.double() * torch.tensor([setup.k_scale, setup.v_scale]).view(2, 1, 1, 1))
+    wide = setup.num_heads + (2 * setup.num_kv_heads if setup.fused_rows else 0)
+    rows = torch.randn(int(starts[-1]) + setup.padding, wide, setup.head_size, generator=random) * setup.query_scale
+    slopes = torch.linspace(0.05, 0.7, setup.num_heads).to(device) if setup.alibi else None
+    return Batch(
+        setup,
+        rows.to(setup.dtype).to(device)[:, : setup.num_heads],
+        to_device(storage, device),
+        tables.to(device),
+        starts.to(torch.int32).to(device),
+        torch.tensor(setup.lens, dtype=torch.int32, device=device),
+        slopes,
+        contents,
+    )
+
+
+def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
+    setup, out = batch.setup, batch.out()
+    max_seq_len = setup.max_seq_len or max(setup.lens)
+    splits = decode.num_splits(max_seq_len, setup.window, setup.split_tokens)
+    floats = decode.workspace_floats(len(setup.lens), setup.num_heads, setup.head_size, splits)
+    decode.decode_attention(
+        *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.seq_lens),
+        torch.full((floats,), torch.nan, device=out.device) if floats else None,
+        scale=batch.scale,
+        max_seq_len=max_seq_len,
+        query_start_loc=None if setup.query_lens is None else batch.query_start_loc,
+        window=setup.window,
+        soft_cap=setup.soft_cap,
+        alibi_slopes=batch.slopes,
+        k_scale=setup.k_scale,
+        v_scale=setup.v_scale,
+        split_tokens=setup.split_tokens,
+    )
+    return out
+
+
+def run_simple(batch: Batch, launcher: Launcher) -> torch.Tensor:
+    setup, out = batch.setup, batch.out()
+    simple.attention_simple(
+        *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.query_start_loc, batch.seq_lens),
+        scale=batch.scale,
+        window=setup.window,
+        soft_cap=setup.soft_cap,
+        alibi_slopes=batch.slopes,
+        k_scale=setup.k_scale,
+        v_scale=setup.v_scale,
+    )
+    return out
+
+
+def reference(batch: Batch, sequence: int) -> torch.Tensor:
+    """[query_len, num_heads, head_size] in float64, from the definition."""
+    setup = batch.setup
+    start, end = batch.query_start_loc[sequence : sequence + 2].tolist()
+    query = batch.query[start:end].cpu().double()
+    keys, values = batch.contents[sequence].repeat_interleave(setup.num_heads // setup.num_kv_heads, 1)
+    scores = torch.einsum("qhd,hkd->hqk", query, keys) * batch.scale
+    if setup.soft_cap:
+        scores = setup.soft_cap * torch.tanh(scores / setup.soft_cap)
+    seq_len = keys.shape[1]
+    distance = torch.arange(seq_len) - torch.arange(seq_len - (end - start), seq_len)[:, None]
+    if batch.slopes is not None:
+        scores = scores + batch.slopes.cpu().double()[:, None, None] * distance
+    hidden = distance > 0
+    if setup.window is not None:
+        hidden |= distance <= -setup.window
+    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def check_rows(batch: Batch, out: torch.Tensor, *, decodes_only: bool = True) -> None:
+    """Every row of `out` is right: zero where there is nothing to see, untouched where it is not the kernel's."""
+    setup, out = batch.setup, out.cpu()
+    starts = batch.query_start_loc.tolist()
+    for i, seq_len in enumerate(setup.lens):
+        rows = out[starts[i] : starts[i + 1]]
+        if decodes_only and len(rows) > 1:
+            assert (rows == UNTOUCHED).all(), f"rows of sequence {i} were written"
+        elif seq_len == 0:
+            assert (rows == 0).all(), f"rows of the empty sequence {i} are not zero"
+        elif len(rows):
+            want = reference(batch, i)
+            error = ((rows.double() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(torch.inf)
+            worst, tolerance = error.max(), TOLERANCES[setup.dtype]
+            assert worst <= tolerance, f"sequence {i}, length {seq_len}: off by {worst:.2e}, more than {tolerance:.0e}"
+    assert (out[starts[-1] :] == 0).all(), "rows after the last sequence are not zero"
+
+
+# ---- what is tested
+
+RAGGED = (0, 1, 15, 16, 17, 513)
+SHORT = (17, 40, 5)
+MIXED = (1, 3, 1, 0, 1, 1, 2)  # query lengths that go with:
+MIXED_LENS = (33, 9, 0, 0, 70, 1, 0)
+
+SETUPS: dict[str, Setup] = {
+    "ragged": Setup(RAGGED),
+    "ragged, NHD": Setup(RAGGED, num_heads=4, num_kv_heads=2, layout="block-token-head"),
+    "in one split": Setup(RAGGED, split_tokens=1024),
+    **{f"splits of {n}": Setup((0, 1, 100, 513), num_heads=4, split_tokens=n, max_seq_len=600) for n in (16, 48, 256)},
+    "sharp scores, splits": Setup((513, 90), num_heads=4, sharpness=100.0, split_tokens=16),
+    **{f"head size {d}": Setup(SHORT, head_size=d) for d in (8, 32, 80, 96, 112, 120, 128, 192, 256)},
+    **{f"half, head size {d}": Setup(SHORT, head_size=d, dtype=FP16) for d in (64, 128)},
+    **{f"group {g}": Setup(SHORT, num_heads=2 * g, num_kv_heads=2) for g in (1, 2, 3, 4, 7, 8, 9, 16, 33)},
+    "group 12, head size 128": Setup(SHORT, num_heads=12, head_size=128),
+    "group 12, head size 256": Setup(SHORT, num_heads=12, head_size=256),
+    **{f"block size {b}": Setup((17, 140), block_size=b, num_kv_heads=2) for b in (1, 4, 8, 32, 64, 128)},
+    **{f"window {w}": Setup((150, 16, 5), window=w, split_tokens=32) for w in (1, 5, 16, 17, 18, 100)},
+    "window, block size 4": Setup((158, 16, 5), window=21, block_size=4, split_tokens=16),
+    "soft cap": Setup(SHORT, soft_cap=1.5),
+    "alibi": Setup(SHORT, num_heads=6, num_kv_heads=2, alibi=True),
+    "alibi, soft cap, window": Setup((90, 40), num_heads=20, alibi=True, soft_cap=2.0, window=29, split_tokens=16),
+    **{
+        f"{cache}, {dtype}, head size {d}": Setup(
+            SHORT, head_size=d, dtype=dtype, kv_dtype=cache, num_heads=6, num_kv_heads=2, k_scale=0.5, v_scale=3.0
+        )
+        for cache, dtype, d in (
+            *((E4M3, BF16, 64), (E5M2, BF16, 120), (E4M3, FP16, 256), (E5M2, FP16, 64)),
+            *((E4M3, BF16, 128), (E4M3, BF16, 192), (E5M2, BF16, 32)),
+        )
+    },
+    "float8, window": Setup((90, 21), kv_dtype=E4M3, window=21, block_size=8, layout="block-layer"),
+    "float8, queries beyond half": Setup(SHORT, kv_dtype=E4M3, query_scale=1e6),
+    "float8, queries below half": Setup(SHORT, kv_dtype=E4M3, num_heads=4, query_scale=1e-9),
+    **{
+        layout: Setup(SHORT, num_heads=6, num_kv_heads=3, layout=layout)
+        for layout in ("block-token-head", "block-layer", "kv-block-token-head")
+    },
+    "strided rows": Setup(SHORT, num_heads=4, num_kv_heads=2, fused_rows=True),
+    "decodes among others": Setup(MIXED_LENS, MIXED, num_heads=4, padding=9),
+    "decodes among others, splits": Setup(MIXED_LENS, MIXED, num_heads=9, padding=1, split_tokens=32),
+}
+SIMPLE_SETUPS: dict[str, Setup] = {
+    "ragged": Setup(RAGGED, dtype=FP32, num_heads=4, num_kv_heads=2),
+    "mixed": Setup(MIXED_LENS, MIXED, dtype=FP32, padding=2, head_size=80, block_size=1, fused_rows=True),
+    "options": Setup(
+        (90, 40, 8), (5, 1, 8), dtype=FP32, num_heads=3, head_size=20, alibi=True, soft_cap=2.0, window=29
+    ),
+    "float8": Setup(SHORT, dtype=BF16, kv_dtype=E4M3, head_size=256, k_scale=0.5, v_scale=3.0),
+}
+
+
+def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+    def case(launcher: Launcher, device: torch.device) -> None:
+        batch = make_batch(setup, device)
+        check_rows(batch, run(batch, launcher))
+
+    return case
+
+
+def simple_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+    def case(launcher: Launcher, device: torch.device) -> None:
+        batch = make_batch(setup, device)
+        check_rows(batch, run_simple(batch, launcher), decodes_only=False)
+
+    return case
+
+
+def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
+    """Alone, in company, with room for longer sequences (another grid, more splits): the same bits."""
+    for window in (None, 70):
+        setup = Setup((130, 16, 77, 33), num_heads=6, num_kv_heads=2, split_tokens=32, window=window)
+        batch = make_batch(setup, device)
+        together = run(batch, launcher)
+        for i, seq_len in enumerate(setup.lens):
+            for max_seq_len in (seq_len, 3000):
+                alone = replace(
+                    batch,
+                    setup=replace(setup, lens=(seq_len,), max_seq_len=max_seq_len),
+                    query=batch.query[i : i + 1],
+                    block_tables=batch.block_tables[i : i + 1],
+                    seq_lens=batch.seq_lens[i : i + 1],
+                )
+                assert torch.equal(run(alone, launcher), together[i : i + 1]), f"sequence {i}, {max_seq_len}, {window}"
+
+
+def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
+    """As in a large batch: blocks take splits in turn, which changes no bit."""
+    for setup in (
+        Setup((513, 40, 0, 300), num_heads=4, split_tokens=16),
+        Setup((513, 65), head_size=256, split_tokens=48, window=450),
+        Setup((513, 65), num_heads=16, split_tokens=32, kv_dtype=E4M3, block_size=8),
+    ):
+        batch = make_batch(setup, device)
+        one_each, target = run(batch, launcher), decode.TARGET_BLOCKS
+        try:
+            decode.TARGET_BLOCKS = 1
+            several = run(batch, launcher)
+        finally:
+            decode.TARGET_BLOCKS = target
+        check_rows(batch, several)
+        assert torch.equal(several, one_each)
+
+
+def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
+    """A cache of more than 2^31 elements, of which only the blocks in use are ever touched."""
+    batch = make_batch(Setup((36,), kv_dtype=E4M3), device)
+    far = 2**31 // batch.kv[0].numel() + 2
+    kv = torch.empty((far + 4, *batch.kv.shape[1:]), dtype=torch.uint8, device=device)
+    for i in range(3):
+        kv[far + i] = batch.kv.view(torch.uint8)[int(batch.block_tables[0, i])]
+        batch.block_tables[0, i] = far + i
+    batch.kv = kv.view(E4M3)
+    check_rows(batch, run(batch, launcher))
+
+
+def one_token_more_would_show(launcher: Launcher, device: torch.device) -> None:
+    """That the tolerance tells a window of 100 tokens from one of 101."""
+    batch = make_batch(Setup((513,), window=100), device)
+    want = reference(batch, 0)
+    other = reference(replace(batch, setup=replace(batch.setup, window=101)), 0)
+    assert ((other - want).norm(dim=-1) > TOLERANCES[BF16] * want.norm(dim=-1)).all()
+
+
+CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
+    *((name, kernel_matches(setup)) for name, setup in SETUPS.items()),
+    *((f"simple, {name}", simple_matches(setup)) for name, setup in SIMPLE_SETUPS.items()),
+    ("same bits in any batch", same_bits_in_any_batch),
+    ("several splits to a block", several_splits_to_a_block),
+    ("offsets beyond 32 bits", offsets_beyond_32_bits),
+    ("one token more would show", one_token_more_would_show),
+]

@@ -1,0 +1,131 @@
+"""Decode attention in the emulator: every case, every order of threads, what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.decode_attention_cases import (
+    BF16,
+    CASES,
+    E4M3,
+    FP16,
+    SETUPS,
+    SIMPLE_SETUPS,
+    Setup,
+    make_batch,
+    run,
+    run_simple,
+)
+from tests.kernels.emulator import EmulatorLauncher
+from vllm_lite.kernels.cuda.decode_attention import (
+    SOURCE,
+    decode_attention,
+    decode_reason,
+    head_tiles,
+    num_splits,
+    workspace_floats,
+)
+from vllm_lite.kernels.cuda.launcher import Launcher
+
+CPU = torch.device("cpu")
+Case = Callable[[Launcher, torch.device], None]
+
+
+@pytest.fixture(scope="module")
+def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
+    """All instantiations with one run of the compiler."""
+    launcher.preload(SOURCE, [setup.kernel for setup in SETUPS.values()])
+    return launcher
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
+def test_case(case: Case, built: EmulatorLauncher) -> None:
+    case(built, CPU)
+
+
+@pytest.mark.parametrize("name", ["splits of 48", "head size 256", "window 17", "float8, window", "group 33"])
+def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
+    batch = make_batch(SETUPS[name], CPU)
+    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_simple_kernel_in_any_order_of_threads(launcher: EmulatorLauncher) -> None:
+    batch = make_batch(SIMPLE_SETUPS["mixed"], CPU)
+    first, *others = (run_simple(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+# ---- how a sequence is cut
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 31, 32, 33, 34, 50])
+def test_a_window_has_no_more_splits_than_announced(window: int) -> None:
+    """Counted as `cut_of` of merge_splits.cuh does, over all lengths."""
+    for split_tokens in (16, 48):
+        counts = []
+        for seq_len in range(1, 200):
+            tiles = -(-seq_len // 16) - max(0, seq_len - window) // 16
+            counts.append(-(-tiles * 16 // split_tokens))
+            assert counts[-1] <= num_splits(seq_len, window, split_tokens)
+        assert max(counts) == num_splits(200, window, split_tokens)
+
+
+def test_sizes() -> None:
+    assert [num_splits(n) for n in (0, 1, 512, 513, 8192)] == [1, 1, 1, 2, 16]
+    assert num_splits(100, 4, 16) == 2  # a window across the border of two tiles
+    assert workspace_floats(3, 4, 64, 1) == 0
+    assert workspace_floats(3, 4, 64, 2) == 3 * 4 * 2 * 65
+    assert [head_tiles(*shape) for shape in ((8, 128), (9, 128), (9, 192), (1, 256))] == [1, 2, 1, 1]
+
+
+# ---- what is refused
+
+SIMPLE = Setup((8, 2))
+
+
+def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
+    batch = make_batch(SIMPLE, CPU)
+    out = changes.pop("out", batch.out())
+    tensors = [changes.pop(name, getattr(batch, name)) for name in ("query", "kv", "block_tables", "seq_lens")]
+    options = {"workspace": None, "scale": 0.1, "max_seq_len": 8} | changes
+    with pytest.raises(ValueError, match=message):
+        decode_attention(launcher, out, *tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("float16 or bfloat16, not torch.float32", {"query": torch.zeros(2, 2, 64), "out": torch.zeros(2, 2, 64)}),
+        ("out must have the shape", {"out": torch.zeros(2, 2, 64)}),
+        (r"not \[num_blocks, 2,", {"kv": torch.zeros(4, 2, 1, 16, 32, dtype=BF16)}),
+        ("torch.float16 does not go with queries", {"kv": torch.zeros(4, 2, 1, 16, 64, dtype=FP16)}),
+        ("2 heads cannot share 3 KV heads", {"kv": torch.zeros(4, 2, 3, 16, 64, dtype=BF16)}),
+        ("power of two, got 24", {"kv": torch.zeros(4, 2, 1, 24, 64, dtype=BF16)}),
+        ("multiples of 8 elements", {"kv": torch.zeros(4, 2, 1, 16, 68, dtype=BF16)[..., :64]}),
+        ("multiples of 16 elements", {"kv": torch.zeros(4, 2, 1, 16, 72, dtype=torch.uint8).view(E4M3)[..., :64]}),
+        ("must stand side by side", {"query": torch.zeros(2, 2, 128, dtype=BF16)[..., :64]}),
+        ("multiples of 16 bytes", {"query": torch.zeros(2, 132, dtype=BF16)[:, :128].view(2, 2, 64)}),
+        ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
+        (r"query_start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
+        ("workspace must be float32", {"max_seq_len": 2000}),
+        (r"float32 \[1040 or more\]", {"max_seq_len": 2000, "workspace": torch.zeros(1039)}),
+        ("window of 0", {"window": 0}),
+        ("split of 24", {"split_tokens": 24}),
+        ("scale", {"scale": 0.0}),
+        ("soft cap", {"soft_cap": -1.0}),
+        ("alibi_slopes must be", {"alibi_slopes": torch.zeros(3)}),
+    ],
+)
+def test_refuses(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
+    refuse(launcher, message, **changes)
+
+
+def test_reasons() -> None:
+    assert decode_reason(BF16, 128) is None
+    assert decode_reason(FP16, 8, E4M3) is None
+    assert "torch.float32" in str(decode_reason(torch.float32, 128))
+    assert "264" in str(decode_reason(BF16, 264))
+    assert "torch.float16" in str(decode_reason(BF16, 64, FP16))
