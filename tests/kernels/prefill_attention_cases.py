@@ -1,0 +1,358 @@
+"""Cases of chunked prefill that any launcher must pass: our kernel and the gathered path against float64.
+
+`CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_lite.kernels.cuda.gather_kv import gather_kv
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.prefill_attention import kernel_name, prefill_attention
+from vllm_lite.kernels.cuda.varlen import make_plan, varlen_prefill
+
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+UNTOUCHED = 7.0
+"""What `out` holds before; rows that are not the kernel's must keep it."""
+
+TOLERANCES = {BF16: 8e-3, FP16: 1.2e-3}
+"""Largest error of a row, relative to its length. One key too many or too few of 600 makes 0.04."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    chunks: tuple[tuple[int, int], ...]  # (query_len, tokens before it) of each sequence
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype | None = None
+    window: int | None = None
+    soft_cap: float = 0.0
+    alibi: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    layout: str = "block-head-token"
+    min_query_len: int = 2
+    padding: int = 0  # rows after the last sequence's
+    fused_rows: bool = False  # query is a part of wider rows
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def kernel(self) -> str:
+        return kernel_name(self.dtype, self.cache_dtype, self.head_size)
+
+
+@dataclass
+class Batch:
+    """The tensors of a setup, on the device; K and V of each sequence in float64 on the CPU besides."""
+
+    setup: Setup
+    query: torch.Tensor
+    kv: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slopes: torch.Tensor | None
+    contents: list[torch.Tensor]  # [2, num_kv_heads, seq_len, head_size]
+
+    @property
+    def scale(self) -> float:
+        return float(self.setup.head_size**-0.5)
+
+    def out(self) -> torch.Tensor:
+        shape = self.query.shape
+        return torch.full(shape, UNTOUCHED, dtype=self.query.dtype, device=self.query.device)
+
+
+def make_kv(setup: Setup, num_blocks: int) -> torch.Tensor:
+    """A cache full of NaN on the CPU, [num_blocks, 2, num_kv_heads, block_size, head_size] by strides."""
+    n, h, b, d = num_blocks, setup.num_kv_heads, setup.block_size, setup.head_size
+    views: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+        "block-head-token": ((n, 2, h, b, d), lambda kv: kv),
+        "block-token-head": ((n, 2, b, h, d), lambda kv: kv.transpose(2, 3)),
+        "block-layer": ((n, 3, 2, h, b, d), lambda kv: kv[:, 1]),
+        "kv-block-token-head": ((2, n, b, h, d), lambda kv: kv.transpose(0, 1).transpose(2, 3)),
+    }
+    shape, view = views[setup.layout]
+    if setup.cache_dtype.itemsize == 1:
+        return view(torch.full(shape, 0x7F, dtype=torch.uint8).view(setup.cache_dtype))
+    return view(torch.full(shape, torch.nan, dtype=setup.cache_dtype))
+
+
+def store(kv: torch.Tensor, table: torch.Tensor, values: torch.Tensor, first: int) -> None:
+    """Put values [2, num_kv_heads, seq_len, head_size] from position `first` on into the blocks of `table`."""
+    kv, values = (x.view(torch.uint8) if kv.itemsize == 1 else x for x in (kv, values))
+    block_size = kv.shape[3]
+    for position in range(first, values.shape[2]):
+        kv[table[position // block_size], :, :, position % block_size] = values[:, :, position]
+
+
+def make_batch(setup: Setup, device: torch.device, seed: int = 0) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    starts = [0]
+    for query_len, _ in setup.chunks:
+        starts.append(starts[-1] + query_len)
+    lens = [query_len + before for query_len, before in setup.chunks]
+    per_sequence = [-(-n // setup.block_size) for n in lens]
+    max_blocks = max(per_sequence) + 2
+    ids = torch.randperm(sum(per_sequence), generator=random) + 1  # block 0 stays NaN
+    tables = torch.zeros(len(lens), max_blocks, dtype=torch.int32)
+    storage = make_kv(setup, len(ids) + 1)
+    contents = []
+    for i, seq_len in enumerate(lens):
+        shape = (2, setup.num_kv_heads, seq_len, setup.head_size)
+        values = torch.randn(shape, generator=random).to(setup.cache_dtype)
+        # What no row sees is not in the cache: its blocks belong to others by now.
+        first = 0 if setup.window is None else max(0, setup.chunks[i][1] - setup.window + 1)
+        skipped = first // setup.block_size
+        at = sum(per_sequence[:i])
+        tables[i, : per_sequence[i]] = ids[at : at + per_sequence[i]]
+        tables[i, :skipped] = 0
+        store(storage, tables[i], values, first)
+        scales = torch.tensor([setup.k_scale, setup.v_scale] if values.itemsize == 1 else [1.0, 1.0])
+        contents.append(values.double() * scales.view(2, 1, 1, 1))
+    wide = setup.num_heads + (2 * setup.num_kv_heads if setup.fused_rows else 0)
+    rows = torch.randn(starts[-1] + setup.padding, wide, setup.head_size, generator=random).to(setup.dtype)
+    slopes = torch.linspace(0.05, 0.7, setup.num_heads) if setup.alibi else None
+    return Batch(
+        setup,
+        rows.to(device)[:, : setup.num_heads],
+        to_device(storage, device),
+        tables.to(device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        None if slopes is None else slopes.to(device),
+        contents,
+    )
+
+
+def to_device(view: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`view` with its strides: what lies between its elements goes along."""
+    base = view._base if view._base is not None else view
+    flat = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).to(device)
+    return flat.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
+    setup, out = batch.setup, batch.out()
+    prefill_attention(
+        launcher,
+        out,
+        batch.query,
+        batch.kv,
+        batch.block_tables,
+        batch.query_start_loc,
+        batch.seq_lens,
+        scale=batch.scale,
+        max_query_len=max(query_len for query_len, _ in setup.chunks),
+        max_seq_len=max(query_len + before for query_len, before in setup.chunks),
+        window=setup.window,
+        soft_cap=setup.soft_cap,
+        alibi_slopes=batch.slopes,
+        k_scale=setup.k_scale,
+        v_scale=setup.v_scale,
+        min_query_len=setup.min_query_len,
+    )
+    return out
+
+
+def reference(batch: Batch, sequence: int) -> torch.Tensor:
+    """[query_len, num_heads, head_size] in float64, from the definition."""
+    setup = batch.setup
+    query_len, before = setup.chunks[sequence]
+    start = int(batch.query_start_loc[sequence])
+    query = batch.query[start : start + query_len].cpu().double()
+    keys, values = batch.contents[sequence].repeat_interleave(setup.num_heads // setup.num_kv_heads, 1)
+    scores = torch.einsum("qhd,hkd->hqk", query, keys) * batch.scale
+    if setup.soft_cap:
+        scores = setup.soft_cap * torch.tanh(scores / setup.soft_cap)
+    distance = torch.arange(before + query_len) - torch.arange(before, before + query_len)[:, None]
+    if batch.slopes is not None:
+        scores = scores + batch.slopes.cpu().double()[:, None, None] * distance
+    hidden = distance > 0
+    if setup.window is not None:
+        hidden |= distance <= -setup.window
+    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def check_rows(batch: Batch, out: torch.Tensor) -> None:
+    """Every row of `out` is right, or untouched where it is nobody's or a decode's."""
+    setup, out = batch.setup, out.cpu()
+    end = 0
+    for i, (query_len, before) in enumerate(setup.chunks):
+        start, end = end, end + query_len
+        if query_len < setup.min_query_len:
+            assert (out[start:end] == UNTOUCHED).all(), f"rows of sequence {i} were written"
+            continue
+        want = reference(batch, i)
+        error = (out[start:end].double() - want).norm(dim=-1) / want.norm(dim=-1)
+        worst = int(error.nan_to_num(torch.inf).flatten().argmax())
+        tolerance = TOLERANCES[setup.dtype]
+        assert (error <= tolerance).all(), (
+            f"sequence {i} ({query_len} after {before}): row {worst // setup.num_heads} of head "
+            f"{worst % setup.num_heads} is off by {error.flatten()[worst]:.2e}, more than {tolerance:.0e}"
+        )
+    assert (out[end:] == UNTOUCHED).all(), "padding rows were written"
+
+
+# ---- what is tested
+
+RAGGED = tuple((query_len, 40) for query_len in (2, 15, 1, 16, 17, 63, 64, 65, 130))
+SMALL = ((17, 40), (33, 0), (1, 50))
+
+SETUPS: dict[str, Setup] = {
+    **{f"prefix {n}": Setup(tuple((q, n) for q, _ in RAGGED)) for n in (0, 1, 15, 16, 17, 513)},
+    "single rows too": Setup(((1, 0), (1, 16), (1, 513), (5, 3), (1, 63), (1, 64)), min_query_len=1),
+    "only long ones": Setup(RAGGED, min_query_len=64),
+    **{f"head size {d}": Setup(SMALL, head_size=d) for d in (8, 32, 80, 96, 112, 120, 128, 192, 256)},
+    **{f"half, head size {d}": Setup(SMALL, head_size=d, dtype=FP16) for d in (64, 128)},
+    **{f"group {g}": Setup(SMALL, num_heads=2 * g, num_kv_heads=2) for g in (1, 3, 4, 7, 8, 16)},
+    **{f"block size {b}": Setup(((17, 140), (65, 5)), block_size=b, num_kv_heads=2) for b in (1, 4, 8, 32, 64, 128)},
+    **{f"window {w}": Setup(((70, 150), (3, 64), (20, 0)), window=w) for w in (1, 7, 33, 64, 100, 1000)},
+    "soft cap": Setup(SMALL, soft_cap=1.5),
+    "alibi": Setup(SMALL, num_heads=4, num_kv_heads=2, alibi=True),
+    "alibi, soft cap, window": Setup(((40, 90), (5, 0)), num_heads=3, alibi=True, soft_cap=2.0, window=29),
+    **{
+        f"{cache}, {dtype}, head size {d}": Setup(
+            SMALL, head_size=d, dtype=dtype, kv_dtype=cache, num_kv_heads=2, k_scale=0.5, v_scale=3.0
+        )
+        for cache, dtype, d in ((E4M3, BF16, 64), (E5M2, BF16, 120), (E4M3, FP16, 256), (E5M2, FP16, 64))
+    },
+    "scales of another cache do not count": Setup(SMALL, k_scale=0.5, v_scale=3.0),
+    "float8, window": Setup(((40, 90), (5, 0)), kv_dtype=E4M3, window=21, block_size=8, layout="block-layer"),
+    **{
+        layout: Setup(SMALL, num_heads=6, num_kv_heads=3, layout=layout)
+        for layout in ("block-token-head", "block-layer", "kv-block-token-head")
+    },
+    "strided rows, padding rows": Setup(SMALL, num_heads=4, num_kv_heads=2, fused_rows=True, padding=3),
+    "empty chunks": Setup(((0, 0), (5, 3), (0, 20), (4, 0), (0, 0))),
+}
+
+
+def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+    def case(launcher: Launcher, device: torch.device) -> None:
+        batch = make_batch(setup, device)
+        check_rows(batch, run(batch, launcher))
+
+    return case
+
+
+def gathered_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+    """The path through torch; where torch has FlashAttention this shows how it aligns its causal mask."""
+
+    def case(launcher: Launcher, device: torch.device) -> None:
+        batch = make_batch(setup, device)
+        out = batch.out()
+        plan = make_plan(batch.query_start_loc, batch.seq_lens, len(out), setup.min_query_len)
+        varlen_prefill(
+            *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.seq_lens, plan),
+            scale=batch.scale,
+            k_scale=setup.k_scale,
+            v_scale=setup.v_scale,
+        )
+        check_rows(batch, out)
+
+    return case
+
+
+def rows_of_nothing_are_zero(launcher: Launcher, device: torch.device) -> None:
+    """A sequence of length 0 has rows where a captured graph is padded: they become zero, neighbours stay right."""
+    batch = make_batch(Setup(((3, 0), (4, 20))), device)
+    batch.seq_lens[0] = 0
+    out = run(batch, launcher)
+    assert (out[:3] == 0).all()
+    assert (out[3:].cpu().double() - reference(batch, 1)).norm() < 0.01 * reference(batch, 1).norm()
+
+
+def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
+    batch = make_batch(Setup(((70, 33), (19, 100), (2, 0)), num_heads=6, num_kv_heads=2), device)
+    together, end = run(batch, launcher), 0
+    for i, chunk in enumerate(batch.setup.chunks):
+        start, end = end, end + chunk[0]
+        alone = replace(
+            batch,
+            setup=replace(batch.setup, chunks=(chunk,)),
+            query=batch.query[start:end],
+            block_tables=batch.block_tables[i : i + 1],
+            query_start_loc=batch.query_start_loc[i : i + 2] - start,
+            seq_lens=batch.seq_lens[i : i + 1],
+        )
+        assert torch.equal(run(alone, launcher), together[start:end]), f"sequence {i} depends on the others"
+
+
+def same_bits_in_any_chunks(launcher: Launcher, device: torch.device) -> None:
+    for window, head_size in ((None, 64), (45, 64), (None, 256)):
+        setup = Setup(((150, 0),), num_heads=3, window=window, head_size=head_size, min_query_len=1)
+        batch = make_batch(setup, device)
+        whole = run(batch, launcher)
+        for sizes in ((64, 86), (1, 149), (17, 33, 99, 1)):
+            start = 0
+            for size in sizes:
+                part = replace(
+                    batch,
+                    setup=replace(setup, chunks=((size, start),)),
+                    query=batch.query[start : start + size],
+                    query_start_loc=torch.tensor([0, size], dtype=torch.int32, device=device),
+                    seq_lens=torch.tensor([start + size], dtype=torch.int32, device=device),
+                )
+                assert torch.equal(run(part, launcher), whole[start : start + size]), f"{sizes} differs from one chunk"
+                start += size
+
+
+def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
+    """A cache of more than 2^31 elements, of which only the blocks in use are ever touched."""
+    setup = Setup(((6, 30),), kv_dtype=E4M3)
+    batch = make_batch(setup, device)
+    block = batch.kv[0].numel()
+    far = 2**31 // block + 2
+    kv = torch.empty((far + 4, *batch.kv.shape[1:]), dtype=torch.uint8, device=device)
+    for i in range(3):
+        kv[far + i] = batch.kv.view(torch.uint8)[int(batch.block_tables[0, i])]
+        batch.block_tables[0, i] = far + i
+    batch.kv = kv.view(E4M3)
+    check_rows(batch, run(batch, launcher))
+    keys, values = torch.empty(2, 36, 1, 64, dtype=BF16, device=device)
+    start_loc = torch.tensor([0, 36], dtype=torch.int32, device=device)
+    gather_kv(launcher, keys, values, batch.kv, batch.block_tables, start_loc, batch.seq_lens, max_rows=36)
+    assert torch.equal(torch.stack([keys, values]).cpu().double(), batch.contents[0].transpose(1, 2))
+
+
+def gather_takes_the_last_rows(launcher: Launcher, device: torch.device) -> None:
+    """Any number of rows of a sequence, none too; what is not asked for is not read."""
+    setup = Setup(((5, 60), (2, 7), (1, 39)), num_heads=3, num_kv_heads=3, head_size=24, kv_dtype=E5M2, v_scale=0.5)
+    batch = make_batch(setup, device)
+    wanted = (37, 0, 40)
+    batch.block_tables[0, :1] = 0
+    start_loc = torch.tensor([0, 37, 37, 77], dtype=torch.int32, device=device)
+    keys, values = torch.empty(2, 77, 3, 24, dtype=BF16, device=device)
+    tables, lens = batch.block_tables, batch.seq_lens
+    gather_kv(launcher, keys, values, batch.kv, tables, start_loc, lens, max_rows=40, v_scale=0.5)
+    rows = [kv[:, :, kv.shape[2] - n :] for kv, n in zip(batch.contents, wanted, strict=True)]
+    assert torch.equal(torch.stack([keys, values]).cpu().double(), torch.cat(rows, 2).transpose(1, 2))
+
+
+GATHERED: dict[str, Setup] = {
+    "ragged": Setup(RAGGED, num_heads=6, num_kv_heads=2),
+    "all rows": Setup(((17, 40), (33, 0), (1, 50)), min_query_len=1),
+    "half, block size 4": Setup(SMALL, dtype=FP16, head_size=128, block_size=4, layout="block-token-head"),
+    "float8": Setup(SMALL, kv_dtype=E4M3, k_scale=0.5, v_scale=2.0, num_heads=4, num_kv_heads=2, padding=2),
+    "empty chunks": Setup(((0, 0), (5, 3), (0, 20), (4, 0), (0, 0))),
+}
+
+CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
+    *((name, kernel_matches(setup)) for name, setup in SETUPS.items()),
+    *((f"gathered, {name}", gathered_matches(setup)) for name, setup in GATHERED.items()),
+    ("rows of nothing are zero", rows_of_nothing_are_zero),
+    ("same bits in any batch", same_bits_in_any_batch),
+    ("same bits in any chunks", same_bits_in_any_chunks),
+    ("offsets beyond 32 bits", offsets_beyond_32_bits),
+    ("gather takes the last rows", gather_takes_the_last_rows),
+]

@@ -1,0 +1,141 @@
+"""Chunked prefill in the emulator: every case, every order of threads, what is refused, what torch is asked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, make_batch, run
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.prefill_attention import SOURCE, prefill_attention, prefill_reason
+from vllm_lite.kernels.cuda.varlen import call_varlen, make_plan, torch_varlen, varlen_reason
+
+CPU = torch.device("cpu")
+Case = Callable[[Launcher, torch.device], None]
+
+
+@pytest.fixture(scope="module")
+def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
+    """All instantiations with one run of the compiler."""
+    launcher.preload(SOURCE, [setup.kernel for setup in SETUPS.values()])
+    return launcher
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
+def test_case(case: Case, built: EmulatorLauncher) -> None:
+    case(built, CPU)
+
+
+@pytest.mark.parametrize("name", ["prefix 17", "head size 256", "window 33", "float8, window", "group 7"])
+def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
+    batch = make_batch(SETUPS[name], CPU)
+    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+# ---- what is refused
+
+SIMPLE = Setup(((5, 3), (2, 0)))
+
+
+def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
+    batch = make_batch(SIMPLE, CPU)
+    out = changes.pop("out", batch.out())
+    names = ("query", "kv", "block_tables", "query_start_loc", "seq_lens")
+    tensors = [changes.pop(name, getattr(batch, name)) for name in names]
+    options = {"scale": 0.1, "max_query_len": 5, "max_seq_len": 8} | changes
+    with pytest.raises(ValueError, match=message):
+        prefill_attention(launcher, out, *tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("float16 or bfloat16, not torch.float32", {"query": torch.zeros(7, 2, 64), "out": torch.zeros(7, 2, 64)}),
+        ("must have the shape and type of query", {"out": torch.zeros(7, 2, 64)}),
+        ("does not go with queries of", {"kv": torch.zeros(4, 2, 1, 16, 64, dtype=FP16)}),
+        ("kv has shape", {"kv": torch.zeros(4, 2, 1, 16, 72, dtype=torch.bfloat16)}),
+        ("2 heads cannot share 3", {"kv": torch.zeros(4, 2, 3, 16, 64, dtype=torch.bfloat16)}),
+        ("multiples of 8 elements", {"kv": torch.zeros(4, 2, 1, 16, 68, dtype=torch.bfloat16)[..., 4:]}),
+        ("side by side", {"query": torch.zeros(7, 2, 128, dtype=torch.bfloat16)[..., :64]}),
+        ("rows of query must begin", {"query": torch.zeros(7, 132, dtype=torch.bfloat16)[:, 4:].view(7, 2, 64)}),
+        ("block_tables is torch.int64", {"block_tables": torch.zeros(2, 3, dtype=torch.int64)}),
+        ("it must be int32 \\[3\\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
+        ("sees nothing", {"window": 0}),
+        ("scale 0", {"scale": 0.0}),
+        ("soft cap is -1", {"soft_cap": -1.0}),
+        ("alibi_slopes must be float32 \\[2\\]", {"alibi_slopes": torch.zeros(3)}),
+        ("max_seq_len is", {"max_seq_len": 1 << 31}),
+    ],
+)
+def test_refused(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
+    refuse(launcher, message, **changes)
+
+
+def test_reasons() -> None:
+    assert prefill_reason(FP16, 120) is None
+    assert prefill_reason(FP16, 64, torch.float8_e5m2) is None
+    assert "float32" in str(prefill_reason(torch.float32, 64))
+    assert "head size 100" in str(prefill_reason(FP16, 100))
+    assert "head size 264" in str(prefill_reason(FP16, 264))
+    assert "KV cache of torch.bfloat16" in str(prefill_reason(FP16, 64, torch.bfloat16))
+
+
+# ---- what torch's variable-length attention is asked, in any of its versions
+
+
+def test_gathering_says_what_it_cannot() -> None:
+    assert varlen_reason(None, 0.0, has_alibi=False) is None
+    assert "window" in str(varlen_reason(128, 0.0, has_alibi=False))
+    assert "soft cap" in str(varlen_reason(None, 30.0, has_alibi=False))
+    assert "ALiBi" in str(varlen_reason(None, 0.0, has_alibi=True))
+
+
+def test_a_plan_leaves_decodes_out() -> None:
+    starts, lens = torch.tensor([0, 3, 4, 8], dtype=torch.int32), torch.tensor([10, 20, 4], dtype=torch.int32)
+    plan = make_plan(starts, lens, 9)
+    assert plan.rows is not None
+    assert plan.rows.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert plan.query_start_loc.tolist() == [0, 3, 3, 7]
+    assert plan.kv_start_loc.tolist() == [0, 10, 10, 14]
+    assert (plan.max_query_len, plan.max_seq_len) == (4, 10)
+    assert make_plan(starts, lens, 8, min_query_len=1).rows is None
+
+
+def modern(
+    *args: Any, scale: Any = None, window_size: Any = None, enable_gqa: Any = None, num_splits: Any = None
+) -> Any:
+    return {"window_size": window_size, "enable_gqa": enable_gqa, "num_splits": num_splits, "heads": args[1].shape[1]}
+
+
+def older(*args: Any, is_causal: Any = False, scale: Any = None) -> Any:
+    return {"is_causal": is_causal, "heads": args[1].shape[1]}
+
+
+def test_varlen_is_asked_in_the_words_of_its_version() -> None:
+    plan = make_plan(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), 3)
+    query, keys = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8)
+    assert call_varlen(modern, query, keys, keys, plan, 0.1) == {
+        "window_size": (-1, 0),
+        "enable_gqa": True,
+        "num_splits": 1,
+        "heads": 2,
+    }
+    assert call_varlen(older, query, keys, keys, plan, 0.1) == {"is_causal": True, "heads": 4}
+
+
+def test_this_torch_has_it() -> None:
+    function = torch_varlen()
+    assert function is not None
+    assert function.__module__ == "torch.nn.attention.varlen"
+
+
+def cannot_be_causal(query: Any) -> None:
+    raise AssertionError(query)
+
+
+def test_a_varlen_that_cannot_be_causal_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", cannot_be_causal)
+    assert torch_varlen() is None
