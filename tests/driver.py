@@ -21,6 +21,7 @@ from vllm_lite.protocol.step import (
     Sampling,
     SchedulerOutput,
 )
+from vllm_lite.worker.device import Device
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
@@ -32,16 +33,19 @@ WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
 class Driver:
     """Plays the engine for one worker: numbers the steps, and remembers what every sequence got."""
 
-    def __init__(self, checkpoint: Path, num_host_blocks: int = 0, **settings: Any) -> None:
-        config = EngineConfig(
-            num_gpu_blocks_override=NUM_BLOCKS, max_num_batched_tokens=128, max_num_seqs=8, **settings
+    def __init__(self, checkpoint: Path, num_host_blocks: int = 0, on: Device | None = None, **settings: Any) -> None:
+        """`on`: a device made by the test, with fakes for what this machine has not."""
+        config = EngineConfig.check(
+            {"num_gpu_blocks_override": NUM_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8} | settings
         )
         spec = ModelSpec.load(checkpoint)
         resolved = config.resolve(
-            max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=str(checkpoint)
+            max_position_embeddings=spec.max_position_embeddings,
+            dtype="float32" if config.dtype == "auto" else config.dtype,
+            model_path=str(checkpoint),
         )
         self.progress = Progress()
-        self.worker = Worker(resolved, 0, self.progress)
+        self.worker = Worker(resolved, 0, self.progress, on)
         self.ready = self.worker.load()
         self.started = self.worker.start(Start(EPOCH, NUM_BLOCKS, num_host_blocks))
         self.step = 0

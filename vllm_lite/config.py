@@ -11,19 +11,38 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from vllm_lite import log
 from vllm_lite.errors import ConfigError
+from vllm_lite.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3
 ENV_PREFIX = "VLLM_LITE_"
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
+ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
+"""Other names of settings, which other engines give them."""
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+logger = log.get(__name__)
+
+
+class DeviceDefaults(NamedTuple):
+    """What is set by device where the user says nothing."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_space: float  # GiB. On a CPU it would be the same memory
+
+
+DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
+KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
+"""Values of kv_cache_dtype that stand for another; None: the model's dtype."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,13 +110,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the workers run")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="where the workers run (auto: cuda where there is one)")
+    ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None, Meta(description="'int8': weights of matrix products are quantized when loaded")
     ] = None
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="longest prompt plus output, in tokens (default: the model's)"),
+        Meta(description="longest prompt plus output, in tokens (default, or auto: the model's, or what fits)"),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], Meta(description="'dummy' fills the weights at random")
@@ -113,10 +134,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less)"),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights, activations and KV cache together")
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
+    ] = None
     kv_watermark: Annotated[
         float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
     ] = 0.01
-    swap_space: Annotated[float, Meta(ge=0, description="GiB of host memory for KV blocks that left the device")] = 0.0
+    swap_space: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="GiB of host memory for KV blocks that left the device (default: 4, on a CPU 0)"),
+    ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
@@ -130,12 +160,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "reference", "cpu", "cuda"], Meta(description="which kernels compute attention")
     ] = "auto"
 
+    enforce_eager: Annotated[bool, Meta(description="capture no CUDA graphs")] = False
+    cudagraph_capture_sizes: Annotated[
+        Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)] | None,
+        Meta(description="numbers of sequences that decode steps are captured for, like 1,2,4,8"),
+    ] = None
+    max_cudagraph_capture_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
+    ] = None
+
     # scheduler
     max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="most sequences in one step (default: 64 on a CPU)")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="most sequences in one step (default: 256, on a CPU 64)")
     ] = None
     max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 512 on a CPU)")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
     ] = None
     enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
     scheduling_policy: Annotated[
@@ -193,15 +232,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
         values: dict[str, Any] = {}
         if file is not None:
-            values |= _read_file(Path(file))
-        values |= _read_env(os.environ if env is None else env)
-        values |= {name: value for name, value in (flags or {}).items() if value is not None}
+            values |= _canonical(_read_file(Path(file)))
+        values |= _canonical(_read_env(os.environ if env is None else env))
+        values |= _canonical({name: value for name, value in (flags or {}).items() if value is not None})
         return cls.check(values)
 
     @classmethod
     def check(cls, values: Mapping[str, Any]) -> "EngineConfig":
         """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
         known = set(cls.__struct_fields__)
+        values = _canonical(values)
         for name in values:
             if name not in known:
                 near = get_close_matches(name, known, 1)
@@ -224,7 +264,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
             )
-        budget = self.max_num_batched_tokens or (512 if self.enable_chunked_prefill else max(512, max_model_len))
+        device = self._resolve_device()
+        defaults = DEVICE_DEFAULTS[device]
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(defaults.max_num_batched_tokens, 0 if self.enable_chunked_prefill else max_model_len)
         if not self.enable_chunked_prefill and budget < max_model_len:
             raise ConfigError(
                 f"without chunked prefill max_num_batched_tokens must be at least max_model_len ({max_model_len}), "
@@ -236,23 +280,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             tokenizer=self.tokenizer or model_path,
             served_model_name=self.served_model_name or Path(model_path).name,
             dtype=dtype,
-            device="cpu",
+            device=device,
             max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs or 64,
+            kv_cache_dtype=KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype,
+            max_num_seqs=self.max_num_seqs or defaults.max_num_seqs,
             max_num_batched_tokens=budget,
+            swap_space=defaults.swap_space if self.swap_space is None else self.swap_space,
             cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_limit_bytes() / 4 / GIB),
         )
 
-
-def memory_limit_bytes() -> int:
-    """This machine's memory, or the control group's limit if that is less."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = min(limit, int(Path(name).read_text()))
-        except (OSError, ValueError):
-            continue
-    return limit
+    def _resolve_device(self) -> Literal["cpu", "cuda"]:
+        """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
+        if self.device == "cpu":
+            return "cpu"
+        lack = lacks_for_cuda(kernels=self.attention_backend != "reference")
+        if lack is None:
+            return "cuda"
+        if self.device == "cuda":
+            raise ConfigError(f"device is cuda, but {lack}; give --device cpu to run on the CPU")
+        if has_driver() and not hides_gpus():
+            logger.warning("the GPU of this machine is not used: %s", lack)
+        return "cpu"
 
 
 def check_address(address: str) -> None:
@@ -268,18 +316,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
     hints = get_type_hints(EngineConfig, include_extras=True)
     for field in msgspec.structs.fields(EngineConfig):
-        flag = "--" + field.name.replace("_", "-")
-        text = _description(hints[field.name])
-        shown = "" if field.default is None else f" [{field.default}]"
+        names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
+        flags = ["--" + name.replace("_", "-") for name in names]
+        text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
         if field.type is bool or isinstance(field.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text + shown)
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(flag, metavar=field.name.rsplit("_", 1)[-1].upper(), default=None, help=text + shown)
+            metavar = field.name.rsplit("_", 1)[-1].upper()
+            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text)
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {ALIASES.get(name, name): value for name, value in values.items()}
 
 
 def _choices(name: str) -> tuple[str, ...]:
     """The values that a field of a fixed set may have."""
-    return get_args(get_args(get_type_hints(EngineConfig, include_extras=True)[name])[0])
+    kind = get_args(get_type_hints(EngineConfig, include_extras=True)[name])[0]
+    return tuple(
+        choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
+    )
 
 
 def _description(hint: Any) -> str:
@@ -287,12 +343,16 @@ def _description(hint: Any) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Read "32k", "1.5M" as integers and "none" as unset; other values pass through."""
+    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
     if not isinstance(value, str):
         return value
+    if name == "max_model_len" and value == "auto":  # the engine serves what its KV cache holds
+        return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
     if match and name not in ("model", "tokenizer", "served_model_name", "prefix_hash_seed", "address", "record"):
         return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
+    if name == "cudagraph_capture_sizes" and value.lower() not in ("none", "null"):
+        return value.replace(",", " ").split()
     if value.startswith("{"):
         try:
             return msgspec.json.decode(value)
@@ -302,7 +362,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    names = EngineConfig.__struct_fields__
+    names = (*EngineConfig.__struct_fields__, *ALIASES)
     return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
 
 

@@ -1,16 +1,19 @@
-"""Block programs move the right bytes: by value, op by op, against an execution that knows nothing of merging."""
+"""Block programs move the right bytes: by value, op by op, against an execution that knows nothing of stages."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_lite.errors import ProtocolError
+from tests.kernels import emulator
+from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.kernels import cpu
 from vllm_lite.model_spec import KVGroup, ModelSpec, Rope
 from vllm_lite.protocol.step import BlockOp
-from vllm_lite.worker import cache_engine
+from vllm_lite.worker.block_mover import CudaMover, NativeMover, Pools, Run, TorchMover, stages
 from vllm_lite.worker.cache_engine import CacheEngine
 
 N, M = 7, 5
@@ -43,13 +46,80 @@ def make_spec(num_layers=3, groups=None):
     )
 
 
-def make_engine(num_blocks=N, num_host_blocks=M, **options):
-    return CacheEngine(make_spec(**options), 2, num_blocks, num_host_blocks, torch.float32, torch.device("cpu"))
+def make_engine(num_blocks=N, num_host_blocks=M, dtype=torch.float32, block_size=2, **options):
+    return CacheEngine(make_spec(**options), block_size, num_blocks, num_host_blocks, dtype, torch.device("cpu"))
 
 
-def numbered_engine():
+class FakeStream:
+    """Knows what it runs behind, as events on a GPU would have it."""
+
+    def __init__(self, behind=()):
+        self.behind = set(behind)
+
+    def wait_stream(self, stream):
+        self.behind |= stream.behind
+
+
+class FakeStreams:
+    def __init__(self):
+        self.forward = FakeStream(["the forward pass before"])
+        self.lanes = {SWAP_OUT: FakeStream(), SWAP_IN: FakeStream()}
+        self.active = self.forward
+
+    def current(self):
+        return self.forward
+
+    def lane(self, op):
+        return self.lanes[op]
+
+    @contextmanager
+    def use(self, stream):
+        before, self.active = self.active, stream
+        yield
+        self.active = before
+
+
+class TracedMover(CudaMover):
+    """Writes down what every op runs behind: (op, src, dst), set of the indices of ops in `trace`."""
+
+    def __init__(self, pools):
+        self.streams = FakeStreams()
+        super().__init__(pools, self.streams, None)
+        self.trace = []
+
+    def _by_torch(self, runs):
+        stream = self.streams.active
+        behind = set(stream.behind)
+        for run in runs:
+            for i in range(run.length):
+                stream.behind.add(len(self.trace))
+                self.trace.append(((run.op, run.src + i, run.dst + i), behind))
+        super()._by_torch(runs)
+
+
+def on_emulator(pools):
+    if emulator.available() is None:
+        pytest.skip("no C++ compiler for the emulator")
+    return CudaMover(pools, FakeStreams(), emulator.EmulatorLauncher())
+
+
+def native(pools):
+    if not cpu.available():
+        pytest.skip("no native library")
+    return NativeMover(pools)
+
+
+MOVERS = {"torch": TorchMover, "native": native, "cuda": on_emulator, "cuda, no kernels": TracedMover}
+
+
+def with_mover(engine, mover):
+    engine.mover = MOVERS[mover](Pools(engine.pool, engine.host_pool))
+    return engine
+
+
+def numbered_engine(mover="torch"):
     """Every element of every block is the block's global id."""
-    engine = make_engine()
+    engine = with_mover(make_engine(), mover)
     engine.pool.copy_(torch.arange(N)[:, None, None, None, None, None].expand_as(engine.pool))
     engine.host_pool.copy_(torch.arange(N, N + M)[:, None, None, None, None, None].expand_as(engine.host_pool))
     return engine
@@ -88,31 +158,78 @@ def runs(draw):
     return [entry for entry in ids if entry[1] in sources and entry[2] in destinations]
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.lists(runs(), max_size=8).map(lambda parts: [entry for part in parts for entry in part]))
-def test_any_program_gives_what_one_op_at_a_time_gives(program):
-    engine = numbered_engine()
+programs = st.lists(runs(), max_size=8).map(lambda parts: [entry for part in parts for entry in part])
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_any_program_gives_what_one_op_at_a_time_gives(mover):
+    engine = numbered_engine(mover)
+    values = torch.cat((engine.pool, engine.host_pool))
+
+    @settings(max_examples=250, deadline=None)
+    @given(programs)
+    def check(program):
+        engine.pool.copy_(values[:N])
+        engine.host_pool.copy_(values[N:])
+        engine.execute(program)
+        assert contents(engine) == one_at_a_time(program)
+
+    check()
+
+
+ORDERED = [
+    [(COPY, 1, 2), (COPY, 2, 3), (COPY, 3, 4)],  # a chain carries 1 all the way
+    [(COPY, 3, 2), (COPY, 2, 1), (COPY, 1, 4)],
+    [(COPY, 1, 3), (COPY, 2, 4), (COPY, 3, 5), (COPY, 4, 6)],  # overlaps from the third on
+    [(COPY, 3, 1), (COPY, 4, 2), (COPY, 5, 3), (COPY, 6, 4)],  # later ones overwrite what earlier ones read
+    [(SWAP_OUT, 1, 7), (COPY, 2, 1), (SWAP_IN, 7, 2)],  # exchange of 1 and 2 through the host
+    [(SWAP_OUT, 1, 7), (SWAP_OUT, 2, 7), (SWAP_IN, 7, 3)],  # the later write to 7 counts
+    [(SWAP_IN, 7, 1), (SWAP_OUT, 1, 8), (SWAP_IN, 8, 2), (SWAP_OUT, 2, 9)],
+    [(COPY, 1, 1)],
+    [],
+]
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("program", ORDERED)
+def test_programs_whose_order_matters(program, mover):
+    engine = numbered_engine(mover)
     engine.execute(program)
     assert contents(engine) == one_at_a_time(program)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        [(COPY, 1, 2), (COPY, 2, 3), (COPY, 3, 4)],  # a chain carries 1 all the way
-        [(COPY, 3, 2), (COPY, 2, 1), (COPY, 1, 4)],
-        [(COPY, 1, 3), (COPY, 2, 4), (COPY, 3, 5), (COPY, 4, 6)],  # overlaps from the third on
-        [(COPY, 3, 1), (COPY, 4, 2), (COPY, 5, 3), (COPY, 6, 4)],  # later ones overwrite what earlier ones read
-        [(SWAP_OUT, 1, 7), (COPY, 2, 1), (SWAP_IN, 7, 2)],  # exchange of 1 and 2 through the host
-        [(SWAP_OUT, 1, 7), (SWAP_OUT, 2, 7), (SWAP_IN, 7, 3)],  # the later write to 7 counts
-        [(COPY, 1, 1)],
-        [],
-    ],
-)
-def test_programs_whose_order_matters(program):
-    engine = numbered_engine()
+def blocks_of(entry):
+    """The block that an op reads and the one that it writes, both as (tier, block)."""
+    op, src, dst = entry
+    return ("host" if op == SWAP_IN else "device", src), ("host" if op == SWAP_OUT else "device", dst)
+
+
+@settings(max_examples=250, deadline=None)
+@given(programs)
+def test_on_a_gpu_every_op_waits_for_those_it_must_not_overtake(program):
+    engine = with_mover(make_engine(), "cuda, no kernels")
     engine.execute(program)
-    assert contents(engine) == one_at_a_time(program)
+    trace, forward = engine.mover.trace, engine.mover.streams.forward
+    assert forward.behind == {"the forward pass before", *range(len(trace))}
+    expected = [engine._check(0, *entry)[:3] for entry in program]
+    expected = [entry for entry in expected if len(set(blocks_of(entry))) == 2]
+    assert sorted(entry for entry, _ in trace) == sorted(expected)
+    # Equal ops write the same block, so they are traced in the program's order: find each one's place in the trace.
+    places: dict[tuple[int, int, int], list[int]] = {}
+    for place, (entry, _) in enumerate(trace):
+        places.setdefault(entry, []).append(place)
+    placed = [(places[entry].pop(0), *blocks_of(entry)) for entry in expected]
+    for later, (place, source, destination) in enumerate(placed):
+        assert "the forward pass before" in trace[place][1]
+        for earlier_place, earlier_source, earlier_destination in placed[:later]:
+            if earlier_destination in (source, destination) or earlier_source == destination:
+                assert earlier_place in trace[place][1]
+
+
+def test_swaps_of_both_directions_and_copies_run_at_once():
+    engine = with_mover(make_engine(), "cuda, no kernels")
+    engine.execute([(SWAP_OUT, 1, 7), (SWAP_IN, 8, 2), (COPY, 3, 4)])
+    assert [behind for _, behind in engine.mover.trace] == [{"the forward pass before"}] * 3
 
 
 def test_round_trip_of_random_bytes_through_the_host():
@@ -128,13 +245,52 @@ def test_round_trip_of_random_bytes_through_the_host():
     assert not engine.pool[[2, 5, 6]].any()
 
 
-def test_consecutive_ids_move_in_one_copy():
-    swap = [(SWAP_OUT, src, src + 6) for src in range(1, 6)]
-    apart = [(COPY, 1, 4), (COPY, 2, 5), (COPY, 3, 6)]
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_type_of_cache_moves_bit_by_bit(dtype, mover):
+    engine = with_mover(make_engine(dtype=dtype), mover)
+    assert (engine.pool.dtype, engine.host_pool.dtype) == (dtype, dtype)
+    pool, host_pool = engine.pool.view(torch.uint8), engine.host_pool.view(torch.uint8)
+    pool.random_(generator=torch.Generator().manual_seed(0))  # NaN of every kind among them
+    before = pool.clone()
+    engine.execute([(COPY, 2, 6), (SWAP_OUT, 1, 8), (SWAP_OUT, 2, 9), (SWAP_IN, 8, 3)])
+    assert torch.equal(host_pool[[1, 2]], before[[1, 2]])
+    assert torch.equal(pool, before[[0, 1, 2, 1, 4, 5, 2]])
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_pool_of_more_than_2_to_the_31_elements(mover):
+    engine = with_mover(make_engine(700, 2, torch.float8_e4m3fn, block_size=2**16), mover)  # touched are a few of them
+    pool = engine.pool.view(torch.uint8)
+    assert pool.numel() > 2**31
+    pool[699].random_(generator=torch.Generator().manual_seed(0))
+    engine.execute([(COPY, 699, 698), (SWAP_OUT, 698, 701), (SWAP_IN, 701, 697)])
+    assert torch.equal(pool[697], pool[699])
+    assert torch.equal(pool[698], pool[699])
+    assert not pool[1].any()
+
+
+def run_lists(program):
     engine = make_engine()
-    for program, expected in ((swap, [(SWAP_OUT, 1, 0, 5)]), (apart, [(COPY, 1, 4, 3)])):
-        checked = [engine._check(i, *entry) for i, entry in enumerate(program)]
-        assert list(cache_engine._merge(checked)) == expected
+    return stages(engine._check(i, *entry) for i, entry in enumerate(program))
+
+
+def test_consecutive_ids_move_in_one_copy():
+    assert run_lists([(SWAP_OUT, src, src + 6) for src in range(1, 6)]) == [[Run(SWAP_OUT, 1, 0, 5)]]
+    assert run_lists([(COPY, 1, 4), (COPY, 2, 5), (COPY, 3, 6)]) == [[Run(COPY, 1, 4, 3)]]
+    assert run_lists([(COPY, 2, 5), (SWAP_IN, 7, 3), (COPY, 1, 4)]) == [[Run(COPY, 1, 4, 2), Run(SWAP_IN, 0, 3)]]
+
+
+def test_a_stage_ends_only_where_results_would_change():
+    assert run_lists([(COPY, 1, 2), (COPY, 2, 3), (COPY, 1, 4)]) == [
+        [Run(COPY, 1, 2), Run(COPY, 1, 4)],
+        [Run(COPY, 2, 3)],
+    ]
+    assert len(run_lists([(COPY, 1, 2), (COPY, 3, 1)])) == 2  # the second overwrites what the first reads
+    assert len(run_lists([(COPY, 1, 2), (COPY, 3, 2)])) == 2
+    assert len(run_lists([(COPY, 1, 2), (SWAP_OUT, 1, 7), (COPY, 1, 3)])) == 1  # three readers of one block
+    assert len(run_lists([(SWAP_OUT, 1, 7), (SWAP_IN, 8, 0 + 2)])) == 1  # block 1 of the host is not block 1
+    assert run_lists([(COPY, 1, 1)]) == []
 
 
 def test_layers_see_their_part_of_every_block():
@@ -187,6 +343,40 @@ def test_the_pool_starts_as_zeros_and_may_have_no_host_tier():
     assert not engine.pool.any()
     with pytest.raises(ProtocolError, match="SWAP_OUT"):
         engine.execute([(SWAP_OUT, 1, 7)])
+
+
+class FakeCudart:
+    def __init__(self, code=0):
+        self.code = code
+        self.locked = {}
+
+    def cudaHostRegister(self, pointer, num_bytes, flags):
+        assert flags == 0
+        if not self.code:
+            self.locked[pointer] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, pointer):
+        del self.locked[pointer]
+
+
+def test_a_gpu_machine_locks_the_host_pool_as_long_as_the_engine_lives(monkeypatch):
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    engine = make_engine()
+    assert engine._locked(engine.host_pool) is engine.host_pool
+    assert cudart.locked == {engine.host_pool.data_ptr(): engine.host_pool.nbytes}
+    assert engine._locked(torch.empty(0)).numel() == 0
+    assert len(cudart.locked) == 1
+    del engine
+    assert not cudart.locked
+
+
+def test_a_host_pool_that_cannot_be_locked_is_an_error_that_says_what_to_try(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code=2))
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=r"CUDA error 2.*--swap-space"):
+        engine._locked(engine.host_pool)
 
 
 def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were():

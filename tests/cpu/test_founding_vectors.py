@@ -9,6 +9,7 @@ from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.config import GIB
 from vllm_lite.engine.kv_groups import KVGroup
 from vllm_lite.engine.process import num_host_blocks
+from vllm_lite.worker.memory import MemoryProfile
 
 
 def test_slots_follow_the_block_table() -> None:
@@ -40,6 +41,15 @@ def test_head_13_of_32_reads_kv_head_3_of_8() -> None:
     out = torch.empty(1, 32, 8)
     backend.attend(torch.ones(1, 32, 8), kv, metadata, 0, out)
     assert out[0, 13].tolist() == [3.0] * 8
+
+
+def test_blocks_from_memory() -> None:
+    """24 GiB of which 90 % may be used, 15 GiB at the peak, blocks of 2 MiB; swap space of 4 GiB."""
+    sizes = {"total_bytes": 24 * GIB, "block_bytes": 2 * 1024 * 1024, "peak_framework_bytes": 15 * GIB}
+    used = {"used_at_step_bytes": 15 * GIB, "used_bytes": 13 * GIB, "framework_bytes": 13 * GIB}
+    profile = MemoryProfile(utilization=0.9, initial_used_bytes=0, weights_bytes=13 * GIB, **sizes, **used)
+    assert profile.num_blocks == int((21.6 - 15) * 512) == 3379
+    assert profile.device_wide_num_blocks(4 * GIB) == (3379, 2048), "the older formula"
 
 
 def test_swap_space_in_blocks() -> None:

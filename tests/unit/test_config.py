@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, add_flags, check_address, memory_limit_bytes
+from vllm_lite import machine
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, add_flags, check_address
 from vllm_lite.errors import ConfigError
+from vllm_lite.machine import memory_limit_bytes
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -179,6 +181,17 @@ BAD_VALUES = [
     ("prefix_hash_seed", "x" * 65),
     ("seed", -1),
     ("model", 3),
+    ("gpu_memory_utilization", 0),
+    ("gpu_memory_utilization", 1.01),
+    ("kv_cache_memory_bytes", 0),
+    ("kv_cache_dtype", "int4"),
+    ("attention_backend", "flash"),
+    ("quantization", "awq"),
+    ("swap_space", -1),
+    ("cudagraph_capture_sizes", "1,0"),
+    ("cudagraph_capture_sizes", "1,x"),
+    ("cudagraph_capture_sizes", ""),
+    ("max_cudagraph_capture_size", 0),
 ]
 
 
@@ -188,6 +201,19 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         EngineConfig.check({name: value})
     assert name in str(info.value)
     assert str(value) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("quantization", "int8"),
+        ("device", "auto, cpu, cuda"),
+        ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
+    ],
+)
+def test_choices_are_listed(name: str, choices: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: must be one of {choices}, got 'x'$"):
+        EngineConfig.check({name: "x"})
 
 
 def test_one_bad_value_among_good_ones_is_the_one_named() -> None:
@@ -244,6 +270,22 @@ def test_flags_reach_the_config() -> None:
 # ---- resolve
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has that these tests run on."""
+    monkeypatch.setattr(machine, "GPU_FILES", ())
+
+
+@pytest.fixture
+def gpu(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with all that a GPU needs."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(machine, "GPU_FILES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(machine, "version", lambda _name: "2.13.0+cu130")
+    monkeypatch.setattr(machine, "find_spec", lambda _name: object())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def resolved(max_position_embeddings: int = 1000, **values: Any) -> EngineConfig:
     config = EngineConfig.check(values)
     return config.resolve(max_position_embeddings=max_position_embeddings, dtype="float32", model_path="/m/name")
@@ -253,8 +295,87 @@ def test_resolve_leaves_nothing_open() -> None:
     config = resolved()
     assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (1000, 64, 512)
     assert (config.model, config.tokenizer, config.served_model_name) == ("/m/name", "/m/name", "name")
-    assert (config.dtype, config.device) == ("float32", "cpu")
+    assert (config.dtype, config.device, config.kv_cache_dtype, config.swap_space) == ("float32", "cpu", "float32", 0)
     assert config.cpu_kvcache_space == pytest.approx(min(4, memory_limit_bytes() / 4 / 2**30))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_defaults_on_a_gpu() -> None:
+    config = resolved()
+    assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == ("cuda", 256, 8192)
+    assert (config.swap_space, config.gpu_memory_utilization) == (4.0, 0.9)
+    assert resolved(enable_chunked_prefill=False, max_position_embeddings=9000).max_num_batched_tokens == 9000
+    on_cpu = resolved(device="cpu")
+    assert (on_cpu.device, on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == ("cpu", 64, 512)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_swap_space_is_by_device_unless_it_is_said(device: str) -> None:
+    assert resolved(device=device).swap_space == {"cpu": 0.0, "cuda": 4.0}[device]
+    assert [resolved(device=device, swap_space=size).swap_space for size in (0, 1.5)] == [0, 1.5]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("lacking", "says"),
+    [
+        (("GPU_FILES", ()), "no NVIDIA driver"),
+        (("version", lambda _name: "2.13.0+cpu"), r"torch 2\.13\.0\+cpu is built without CUDA"),
+        (("find_spec", lambda _name: None), r"cupy is not installed; install vllm-lite\[cuda12\]"),
+    ],
+    ids=["driver", "torch", "cupy"],
+)
+def test_a_gpu_that_cannot_be_used(
+    lacking: tuple[str, Any], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, *lacking)
+    assert resolved().device == "cpu"
+    assert bool(caplog.records) == (lacking[0] != "GPU_FILES"), "a GPU that stays idle is worth a word"
+    with pytest.raises(ConfigError, match=f"device is cuda, but .*{says}.*--device cpu"):
+        resolved(device="cuda")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_are_hidden(hidden: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert resolved().device == "cpu"
+    assert not caplog.records, "whoever hides it knows"
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES .* hides every GPU"):
+        resolved(device="cuda")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_reference_backend_needs_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda _name: None)
+    assert resolved(device="cuda", attention_backend="reference").device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("auto", "float32"), ("fp8", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("float16", "float16")]
+)
+def test_the_cache_type_is_resolved(given: str, meant: str) -> None:
+    assert resolved(kv_cache_dtype=given).kv_cache_dtype == meant
+
+
+@pytest.mark.parametrize("given", ["1,2,8", "1, 2, 8", "1 2 8", [1, 2, 8], (1, 2, 8)], ids=str)
+def test_sizes_of_graphs(given: Any) -> None:
+    assert EngineConfig.check({"cudagraph_capture_sizes": given}).cudagraph_capture_sizes == (1, 2, 8)
+    assert EngineConfig.check({"cudagraph_capture_sizes": "none"}).cudagraph_capture_sizes is None
+
+
+def test_a_context_that_fits_by_itself() -> None:
+    assert EngineConfig.check({"max_model_len": "auto"}).max_model_len is None
+
+
+def test_other_names_of_a_setting(tmp_path: Path) -> None:
+    assert EngineConfig.load(parse_flags("--kv-offloading-size", "2"), {}).swap_space == 2
+    assert EngineConfig.load(parse_flags("--cuda-graph-sizes", "4"), {}).cudagraph_capture_sizes == (4,)
+    file = write(tmp_path, "a.yaml", "swap_space: 1\n")
+    env = {"VLLM_LITE_KV_OFFLOADING_SIZE": "2"}
+    assert EngineConfig.load(None, env, file).swap_space == 2
+    assert EngineConfig.load({"swap_space": 3}, env, file).swap_space == 3, "the flag wins, whatever it is called"
 
 
 def test_resolve_keeps_what_was_said() -> None:

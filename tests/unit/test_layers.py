@@ -23,6 +23,7 @@ LAYERS = [
     "log",
     "metrics",
     "wakeup",
+    "machine",
     "config",
     "model_spec",
     "supervise",
@@ -44,7 +45,7 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-TENSOR_PARTS = {"kernels", "parallel", "attention", "layers", "models", "worker"}
+TENSOR_PARTS = {"kernels", "parallel", "attention", "layers", "models", "worker", "bench"}
 ONLY_IN = {
     "torch": TENSOR_PARTS,
     "numpy": TENSOR_PARTS,
@@ -52,7 +53,7 @@ ONLY_IN = {
     "cupy": {"kernels"},
     "zmq": {"transport"},
     "tokenizers": {"client"},
-    "transformers": {"worker", "client"},
+    "transformers": {"worker", "client", "bench"},
 }
 """Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""
 

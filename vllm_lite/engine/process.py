@@ -76,7 +76,7 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
-        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
+        host_blocks = num_host_blocks(self._config.swap_space or 0.0, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         core = EngineCore(self._config, ready, executor, sizes, self._epoch)

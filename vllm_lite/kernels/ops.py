@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import gelu, silu
 
+from vllm_lite.kernels import cpu
+
 
 class Rotation(NamedTuple):
     """Rotary embedding of a step's tokens in the NeoX order: element i turns with element i + head_size / 2.
@@ -78,6 +80,16 @@ class TorchOps:
         torch.mul(gelu(gate, approximate="tanh"), up, out=out)
 
 
-def ops_for(device: torch.device) -> Ops:  # noqa: ARG001
+def ops_for(device: torch.device) -> Ops:
     """The best implementation for `device`."""
+    if device.type == "cpu" and cpu.available():
+        from vllm_lite.kernels.cpu.fused import CpuOps  # which is built on this module
+
+        return CpuOps()
+    if device.type == "cuda":
+        from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+        from vllm_lite.kernels.cuda.fused import CudaOps  # which is built on this module
+
+        if (launcher := default_launcher()) is not None:
+            return CudaOps(launcher)
     return TorchOps()

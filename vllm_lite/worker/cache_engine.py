@@ -6,17 +6,19 @@ Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, 
 """
 
 import math
-import mmap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+import weakref
+from collections.abc import Sequence
 
 import torch
 
-from vllm_lite.errors import ProtocolError
+from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import memory
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol.step import BlockOp
+from vllm_lite.worker.block_mover import CudaMover, CudaStreams, Mover, NativeMover, Pools, Run, TorchMover, stages
 
 NULL_BLOCK = 0
 """Stands in block tables where nothing is; no token is ever written to it."""
@@ -25,15 +27,6 @@ NULL_BLOCK = 0
 MEASURED_BYTES = 4 << 20
 """What one round of `measure_swap` moves each way, or one block if that is more."""
 MEASURING_S = 0.01
-
-
-class _Run(NamedTuple):
-    """`length` ops of one kind whose sources and destinations are both consecutive: one copy."""
-
-    op: BlockOp
-    src: int
-    dst: int
-    length: int
 
 
 class CacheEngine:
@@ -52,17 +45,13 @@ class CacheEngine:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         block = (spec.layers_per_group(), 2, spec.num_kv_heads, block_size, spec.head_dim)
-        on_cpu = device.type == "cpu"
-        self.pool = (
-            _zeros(num_blocks, *block, dtype=dtype)
-            if on_cpu
-            else torch.zeros(num_blocks, *block, dtype=dtype, device=device)
-        )
-        self.host_pool = (
-            _zeros(num_host_blocks, *block, dtype=dtype)
-            if on_cpu
-            else torch.zeros(num_host_blocks, *block, dtype=dtype, pin_memory=True)
-        )
+        if device.type == "cpu":
+            self.pool = _host_zeros((num_blocks, *block), dtype)
+            self.host_pool = _host_zeros((num_host_blocks, *block), dtype)
+        else:
+            self.pool = _device_zeros((num_blocks, *block), dtype, device)
+            self.host_pool = self._locked(_host_zeros((num_host_blocks, *block), dtype))
+        self.mover = make_mover(Pools(self.pool, self.host_pool))
 
     def layer_views(self) -> list[torch.Tensor]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_dim].
@@ -77,14 +66,13 @@ class CacheEngine:
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         """Run a program of (op, src, dst) as if one op at a time, in order.
 
-        The program is checked as a whole first. Raises ProtocolError when an op is unknown or an id lies outside its
-        tier or is the null block's as a destination; then nothing has moved.
+        On a GPU it is done when the device comes to it: behind what torch's current stream holds by now, and before
+        what is put there later. The program is checked as a whole first. Raises ProtocolError when an op is unknown or
+        an id lies outside its tier or is the null block's as a destination; then nothing has moved.
         """
         program = [self._check(index, *entry) for index, entry in enumerate(block_ops)]
-        for run in _merge(program):
-            source, destination = self._tensors(run.op)
-            first_src, first_dst = run.src, run.dst
-            destination[first_dst : first_dst + run.length].copy_(source[first_src : first_src + run.length])
+        for stage in stages(program):
+            self.mover.move(stage)
 
     def measure_swap(self) -> float:
         """Blocks that can be moved between the tiers in a second, either way; 0 without a host tier.
@@ -100,6 +88,7 @@ class CacheEngine:
         program = [(int(BlockOp.SWAP_OUT), block, host) for block, host in pairs]
         program += [(int(BlockOp.SWAP_IN), host, block) for block, host in pairs]
         self.execute(program)  # its pages are made by the first access
+        self._wait_for_device()
         num_rounds, start_s = 0, time.perf_counter()
         while (took_s := time.perf_counter() - start_s) < MEASURING_S:
             self.execute(program)
@@ -111,7 +100,7 @@ class CacheEngine:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
-    def _check(self, index: int, op: int, src: int, dst: int) -> _Run:
+    def _check(self, index: int, op: int, src: int, dst: int) -> Run:
         """One op as a run of length 1, its ids made relative to their tiers' pools."""
         device, host = range(self.num_blocks), range(self.num_blocks, self.num_blocks + self.num_host_blocks)
         if op == BlockOp.COPY:
@@ -128,45 +117,38 @@ class CacheEngine:
                 raise ProtocolError(
                     f"block op {index}: {what} {block} of {BlockOp(op).name} must be in [{first}, {allowed.stop})"
                 )
-        return _Run(BlockOp(op), src - sources.start, dst - destinations.start, 1)
+        return Run(BlockOp(op), src - sources.start, dst - destinations.start)
 
-    def _tensors(self, op: BlockOp) -> tuple[torch.Tensor, torch.Tensor]:
-        if op == BlockOp.SWAP_OUT:
-            return self.pool, self.host_pool
-        if op == BlockOp.SWAP_IN:
-            return self.host_pool, self.pool
-        return self.pool, self.pool
+    def _locked(self, pool: torch.Tensor) -> torch.Tensor:
+        """`pool`, fixed in memory where it is, so that the device can read and write it while the host goes on.
 
-
-def _merge(program: Sequence[_Run]) -> Iterator[_Run]:
-    """Join neighbours that continue each other, as long as the joined copy does not read what it writes."""
-    run: _Run | None = None
-    for op in program:
-        if run is not None and _continues(run, op):
-            run = run._replace(length=run.length + 1)
-            continue
-        if run is not None:
-            yield run
-        run = op
-    if run is not None:
-        yield run
+        Not torch's pinned memory: that takes the next power of two, 8 GiB for 5 GiB of swap space. Raises ConfigError.
+        """
+        if pool.numel() == 0:
+            return pool
+        cuda = torch.cuda.cudart()
+        if code := int(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)):
+            raise ConfigError(
+                f"the {pool.nbytes / 2**30:.1f} GiB of swap space cannot be locked in memory (CUDA error {code}); "
+                "try a smaller --swap-space, or 0"
+            )
+        release = weakref.finalize(self, cuda.cudaHostUnregister, pool.data_ptr())
+        release.atexit = False  # the end of the process releases it anyway
+        return pool
 
 
-def _continues(run: _Run, op: _Run) -> bool:
-    if op.op != run.op or op.src != run.src + run.length or op.dst != run.dst + run.length:
-        return False
-    return run.op != BlockOp.COPY or abs(run.src - run.dst) > run.length
+def make_mover(pools: Pools) -> Mover:
+    """The best mover for the device of `pools`."""
+    if pools.device.is_cuda:
+        return CudaMover(pools, CudaStreams(pools.device.device), default_launcher())
+    return NativeMover(pools) if cpu.available() else TorchMover(pools)
 
 
-def _zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in pages that the kernel makes when they are first written: gigabytes of cache cost no start-up time.
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages that are made when they are first written: gigabytes of cache cost no start-up time."""
+    return memory.zeros(math.prod(shape), dtype).view(shape)
 
-    Page-aligned, and huge pages where the machine gives them.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes)
-    with suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of any type: torch has no zeros of float8 on every device."""
+    return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype).view(shape)

@@ -2,27 +2,32 @@
 contents; the parts are CacheEngine, InputBatch, the model, the attention backend and the Sampler, and stay there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_lite import log
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.worker.forward import EagerForward, Forward
+from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.input_batch import InputBatch
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
 from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
-from vllm_lite.worker.step_inputs import StepInputs
+from vllm_lite.worker.step_inputs import StepInputs, padding_step
 
 WARM_UP_WORK = 2_000_000_000
-"""Multiply-adds that the warm-up may cost: about 0.1 s on one core."""
+"""Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
+
+logger = log.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class StepLimits:
     max_num_tokens: int
     max_model_len: int
     block_size: int
+    num_groups: int = 1
 
 
 class ModelRunner:
@@ -49,9 +55,9 @@ class ModelRunner:
         self.limits = limits
         self.model = model
         self.cache_engine = cache_engine
-        self.backend = backend
         self.device = device = cache_engine.pool.device
-        self.kv_caches = cache_engine.layer_views()
+        self.eager = EagerForward(model, cache_engine.layer_views(), backend, device)
+        self.forward: Forward = self.eager
         self.batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -74,7 +80,7 @@ class ModelRunner:
             return ModelOutput(step.epoch, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
-        sampled = self._sample(self._forward(inputs), inputs)
+        sampled = self.sampler.sample(self.forward.logits(inputs), self.batch.sample_inputs(inputs))
         kept = _num_kept(inputs, sampled)
         self.batch.commit(inputs, sampled.tokens, kept)
         return _answer(step, inputs, sampled, kept)
@@ -84,57 +90,42 @@ class ModelRunner:
             for handle, max_drafts in self.batch.max_drafts.items():
                 self.batch.guess(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:  # [num_tokens, hidden_size]
-        metadata = AttentionMetadata(
-            num_tokens=inputs.num_tokens,
-            num_seqs=len(inputs.rows),
-            max_query_len=int(inputs.num_scheduled.max()),
-            max_seq_len=int(inputs.seq_lens.max()),
-            query_start_loc=self._to_device(inputs.query_start_loc),
-            seq_lens=self._to_device(inputs.seq_lens),
-            block_tables=tuple(self._to_device(table) for table in inputs.block_tables),
-            slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
-        )
-        self.backend.prepare(metadata)
-        input_ids, positions = self._to_device(inputs.input_ids), self._to_device(inputs.positions)
-        return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend)
-
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled:
-        """hidden: [num_tokens, hidden_size]; logits are made of the rows only whose next token is wanted."""
-        if inputs.num_samples.sum() < inputs.num_tokens:
-            hidden = hidden[self._to_device(inputs.sample_tokens)]
-        return self.sampler.sample(self.model.logits(hidden).float(), self.batch.sample_inputs(inputs))
-
-    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
+        """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
+        limits = self.limits
+        graphs = DecodeGraphs(self.eager, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size)
+        graphs.capture(capture, progress.advance)
+        self.forward = graphs
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run the largest step that is quick, writing nothing, so that the first request does not pay for what torch
-        and the kernels set up on their first call.
+        """Run what the first requests would otherwise wait for: what torch and the kernels set up on their first call.
+
+        Nothing is written. On a CPU the step is the largest that is quick; on a GPU it is the largest of all, and one
+        of pure decoding, for which kernels may have to be compiled.
         """
-        num_tokens = min(self.limits.max_num_tokens, max(1, WARM_UP_WORK // self.model.spec.num_parameters()))
-        num_seqs = min(num_tokens, self.limits.max_num_seqs)
-        query_start_loc = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
-        query_lens = np.diff(query_start_loc)
-        num_groups = len(self.model.spec.kv_groups)
-        width = -(-int(query_lens.max()) // self.limits.block_size)
-        inputs = StepInputs(
-            handles=[],
-            rows=np.arange(num_seqs),
-            num_scheduled=query_lens.astype(np.int64),
-            input_ids=np.zeros(num_tokens, np.int64),
-            positions=np.zeros(num_tokens, np.int64),
-            slot_mapping=(np.full(num_tokens, PAD_SLOT, np.int64),) * num_groups,
-            block_tables=(np.zeros((num_seqs, width), np.int32),) * num_groups,  # reads the null block, which is zero
-            query_start_loc=query_start_loc,
-            seq_lens=query_lens,
-            sampling=np.arange(num_seqs),
-            num_samples=np.ones(num_seqs, np.int64),
-        )
-        logits = self.model.logits(self._forward(inputs)[:1]).float()
-        random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)], ROW_PARAMS)
-        self.sampler.sample(logits, SampleInputs(random, np.zeros(1, np.int64)))
+        limits = self.limits
+        if self.device.type == "cpu":
+            num_tokens = min(limits.max_num_tokens, max(1, WARM_UP_WORK // self.model.spec.num_parameters()))
+            warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
+            return
+        logger.info("warming up; what kernels are not in the cache are compiled now")
+        for num_tokens in (limits.max_num_tokens, min(limits.max_num_seqs, limits.max_num_tokens)):
+            warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
+        torch.cuda.synchronize(self.device)
+
+
+def warm_up_step(
+    forward: Forward, sampler: Sampler, limits: StepLimits, num_tokens: int, *, num_sampling: int | None = None
+) -> None:
+    """A step of `num_tokens` tokens over as many sequences as there may be, which writes nothing. `num_sampling` of the
+    sequences (None: all) draw a token, with all filters on.
+    """
+    num_seqs = min(num_tokens, limits.max_num_seqs)
+    num_sampling = num_seqs if num_sampling is None else num_sampling
+    inputs = padding_step(num_tokens, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_sampling)
+    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)] * num_sampling, ROW_PARAMS)
+    sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
 def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]

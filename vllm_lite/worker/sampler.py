@@ -16,8 +16,32 @@ in unsigned 32-bit integers (Murmur3's rounds) and IEEE float32. v lies in [2^-3
 strictly inside (0, 1) and noise = -log(-log(u)); it is computed from v because the largest noise, which decides most
 draws, comes from u next to 1, where float32 has no precision left.
 
-Filters, in this order: top_k; top_p of the mass of the k best; min_p of the largest probability. Each is a least
-logit, so equals of the last one kept stay in.
+Filters, in this order: top_k; top_p of the mass of the k best; min_p of the largest probability. Each is a greatest
+distance from the best token, so equals of the last one kept stay in. Every implementation finds the same tokens, bit
+for bit: all sums are of integers, so their order does not matter, and each float32 operation below is rounded by itself
+(no fused multiply-add), to nearest even.
+
+    best         = the largest logit
+    distance     = |(best - logit) / temperature|     a correctly rounded division; its bits, as integers, order it
+
+    y            = min(distance, 28) * -1.44269504f   e^-distance = 2^y
+    n            = y rounded to a whole number, halves to even
+    f            = y - n
+    e            = (((((c6 * f + c5) * f + c4) * f + c3) * f + c2) * f + c1) * f + 1, times 2^n (exact)
+                   c1 to c6 = 6.9314718e-1f 2.4022651e-1f 5.5504109e-2f 9.6181291e-3f 1.3333558e-3f 1.5403530e-4f
+    mass         = floor(e * 2^40)                    unsigned 64-bit, 2^40 for the best token, 0 from distance 28 on
+
+    within_k     = the k-th smallest distance; infinity if top_k is 0 or at least the vocabulary's size
+    total        = sum of the mass of the k best: of all tokens below within_k, and as many at it as fill up k
+    wanted       = ceil(float64(top_p) * float64(total))
+    within_p     = the least distance d of a token such that the mass of all tokens with distance <= d is at least
+                   `wanted`, and at most within_k; within_k if top_p is 1
+    within_min_p = float32(-log(float64(min_p))); infinity if min_p is 0
+    kept         = distance <= min(within_p, within_min_p)
+
+and the draw is the first token with the largest `noise - distance` among the kept. The integers are as good as exact
+numbers: mass has a relative error of 1.2e-6 at most, and an absolute one of 2^-40 of the best token's, so top_p keeps
+another token than exact arithmetic only where the exact sum misses top_p * total by less than 1e-6 of total or so.
 """
 
 from dataclasses import dataclass
@@ -29,6 +53,9 @@ from numpy.typing import NDArray
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import sampler as native
+from vllm_lite.kernels.cuda import sampler as cuda_sampler
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import GREEDY_BELOW
 
@@ -50,6 +77,9 @@ ROW_PARAMS = np.dtype(
 NEVER = -float("inf")
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_BANNED = "every token is ruled out"
+LOG2_E = 1.44269504
+COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
+"""c6 to c0 of the mass."""
 CACHED_ENTRIES = 2**17
 """Entries of noise made at a time; with its scratch memory that is 1.5 MiB."""
 
@@ -78,12 +108,13 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._launcher = default_launcher() if device.type == "cuda" else None
         tokens = np.arange(vocab_size, dtype=np.uint32)
         self._token_keys = torch.from_numpy(scramble(tokens).view(np.int32)).to(device)  # int32 [vocab]
 
     def sample(
         self,
-        logits: torch.Tensor,  # float32 [num_samples, vocab]; bans and filters write -infinity into it
+        logits: torch.Tensor,  # float32 [num_samples, vocab]; bans write -infinity into it
         inputs: SampleInputs,
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
@@ -93,95 +124,112 @@ class Sampler:
         if inputs.banned is not None:
             samples, ids = (self._index(array) for array in inputs.banned)
             logits[samples, ids] = NEVER
-        tokens = _argmax(logits)  # int64 [num_samples]
-        best = logits.gather(1, tokens[:, None])  # [num_samples, 1], NaN if the row has one
-        random = np.flatnonzero(params["temperature"] >= GREEDY_BELOW)
-        if len(random):
-            tokens[self._index(random)] = self._draw(logits, best, inputs, random)
-        picked = tokens.numpy(force=True)
-        failed = _failures(best.squeeze(1).numpy(force=True))
+        picked = self.pick(logits, draw_records(params, inputs.positions, self.vocab_size))
+        failed = _failures(picked.best)
         if raw is None:
-            return Sampled(picked, failed, None)
-        logprobs: list[TokenLogprobs | None] = [None] * len(picked)
-        reports = _report(raw, tokens[self._index(wanted)], params["logprobs"][wanted])
+            return Sampled(picked.tokens, failed, None)
+        logprobs: list[TokenLogprobs | None] = [None] * len(params)
+        reports = _report(raw, self._index(picked.tokens[wanted]), params["logprobs"][wanted])
         for sample, report in zip(wanted.tolist(), reports, strict=True):
             logprobs[sample] = None if sample in failed else report
-        return Sampled(picked, failed, logprobs)
+        return Sampled(picked.tokens, failed, logprobs)
 
-    def _draw(
+    def pick(
         self,
-        logits: torch.Tensor,  # float32 [num_samples, vocab]
-        best: torch.Tensor,  # float32 [num_samples, 1], the largest of each row
-        inputs: SampleInputs,
-        rows: NDArray[np.int64],  # [num_random]
-    ) -> torch.Tensor:  # int64 [num_random]
-        """Random tokens for `rows`, after their filters."""
-        params = inputs.params[rows]
-        limited_k = (params["top_k"] > 0) & (params["top_k"] < self.vocab_size)
-        filtered = np.flatnonzero(limited_k | (params["top_p"] < 1) | (params["min_p"] > 0))
-        if len(filtered):
-            self._filter(logits, best, params[filtered], rows[filtered])
-        positions = inputs.positions[rows].astype(np.uint32)
-        if logits.device.type == "cpu" and cpu.available():
-            return native.draw(logits, _draw_records(params, positions, rows, best.numpy()[rows, 0]))
-        keys = row_keys(params["seed"], params["child"], positions)
-        scores = _scaled(logits, best, self._index(rows), self._column(params["temperature"]))
-        scores += gumbel_noise(self._column(keys.view(np.int32)), self._token_keys)
-        return _argmax(scores)
+        logits: torch.Tensor,  # float32 [num_rows, vocab]
+        draws: NDArray[np.void],  # DRAW [num_rows]
+    ) -> Picked:
+        """Filter and draw, by the fastest implementation that the device has."""
+        if self.device.type == "cpu" and cpu.available():
+            return native.pick(logits, draws)
+        if self._launcher is not None:
+            return cuda_sampler.pick(self._launcher, logits, draws)
+        return self.pick_plainly(logits, draws)
 
-    def _filter(
+    def pick_plainly(
         self,
-        logits: torch.Tensor,  # float32 [num_samples, vocab]
-        best: torch.Tensor,  # float32 [num_samples, 1]
-        params: NDArray[np.void],  # ROW_PARAMS [num_filtered]
-        rows: NDArray[np.int64],  # [num_filtered]
-    ) -> None:
-        """Rule out, in `logits`, what does not pass the filters of `rows`."""
-        index = self._index(rows)
-        scaled = _scaled(logits, best, index, self._column(params["temperature"]))
-        kept = logits.index_select(0, index).masked_fill_(scaled < self._floor(scaled, params), NEVER)
-        logits.index_copy_(0, index, kept)
+        logits: torch.Tensor,  # float32 [num_rows, vocab]
+        draws: NDArray[np.void],  # DRAW [num_rows]
+    ) -> Picked:
+        """The same in plain torch: the reference of all others."""
+        tokens = _argmax(logits)  # int64 [num_rows]
+        best = logits.gather(1, tokens[:, None])  # [num_rows, 1], NaN if the row has one
+        limits = np.full(len(draws), np.inf, np.float32)
+        random = np.flatnonzero(draws["temperature"])
+        if len(random):
+            draws, rows = draws[random], self._index(random)
+            distances = best[rows].sub(logits[rows]).div_(self._column(draws["temperature"])).abs_()
+            limit = self._limits(distances, draws)
+            keys = row_keys(draws["seed"], draws["child"], draws["position"])
+            scores = gumbel_noise(self._column(keys.view(np.int32)), self._token_keys)
+            tokens[rows] = _argmax(scores.sub_(distances).masked_fill_(distances > limit, NEVER))
+            limits[random] = limit.squeeze(1).numpy(force=True)
+        return Picked(tokens.numpy(force=True), best.squeeze(1).numpy(force=True), limits)
 
-    def _floor(
+    def _limits(
         self,
-        scaled: torch.Tensor,  # float32 [num_filtered, vocab], largest 0
-        params: NDArray[np.void],  # ROW_PARAMS [num_filtered]
-    ) -> torch.Tensor:  # float32 [num_filtered, 1]
-        """The least scaled logit that passes a row's filters. Only rows with top_k or top_p are sorted."""
-        with np.errstate(divide="ignore"):
-            floor = self._column(np.log(params["min_p"]))
-        ordered = np.flatnonzero((params["top_k"] > 0) | (params["top_p"] < 1))
+        distances: torch.Tensor,  # float32 [n, vocab]
+        draws: NDArray[np.void],  # DRAW [n]
+    ) -> torch.Tensor:  # float32 [n, 1]
+        """The greatest distance that passes a row's filters. Only rows with top_k or top_p are sorted."""
+        limits = self._column(draws["max_distance"])
+        ordered = np.flatnonzero((draws["top_k"] < self.vocab_size) | (draws["top_p"] < 1))
         if len(ordered):
-            index = self._index(ordered)
-            top_k = np.where(params["top_k"] > 0, params["top_k"], self.vocab_size)[ordered]
-            ranked = self._ranked_floor(
-                scaled.index_select(0, index), np.minimum(top_k, self.vocab_size), params["top_p"][ordered]
-            )
-            floor[index] = torch.maximum(floor[index], ranked)
-        return floor
+            rows, draws = self._index(ordered), draws[ordered]
+            ranked = self._ranked_limits(distances[rows], draws["top_k"], draws["top_p"])
+            limits[rows] = torch.minimum(limits[rows], ranked)
+        return limits
 
-    def _ranked_floor(
+    def _ranked_limits(
         self,
-        scaled: torch.Tensor,  # float32 [num_ordered, vocab], largest 0
-        top_k: NDArray[np.int32],  # [num_ordered], 1 to vocab
-        top_p: NDArray[np.float32],  # [num_ordered]
-    ) -> torch.Tensor:  # float32 [num_ordered, 1]
-        """The logit of the last token within top_k and then within top_p.
-
-        Sums run from the most likely token down, in float64: a row's result does not depend on how many entries the
-        other rows of the batch make it carry behind its own k. Those hold at least the total, so they do not count.
-        """
-        best = _largest(scaled, int(top_k.max()))  # [num_ordered, width], descending
+        distances: torch.Tensor,  # float32 [n, vocab]
+        top_k: NDArray[np.int32],  # [n], 1 to vocab
+        top_p: NDArray[np.float32],  # [n]
+    ) -> torch.Tensor:  # float32 [n, 1]
+        """within_p of each row."""
+        nearest = _smallest(distances, int(top_k.max()))  # [n, width], ascending
         k, p = self._column(top_k.astype(np.int64)), self._column(top_p.astype(np.float64))
-        mass = best.exp().cumsum(1, dtype=torch.float64)
-        within_p = (mass < p * mass.gather(1, k - 1)).sum(1, keepdim=True) + 1
-        return best.gather(1, torch.where(p < 1, within_p, k) - 1)
+        within_k = nearest.gather(1, k - 1).masked_fill_(k == self.vocab_size, torch.inf)
+        sums = masses(nearest).cumsum(1)
+        wanted = (p * sums.gather(1, k - 1).double()).ceil().long()
+        place = (sums < wanted).sum(1, keepdim=True).clamp_(max=nearest.shape[1] - 1)  # where a row is not finite
+        return torch.where(p < 1, nearest.gather(1, place), within_k)
 
     def _index(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _column(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
+
+
+def draw_records(
+    params: NDArray[np.void],  # ROW_PARAMS [num_samples]
+    positions: NDArray[np.int64],  # [num_samples]
+    vocab_size: int,
+) -> NDArray[np.void]:  # DRAW [num_samples]
+    """What kernels are told of each row; whatever filters nothing is off."""
+    draws = np.empty(len(params), DRAW)
+    for name in ("seed", "child", "top_p"):
+        draws[name] = params[name]
+    draws["position"] = positions
+    temperature, top_k = params["temperature"], params["top_k"]
+    draws["temperature"] = np.where(temperature >= GREEDY_BELOW, temperature, 0)
+    draws["top_k"] = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    with np.errstate(divide="ignore"):
+        draws["max_distance"] = np.abs(np.log(params["min_p"].astype(np.float64)))
+    return draws
+
+
+def masses(distances: torch.Tensor) -> torch.Tensor:  # float32 [...] -> int64 [...]
+    """e^-distance in units of 2^-40."""
+    y = distances.clamp(max=28.0).mul_(-LOG2_E)
+    n = y.round()
+    f = y.sub_(n)
+    e = torch.full_like(f, COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
+        e.mul_(f).add_(coefficient)
+    power = n.int().add_(127 + 40).bitwise_left_shift_(23).view(torch.float32)  # 2^(n + 40)
+    return e.mul_(power).long()
 
 
 # ---- the hash
@@ -249,29 +297,6 @@ def _signed(constant: int) -> int:
 # ---- rows of logits. On a CPU, NumPy's argmax, sort and partition are vectorised and torch's are not (14 to 30 times).
 
 
-def _draw_records(
-    params: NDArray[np.void],  # ROW_PARAMS [n]
-    positions: NDArray[np.uint32],  # [n]
-    rows: NDArray[np.int64],  # [n], of the logits
-    offsets: NDArray[np.float32],  # [n], the largest logit of each row
-) -> NDArray[np.void]:  # native.DRAW [n]
-    draws = np.empty(len(rows), native.DRAW)
-    draws["row"], draws["position"], draws["offset"] = rows, positions, offsets
-    for name in ("seed", "child", "temperature"):
-        draws[name] = params[name]
-    return draws
-
-
-def _scaled(
-    logits: torch.Tensor,  # float32 [num_samples, vocab]
-    best: torch.Tensor,  # float32 [num_samples, 1]
-    rows: torch.Tensor,  # int64 [n]
-    temperature: torch.Tensor,  # float32 [n, 1]
-) -> torch.Tensor:  # float32 [n, vocab]
-    """Logits over temperature, the largest of each row 0: so a temperature near 0 does not overflow."""
-    return logits.index_select(0, rows).sub_(best[rows]).div_(temperature)
-
-
 def _argmax(scores: torch.Tensor) -> torch.Tensor:  # [n, vocab] -> int64 [n]
     """The first largest of each row; the first NaN, if there is one."""
     if scores.device.type != "cpu":
@@ -279,14 +304,14 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:  # [n, vocab] -> int64 [n]
     return torch.from_numpy(scores.numpy().argmax(1))
 
 
-def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -> [n, count]
-    """The `count` largest values of each row, descending."""
+def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -> [n, count]
+    """The `count` smallest values of each row, ascending."""
     if scores.device.type != "cpu":
-        return scores.topk(count, dim=1).values
-    negated = -scores.numpy()
-    if count < negated.shape[1]:
-        negated = np.partition(negated, count - 1, axis=1)[:, :count]
-    return torch.from_numpy(-np.sort(negated, axis=1))
+        return scores.topk(count, dim=1, largest=False).values
+    values = scores.numpy()
+    if count < values.shape[1]:
+        values = np.partition(values, count - 1, axis=1)[:, :count]
+    return torch.from_numpy(np.sort(values, axis=1))
 
 
 def _failures(best: NDArray[np.float32]) -> dict[int, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.speculative import NO_GUESS
 
@@ -54,3 +55,27 @@ class StepInputs:
         guesses = np.append(self.input_ids, NO_GUESS)[self.sample_tokens + 1]
         guesses[self.sample_starts + self.num_samples - 1] = NO_GUESS
         return guesses
+
+
+def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
+    """`num_tokens` tokens spread over new sequences that write nothing and read the null block.
+
+    The first `num_sampling` of them want a token. For warming up and for profiling memory: a step of this size that
+    touches no sequence's KV.
+    """
+    query_start_loc = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+    query_lens = np.diff(query_start_loc)
+    width = -(-int(query_lens.max()) // block_size)
+    return StepInputs(
+        handles=[],
+        rows=np.arange(num_seqs),
+        num_scheduled=query_lens.astype(np.int64),
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        slot_mapping=(np.full(num_tokens, PAD_SLOT, np.int64),) * num_groups,
+        block_tables=(np.zeros((num_seqs, width), np.int32),) * num_groups,  # reads the null block, which is zero
+        query_start_loc=query_start_loc,
+        seq_lens=query_lens,
+        sampling=np.arange(num_sampling),
+        num_samples=np.ones(num_sampling, np.int64),
+    )

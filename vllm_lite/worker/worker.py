@@ -17,8 +17,20 @@ from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.worker.cache_engine import CacheEngine
-from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits
+from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
+from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.graphs import bucket_sizes, reserved_bytes
+from vllm_lite.worker.memory import (
+    Baseline,
+    DeviceMemory,
+    check_free,
+    configured_num_blocks,
+    profile_memory,
+    warn_if_short,
+)
+from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits, warm_up_step
 from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.sampler import Sampler
 from vllm_lite.worker.speculative import NgramDrafter
 
 LOG_EVERY_S = 5.0
@@ -29,60 +41,114 @@ logger = log.get(__name__)
 class Worker:
     """`load`, then `start`, then `execute` step after step. `config` is resolved: nothing is left to be guessed."""
 
-    def __init__(self, config: EngineConfig, rank: int, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, rank: int, progress: Progress, device: Device | None = None) -> None:
         self.config = config
         self.rank = rank
         self.progress = progress
         self.spec = ModelSpec.load(config.model)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = torch.device(config.device)
-        self.limits = _limits(config)
+        self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        self.device = device or open_device(config, rank)
+        self.limits = _limits(config, self.spec)
+        self.block_bytes = self.spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
+        self.graph_sizes = self._graph_sizes()
         self._epoch: int | None = None
 
     def load(self) -> Ready:
         """Load the weights and say what would fit beside them. Raises ModelError or ConfigError."""
-        if self.config.cpu_threads is not None or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(self.config.cpu_threads or num_physical_cores())
-        block_bytes = self.spec.kv_block_bytes(self.config.block_size, self.dtype.itemsize)
-        num_blocks = self._num_blocks(block_bytes)
-        self.backend = select_backend(self._attention_shape())
-        limits = self.limits
-        self.model = build(self.spec, self.dtype, self.device, limits.max_model_len, limits.max_num_tokens)
+        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if self.device.is_cpu else 0
+        num_blocks = configured_num_blocks(self.config, self.block_bytes)
+        initial_used_bytes = 0
+        if num_blocks is None:
+            initial_used_bytes = check_free(self._memory(), self.config.gpu_memory_utilization)
+        self.backend = select_backend(self._attention_shape(), self.config.attention_backend)
         started = time.monotonic()
+        weights_bytes = self._load_model()
+        logger.info(
+            "%s with %.1fM parameters in %s loaded on %s in %.2f s%s",
+            self.spec.architecture,
+            self.spec.num_parameters() / 1e6,
+            self.config.dtype,
+            self.device.torch,
+            time.monotonic() - started,
+            f", threads: {num_threads}" if num_threads else "",
+        )
+        if num_blocks is None:
+            num_blocks = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
+        logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
+        warn_if_short(num_blocks, self.block_bytes, self.spec.kv_groups, self.config)
+        return Ready(
+            rank=self.rank,
+            num_blocks=num_blocks,
+            block_bytes=self.block_bytes,
+            groups=tuple(KVGroupInfo(group.kind, len(group.layers), group.window) for group in self.spec.kv_groups),
+            max_model_len=self.limits.max_model_len,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+        )
+
+    def _load_model(self) -> int:
+        """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
+        memory, limits = self.device.memory, self.limits
+        allocated = [memory.allocated_bytes()] if memory else []
+        self.model = build(self.spec, self.dtype, self.device.torch, limits.max_model_len, limits.max_num_tokens)
+        fixed_bytes = -sum(slot.view.nbytes for slot in self.model.weight_table().values())
+        if memory:  # all that was allocated but the weights are tables and buffers for activations
+            fixed_bytes += memory.allocated_bytes() - allocated[0]
         load_weights(
             self.model,
             self.config.model,
             load_format=self.config.load_format,
             seed=self.config.seed,
             progress=_LoadReport(self.progress),
+            quantization=self.config.quantization,
         )
-        logger.info(
-            "%s with %.1fM parameters in %s loaded in %.2f s; %d threads, room for %d KV blocks of %.1f KiB",
-            self.spec.architecture,
-            self.spec.num_parameters() / 1e6,
-            self.config.dtype,
-            time.monotonic() - started,
-            torch.get_num_threads(),
-            num_blocks,
-            block_bytes / 1024,
+        if not memory:
+            return 0
+        memory.trim()
+        return memory.allocated_bytes() - allocated[0] - fixed_bytes  # less than the table says if they were quantized
+
+    def determine_num_available_blocks(self, initial_used_bytes: int, weights_bytes: int) -> int:
+        """Run the largest step, report what the memory goes to, and say how many KV blocks the rest holds.
+
+        Raises ConfigError, with flags that would work, if that are too few.
+        """
+        config = self.config
+        baseline = Baseline(initial_used_bytes, weights_bytes, *self._set_aside())
+        profile = profile_memory(
+            self._memory(), self._run_largest_step, baseline, config.gpu_memory_utilization, self.block_bytes
         )
-        return Ready(
-            rank=self.rank,
-            num_blocks=num_blocks,
-            block_bytes=block_bytes,
-            groups=tuple(KVGroupInfo(group.kind, len(group.layers), group.window) for group in self.spec.kv_groups),
-            max_model_len=limits.max_model_len,
-            vocab_size=self.spec.vocab_size,
-            eos_token_ids=self.spec.eos_token_ids,
-        )
+        for line in profile.lines(int((config.swap_space or 0) * GIB)):
+            logger.info("%s", line)
+        profile.check()
+        return profile.num_blocks
+
+    def _set_aside(self) -> tuple[int, int]:
+        """Bytes of what the largest step does not show: attention over the longest contexts, and graphs."""
+        limits, workspace = self.limits, self.backend.workspace_bytes
+        longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
+        shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
+        scratch_bytes = max(workspace(*step, longest) - workspace(*step, shown), 0)
+        width = -(-longest // limits.block_size)
+        return scratch_bytes, reserved_bytes(self.graph_sizes, self.spec.vocab_size, width, limits.num_groups)
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """All slots are padding and all tables name the null block, the only one there is yet."""
+        device = self.device.torch
+        cache = CacheEngine(self.spec, self.config.block_size, 1, 0, self.kv_dtype, device)
+        backend = ObservedBackend(self.backend, self.progress)
+        forward = EagerForward(self.model, cache.layer_views(), backend, device)
+        warm_up_step(forward, Sampler(self.spec.vocab_size, device), self.limits, self.limits.max_num_tokens)
 
     def start(self, start: Start) -> Started:
         """Allocate the KV cache that the engine decided on, and run once so that the first request is quick.
 
         Answers with how fast blocks move to and from the host.
         """
+        device = self.device.torch
         cache_engine = CacheEngine(
-            self.spec, self.config.block_size, start.num_blocks, start.num_host_blocks, self.dtype, self.device
+            self.spec, self.config.block_size, start.num_blocks, start.num_host_blocks, self.kv_dtype, device
         )
         swap_blocks_per_s = cache_engine.measure_swap()
         backend = ObservedBackend(self.backend, self.progress)
@@ -90,6 +156,8 @@ class Worker:
         drafter = NgramDrafter(speculation) if speculation is not None else None
         self.runner = ModelRunner(self.limits, self.model, cache_engine, backend, drafter)
         self.runner.warm_up()
+        if self.device.capture is not None:
+            self.runner.capture_graphs(self.device.capture, self.graph_sizes, self.progress)
         self._epoch = start.epoch
         return Started(self.rank, swap_blocks_per_s)
 
@@ -109,15 +177,23 @@ class Worker:
             head_size=spec.head_dim,
             block_size=self.config.block_size,
             dtype=self.dtype,
-            device=self.device,
+            device=self.device.torch,
+            max_seq_len=self.limits.max_model_len,
+            kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
             windows=tuple(group.window for group in spec.kv_groups),
         )
 
-    def _num_blocks(self, block_bytes: int) -> int:
-        """How many blocks the configuration gives the KV cache, the null block included."""
-        if self.config.num_gpu_blocks_override is not None:
-            return self.config.num_gpu_blocks_override
-        return int((self.config.cpu_kvcache_space or 0) * GIB // block_bytes)
+    def _graph_sizes(self) -> tuple[int, ...]:
+        config, limits = self.config, self.limits
+        if self.device.capture is None:
+            return ()
+        max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
+        return bucket_sizes(max_rows, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
+
+    def _memory(self) -> DeviceMemory:
+        if self.device.memory is None:
+            raise ConfigError(f"the memory of device {self.device.torch} cannot be profiled; give the KV cache a size")
+        return self.device.memory
 
 
 class _LoadReport:
@@ -134,11 +210,17 @@ class _LoadReport:
             logger.info("loading weights: %.1f of %.1f GiB", done_bytes / GIB, total_bytes / GIB)
 
 
-def _limits(config: EngineConfig) -> StepLimits:
+def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:
     """A resolved config's limits."""
     if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
         raise ConfigError("the config is not resolved")
-    return StepLimits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size)
+    return StepLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len,
+        config.block_size,
+        len(spec.kv_groups),
+    )
 
 
 def num_physical_cores() -> int:

@@ -1,0 +1,305 @@
+// From a row of logits to a token, without a sort. vllm_lite/worker/sampler.py defines what is computed: the hash, the
+// noise and the filters. Hash and filters are equal to it bit for bit, the noise to a few units in the last place.
+//
+// One block of 1024 threads per row; nothing depends on other rows. A filter's limit is found in histograms: first one
+// of 2048 equal steps of distance (in which real logits spread well, so that few atomic additions meet), then, within
+// the step found, on the bits of the distance, until one value is left. Counts and masses are integers, so that the
+// order of the atomic additions cannot change a bit.
+#pragma once
+#include "common.cuh"
+
+struct Draw {  // the same record as DRAW in vllm_lite/kernels/sampling.py
+  uint64 seed;
+  uint32 child, position;
+  float temperature;   // 0: greedy, and nothing else of the record counts
+  int top_k;           // vocab: off
+  float top_p;         // 1: off
+  float max_distance;  // what min_p allows; infinity: off
+};
+static_assert(sizeof(Draw) == 32, "the record has no padding");
+
+struct Picked {  // the same record as PICKED in vllm_lite/kernels/cuda/sampler.py
+  int64 token;
+  float best;   // the row's largest logit, NaN if one is NaN; where it is not finite the token means nothing
+  float limit;  // the largest distance kept
+};
+
+constexpr int kThreads = 1024, kCoarse = 2048, kFine = 1024;
+constexpr float kCoarseSteps = 64.f;  // per unit of distance; a power of two, so that no border of a bin is rounded.
+                                      // The last bin takes the rest.
+constexpr uint32 kEnd = 0x7f800001;   // bits above those of every distance: infinity's are the largest
+
+template <int BINS>
+struct Histogram {
+  uint32 count[BINS], mass_low[BINS], mass_high[BINS];
+
+  __device__ __forceinline__ void clear() {
+    for (int i = threadIdx.x; i < BINS; i += kThreads) count[i] = mass_low[i] = mass_high[i] = 0;
+  }
+  // A 64-bit addition out of two native ones: whoever makes the lower half overflow carries.
+  __device__ __forceinline__ void add(int bin, uint64 mass) {
+    atomicAdd(&count[bin], 1u);
+    if (mass == 0) return;
+    const uint32 low = uint32(mass), before = atomicAdd(&mass_low[bin], low);
+    const uint32 high = uint32(mass >> 32) + (uint32(before + low) < low);
+    if (high) atomicAdd(&mass_high[bin], high);
+  }
+  __device__ __forceinline__ uint64 mass(int bin) const { return uint64(mass_high[bin]) << 32 | mass_low[bin]; }
+};
+
+struct Tally {  // of some tokens
+  uint64 count, mass;
+};
+
+struct SamplerShared {
+  Histogram<kCoarse> coarse;
+  Histogram<kFine> fine;
+  uint64 scratch[32];
+  float scores[32];
+  int tokens[32];
+  Tally below;
+  int bin;
+};
+static_assert(sizeof(SamplerShared) <= 37632, "SHARED_BYTES in vllm_lite/kernels/cuda/sampler.py");
+
+// ---- the noise
+
+__device__ __forceinline__ uint32 rotl(uint32 x, int bits) {
+  return x << bits | x >> (32 - bits);
+}
+__device__ __forceinline__ uint32 mix(uint32 state, uint32 key) {
+  return rotl(state ^ (rotl(key * 0xcc9e2d51u, 15) * 0x1b873593u), 13) * 5 + 0xe6546b64u;
+}
+__device__ __forceinline__ uint32 finish(uint32 h) {
+  h = (h ^ h >> 16) * 0x85ebca6bu;
+  h = (h ^ h >> 13) * 0xc2b2ae35u;
+  return h ^ h >> 16;
+}
+// The state before the token id is mixed in, the same for a whole row.
+__device__ __forceinline__ uint32 row_state(uint64 seed, uint32 child, uint32 position) {
+  return mix(mix(mix(uint32(seed) ^ 0x9e3779b9u, uint32(seed >> 32)), child), position);
+}
+__device__ __forceinline__ float gumbel_noise(uint32 hash) {
+  const float v = (float(hash & 0x7fffffff) + 0.5f) * __uint_as_float(0x2fffffff);  // 0x1.fffffep-32
+  return -logf(-log1pf(-v));
+}
+
+// ---- distance and mass: each operation rounded by itself
+
+__device__ __forceinline__ float distance_of(float logit, float best, float temperature) {
+  return fabsf(divide_exact(subtract_exact(best, logit), temperature));
+}
+
+__device__ __forceinline__ uint64 mass_of(float distance) {
+  const float y = __fmul_rn(fminf(distance, 28.f), -1.44269504f), n = rintf(y), f = y - n;
+  float e = 1.5403530e-4f;
+  e = __fadd_rn(__fmul_rn(e, f), 1.3333558e-3f);
+  e = __fadd_rn(__fmul_rn(e, f), 9.6181291e-3f);
+  e = __fadd_rn(__fmul_rn(e, f), 5.5504109e-2f);
+  e = __fadd_rn(__fmul_rn(e, f), 2.4022651e-1f);
+  e = __fadd_rn(__fmul_rn(e, f), 6.9314718e-1f);
+  e = __fadd_rn(__fmul_rn(e, f), 1.f);
+  return uint64(e * __uint_as_float(uint32(int(n) + 40 + 127) << 23));  // e * 2^(n + 40), n >= -41
+}
+
+// ---- over a block; all of its threads must take part
+
+struct Scanned {
+  uint64 upto, total;  // the sum over the threads up to this one, itself included; over all
+};
+
+__device__ __forceinline__ Scanned block_scan(uint64 x, uint64* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const uint64 other = __shfl_up_sync(~0u, x, i);
+    if (lane >= i) x += other;
+  }
+  if (lane == 31) scratch[warp] = x;
+  __syncthreads();
+  Scanned scanned = {x, 0};
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) scanned.upto += scratch[w];
+    scanned.total += scratch[w];
+  }
+  __syncthreads();
+  return scanned;
+}
+
+struct Best {
+  float score;
+  int token;
+};
+
+// The largest score, of equal ones the first token. No score is NaN.
+__device__ __forceinline__ Best better(Best a, Best b) {
+  return b.score > a.score || (b.score == a.score && b.token < a.token) ? b : a;
+}
+
+__device__ __forceinline__ Best block_best(Best best, SamplerShared* shared) {
+#pragma unroll
+  for (int i = 16; i; i /= 2) {
+    const float score = __shfl_xor_sync(~0u, best.score, i);
+    const int token = __shfl_xor_sync(~0u, best.token, i);
+    best = better(best, Best{score, token});
+  }
+  if (threadIdx.x % 32 == 0) {
+    shared->scores[threadIdx.x / 32] = best.score;
+    shared->tokens[threadIdx.x / 32] = best.token;
+  }
+  __syncthreads();
+  for (int w = 0; w < kThreads / 32; ++w) best = better(best, Best{shared->scores[w], shared->tokens[w]});
+  __syncthreads();
+  return best;
+}
+
+// Calls visit(logit, token) for this thread's tokens, in ascending order.
+template <int N, class Visit>
+__device__ __forceinline__ void for_tokens(const float* logits, int vocab, Visit visit) {
+  for (int i = threadIdx.x * N; i < vocab; i += kThreads * N) {
+    const auto values = load_as<Vec<float, N>>(logits + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) visit(values.at[j], i + j);
+  }
+}
+
+// ---- the search for a limit
+
+struct Row {
+  const float* logits;
+  int vocab;
+  float best, temperature;
+  bool with_mass;  // else masses are not needed and taken as 0
+};
+
+// Into shared->bin the first bin at which the running count (or mass) reaches `wanted`, which some bin does; into
+// shared->below what lies before it. `wanted` is at least 1.
+template <int BINS>
+__device__ __forceinline__ void find_bin(const Histogram<BINS>& histogram, bool by_mass, uint64 wanted,
+                                         SamplerShared* shared) {
+  constexpr int own = BINS / kThreads;
+  const int first = threadIdx.x * own;
+  Tally mine = {0, 0};
+  for (int b = first; b < first + own; ++b) {
+    mine.count += histogram.count[b];
+    mine.mass += histogram.mass(b);
+  }
+  const uint64 counts = block_scan(mine.count, shared->scratch).upto,
+               masses = block_scan(mine.mass, shared->scratch).upto;
+  const uint64 upto = by_mass ? masses : counts, before = upto - (by_mass ? mine.mass : mine.count);
+  if (before < wanted && wanted <= upto) {
+    Tally below = {counts - mine.count, masses - mine.mass};
+    int b = first;
+    for (; (by_mass ? below.mass + histogram.mass(b) : below.count + histogram.count[b]) < wanted; ++b) {
+      below.count += histogram.count[b];
+      below.mass += histogram.mass(b);
+    }
+    shared->bin = b;
+    shared->below = below;
+  }
+  __syncthreads();
+}
+
+struct Limit {
+  uint32 bits;  // of the distance
+  Tally below;  // of the tokens with a smaller one
+};
+
+// The least distance such that the tokens up to it are `wanted` in number (or in mass). `coarse` is filled.
+template <int N>
+__device__ __forceinline__ Limit find_limit(const Row& row, bool by_mass, uint64 wanted, SamplerShared* shared) {
+  find_bin(shared->coarse, by_mass, wanted, shared);
+  Limit limit = {__float_as_uint(shared->bin / kCoarseSteps), shared->below};
+  uint32 end = shared->bin == kCoarse - 1 ? kEnd : __float_as_uint((shared->bin + 1) / kCoarseSteps);
+  for (int shift = 31; shift > 0;) {  // the distance's bits lie in [limit.bits, end)
+    for (shift = 0; (end - limit.bits - 1) >> shift >= kFine;) ++shift;
+    shared->fine.clear();
+    __syncthreads();
+    for_tokens<N>(row.logits, row.vocab, [&](float logit, int) {
+      const float distance = distance_of(logit, row.best, row.temperature);
+      const uint32 bits = __float_as_uint(distance);
+      if (limit.bits <= bits && bits < end)
+        shared->fine.add((bits - limit.bits) >> shift, row.with_mass ? mass_of(distance) : 0);
+    });
+    __syncthreads();
+    find_bin(shared->fine, by_mass, wanted - (by_mass ? limit.below.mass : limit.below.count), shared);
+    limit.below.count += shared->below.count;
+    limit.below.mass += shared->below.mass;
+    limit.bits += uint32(shared->bin) << shift;
+    end = min(end, limit.bits + (1u << shift));
+  }
+  return limit;
+}
+
+// The largest distance that top_k and top_p keep.
+template <int N>
+__device__ __forceinline__ float filter(const Row& row, const Draw& draw, SamplerShared* shared) {
+  const bool by_count = draw.top_k < row.vocab;
+  if (!by_count && !row.with_mass) return INFINITY;
+  shared->coarse.clear();
+  __syncthreads();
+  for_tokens<N>(row.logits, row.vocab, [&](float logit, int) {
+    const float distance = distance_of(logit, row.best, row.temperature), step = distance * kCoarseSteps;
+    shared->coarse.add(step < kCoarse - 1 ? int(step) : kCoarse - 1, row.with_mass ? mass_of(distance) : 0);
+  });
+  __syncthreads();
+  float within = INFINITY;
+  uint64 total = 0;
+  if (by_count) {
+    const Limit limit = find_limit<N>(row, false, draw.top_k, shared);
+    within = __uint_as_float(limit.bits);
+    total = limit.below.mass + (draw.top_k - limit.below.count) * mass_of(within);
+  } else {
+    for (int b = threadIdx.x; b < kCoarse; b += kThreads) total += shared->coarse.mass(b);
+    total = block_scan(total, shared->scratch).total;
+  }
+  if (!row.with_mass) return within;
+  const uint64 wanted = uint64(ceil(double(draw.top_p) * double(total)));
+  return fminf(within, __uint_as_float(find_limit<N>(row, true, wanted > 1 ? wanted : 1, shared).bits));
+}
+
+// logits: float32 [num_rows, vocab], rows `stride` elements apart. Grid: num_rows. Block: 1024. Shared memory:
+// sizeof(SamplerShared).
+template <int N>
+__global__ void __launch_bounds__(kThreads, 1)
+    pick(const float* logits, int64 stride, int vocab, const Draw* draws, Picked* picked) {
+  DYNAMIC_SHARED(SamplerShared, shared);
+  const Draw draw = draws[blockIdx.x];
+  Row row = {logits + blockIdx.x * stride, vocab, -INFINITY, draw.temperature, draw.top_p < 1.f};
+  Best best = {-INFINITY, 0};
+  float failed = 0.f;
+  for_tokens<N>(row.logits, vocab, [&](float logit, int token) {
+    if (logit > best.score) best = {logit, token};
+    if (logit != logit) failed = 1.f;
+  });
+  best = block_best(best, shared);
+  failed = block_max(failed, shared->scores);
+  row.best = failed == 0.f ? best.score : __uint_as_float(0x7fc00000);
+  float limit = INFINITY;
+  if (fabsf(row.best) < INFINITY && draw.temperature > 0.f) {  // the same for all threads of the block
+    limit = fminf(filter<N>(row, draw, shared), draw.max_distance);
+    const uint32 state = row_state(draw.seed, draw.child, draw.position);
+    best = {-INFINITY, 0};
+    for_tokens<N>(row.logits, vocab, [&](float logit, int token) {
+      const float distance = distance_of(logit, row.best, row.temperature);
+      if (distance > limit) return;
+      const float score = gumbel_noise(finish(mix(state, uint32(token)))) - distance;
+      if (score > best.score) best = {score, token};
+    });
+    best = block_best(best, shared);
+  }
+  if (threadIdx.x == 0) picked[blockIdx.x] = {best.token, row.best, limit};
+}
+
+// For tests: hash and noise of the tokens of one row; mass of some distances.
+__global__ void noise_row(uint64 seed, uint32 child, uint32 position, int vocab, uint32* hashes, float* noise) {
+  const int token = blockIdx.x * blockDim.x + threadIdx.x;
+  if (token >= vocab) return;
+  hashes[token] = finish(mix(row_state(seed, child, position), uint32(token)));
+  noise[token] = gumbel_noise(hashes[token]);
+}
+
+__global__ void mass_row(const float* distances, int count, int64* masses) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) masses[i] = int64(mass_of(distances[i]));
+}

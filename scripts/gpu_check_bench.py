@@ -1,0 +1,273 @@
+"""Part of `gpu_check`: how fast the kernels are, and next to what.
+
+What reads memory is held against the copy bandwidth measured here, prefill against torch's attention on contiguous K
+and V. Times are medians of graph replays (a decode's launches go through several sets of blocks, so that no cache of
+the device holds them), except where something cannot be captured.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_check_cases import open_launcher
+from gpu_check_graphs import workspace_for
+from gpu_check_parts import emit
+from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_lite.kernels.cuda import cache_ops, fused, prefill_attention, sampler, varlen
+from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
+from vllm_lite.kernels.sampling import DRAW
+
+TORCH = "torch sdpa, contiguous"
+E4M3 = torch.float8_e4m3fn
+
+
+class Bench:
+    """Measures one thing after the other and tells each as it comes."""
+
+    def __init__(self, launcher: Launcher, device: torch.device) -> None:
+        self.launcher = launcher
+        self.device = device
+        self.small = device.type == "cpu"
+        self.timer = timer_for(device)
+        self.copy_gb_s = 0.0
+        self.cold_bytes = 1 << 12 if self.small else 1 << 28
+
+    def row(self, kernel: str, shape: object, seconds: float, **figures: float) -> None:
+        values = {"kernel": kernel, "shape": str(shape), "us": round(seconds * 1e6, 2)}
+        values |= {name: round(value, 4) for name, value in figures.items()}
+        emit(row=values)
+
+    def bytes_row(self, kernel: str, shape: object, seconds: float, num_bytes: float) -> None:
+        gb_s = num_bytes / seconds / 1e9
+        self.row(kernel, shape, seconds, gb_s=gb_s, limit=self.copy_gb_s, share=gb_s / self.copy_gb_s)
+
+    def run(self) -> None:
+        self.copy()
+        parts: list[Callable[[], None]] = [
+            self.launch,
+            self.decode,
+            self.decode_variants,
+            self.prefill,
+            self.fused,
+            self.sampler,
+        ]
+        for part in parts:
+            name = part.__name__
+            try:
+                part()
+                emit(say=f"{name} done")
+            except Exception as error:
+                emit(failed=f"{name}: {type(error).__name__}: {error}")
+            if not self.small:
+                torch.cuda.empty_cache()
+
+    # ---- the limits
+
+    def copy(self) -> None:
+        """What a copy of large tensors reads and writes in a second: the limit of all that streams."""
+        size = 1 << 20 if self.small else 1 << 30
+        source = torch.ones(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        seconds = self.timer.eager_seconds(lambda _: target.copy_(source))
+        self.copy_gb_s = 2 * size / seconds / 1e9
+        self.row("copy", f"{size >> 20} MiB", seconds, gb_s=self.copy_gb_s, limit=self.copy_gb_s, share=1.0)
+
+    def launch(self) -> None:
+        """Python's time for one call, the device not waited for: what a graph saves for each kernel."""
+        x = torch.zeros(1, 64, dtype=torch.bfloat16, device=self.device)
+        ops, weight = fused.CudaOps(self.launcher), torch.ones(64, dtype=torch.bfloat16, device=self.device)
+        problem = paged(Shape(1, 16, 1), self.device, 0)
+        for name, call in (
+            ("launch: rms_norm", lambda: ops.rms_norm(x, weight, 1e-5, x)),
+            ("launch: decode_attention", lambda: self.attend(problem, 0)),
+            ("launch: torch add", lambda: x.add_(1)),
+        ):
+            count = 2 if self.small else 2000
+            call()
+            start_s = time.perf_counter()
+            for _ in range(count):
+                call()
+            us = (time.perf_counter() - start_s) / count * 1e6
+            emit(fact={f"{name}, us": round(us, 2)}, say=f"{name}: {us:.1f} us of the host for a call")
+            if not self.small:
+                torch.cuda.synchronize()
+
+    # ---- attention
+
+    def attend(
+        self, problem: Paged, which: int, split_tokens: int = decode.SPLIT_TOKENS, workspace: torch.Tensor | None = None
+    ) -> None:
+        shape = problem.shape
+        if workspace is None:
+            workspace = workspace_for(problem, shape.context, split_tokens)
+        decode.decode_attention(
+            *(
+                self.launcher,
+                problem.out,
+                problem.query,
+                problem.kv,
+                problem.tables[which],
+                problem.seq_lens,
+                workspace,
+            ),
+            scale=shape.head_size**-0.5,
+            max_seq_len=shape.context,
+            split_tokens=split_tokens,
+        )
+
+    def decode_row(self, shape: Shape, split_tokens: int = decode.SPLIT_TOKENS, name: str = "decode_attention") -> None:
+        if not self.small and shape.kv_bytes > 0.6 * torch.cuda.mem_get_info()[0]:
+            emit(say=f"{shape}: too large for the memory")
+            return
+        problem = paged(shape, self.device, self.cold_bytes)
+        workspace = workspace_for(problem, shape.context, split_tokens)
+        seconds = self.timer.seconds(
+            lambda which: self.attend(problem, which, split_tokens, workspace), len(problem.tables)
+        )
+        self.bytes_row(name, shape, seconds, shape.kv_bytes)
+
+    def decode(self) -> None:
+        batches, contexts = ((1, 8, 64), (1024, 8192, 32768)) if not self.small else ((1, 2), (40,))
+        for group in (1, 4, 8):
+            for batch in batches:
+                for context in contexts:
+                    self.decode_row(self.shape(batch, context, group))
+
+    def decode_variants(self) -> None:
+        large = (64, 4096) if not self.small else (2, 40)
+        for layout in ("HND", "NHD"):
+            self.decode_row(self.shape(*large, 4, layout=layout))
+        for dtype in (torch.bfloat16, E4M3):
+            self.decode_row(self.shape(*large, 8, kv_dtype=dtype))
+        for block_size in (8, 32, 64):
+            name = f"decode_attention block {block_size}"
+            self.decode_row(self.shape(*large, 4, block_size=block_size), name=name)
+        for batch, context in ((1, 32768), (8, 8192), (64, 8192)) if not self.small else ((1, 200),):
+            for split_tokens in (128, 256, 512, 1024, 2048):
+                name = f"decode_attention split {split_tokens}"
+                self.decode_row(self.shape(batch, context, 4), split_tokens, name)
+
+    def shape(self, batch: int, context: int, group: int, **fields: object) -> Shape:
+        sizes = {"num_kv_heads": 1, "head_size": 64} if self.small else {}
+        return Shape(batch, context, group, **(sizes | fields))  # type: ignore[arg-type]
+
+    def prefill(self) -> None:
+        """New tokens of some sequences behind what they have in the cache already, by our kernel and by torch's."""
+        points = ((1, 4096, 4096), (1, 8192, 8192), (4, 2048, 4096), (1, 512, 8192), (1, 512, 32768), (16, 512, 512))
+        for batch, query_len, context in points if not self.small else ((2, 20, 36),):
+            self.prefill_point(batch, query_len, self.shape(batch, context, 4))
+
+    def prefill_point(self, batch: int, query_len: int, shape: Shape) -> None:
+        problem = paged(shape, self.device, 0)
+        tokens = batch * query_len
+        query = torch.randn(tokens, shape.num_heads, shape.head_size, dtype=torch.bfloat16, device=self.device)
+        out = torch.empty_like(query)
+        starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=self.device)
+        scale = shape.head_size**-0.5
+        pairs = batch * (query_len * shape.context - query_len * (query_len - 1) / 2)
+        flops = 4 * shape.num_heads * shape.head_size * pairs
+        where = (problem.kv, problem.tables[0])
+        label = f"{batch} x {query_len} new of {shape.context} gqa {shape.group}"
+
+        blocks = problem.tables[0].long()
+        keys, values = (problem.kv[:, i][blocks].transpose(2, 3).flatten(1, 2)[:, : shape.context] for i in (0, 1))
+        q, k, v = (x.transpose(1, 2) for x in (query.view(batch, query_len, *query.shape[1:]), keys, values))
+        mask = causal_lower_right(query_len, shape.context)
+        plan = varlen.make_plan(starts, problem.seq_lens, tokens)
+        lengths: dict[str, Any] = {"max_query_len": query_len, "max_seq_len": shape.context}
+        ours = (self.launcher, out, query, *where)
+        ways: dict[str, Launch] = {
+            TORCH: lambda _: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True),
+            "prefill_attention, paged": lambda _: prefill_attention.prefill_attention(
+                *ours, starts, problem.seq_lens, scale=scale, **lengths
+            ),
+            "gather + torch varlen": lambda _: varlen.varlen_prefill(*ours, problem.seq_lens, plan, scale=scale),
+        }
+        against: dict[str, float] = {}
+        for name, way in ways.items():
+            try:
+                seconds = self.timer.eager_seconds(way)
+            except Exception as error:
+                emit(failed=f"{name}, {label}: {type(error).__name__}: {error}")
+                continue
+            rate = flops / seconds / 1e12
+            if name == TORCH:
+                against = {"limit": rate}
+            share = {"share": rate / against["limit"]} if against else {}
+            self.row(name, label, seconds, tflop_s=rate, **against, **share)
+
+    # ---- the rest
+
+    def fused(self) -> None:
+        """Bytes that must be read and written, ours and plain torch's."""
+        hidden, inner = (4096, 14336) if not self.small else (64, 64)
+        for rows in (1, 64, 2048) if not self.small else (2,):
+            for name, ops in (("", fused.CudaOps(self.launcher)), ("torch: ", TorchOps())):
+                self.fused_row(name, ops, rows, hidden, inner)
+            self.rope_row(rows, hidden)
+
+    def tensors(self, *shapes: tuple[int, ...]) -> Iterable[torch.Tensor]:
+        return (torch.randn(shape, dtype=torch.bfloat16, device=self.device) for shape in shapes)
+
+    def fused_row(self, name: str, ops: Ops, rows: int, hidden: int, inner: int) -> None:
+        residual, x, out, weight, gate_up, activated = self.tensors(
+            *[(rows, hidden)] * 3, (hidden,), (rows, 2 * inner), (rows, inner)
+        )
+        seconds = self.timer.seconds(lambda _: ops.add_rms_norm(residual, x, weight, 1e-5, out))
+        self.bytes_row(f"{name}add_rms_norm", f"{rows} x {hidden}", seconds, 4 * residual.nbytes)
+        seconds = self.timer.seconds(lambda _: ops.silu_and_mul(gate_up, activated))
+        self.bytes_row(f"{name}silu_and_mul", f"{rows} x {inner}", seconds, gate_up.nbytes + activated.nbytes)
+
+    def rope_row(self, rows: int, hidden: int) -> None:
+        size, kv_heads = (128, 8) if not self.small else (32, 1)
+        heads = hidden // size
+        query, key, value, cos, sin, kv = self.tensors(
+            *((rows, heads, size), (rows, kv_heads, size), (rows, kv_heads, size), (rows, size), (rows, size)),
+            (rows // 16 + 2, 2, kv_heads, 16, size),
+        )
+        to = cache_ops.CacheSlots(kv, torch.arange(16, 16 + rows, device=self.device))
+        rotation = Rotation(cos, sin)
+        seconds = self.timer.seconds(lambda _: cache_ops.rope_and_cache(self.launcher, query, key, value, rotation, to))
+        num_bytes = 2 * (query.nbytes + key.nbytes) + key.nbytes + 2 * value.nbytes + cos.nbytes + sin.nbytes
+        self.bytes_row("rope_and_cache", f"{rows} x {heads}/{kv_heads} x {size}", seconds, num_bytes)
+
+    def sampler(self) -> None:
+        """One token per row with top-k and top-p, ours in one kernel and torch's by sorting."""
+        vocab = 128256 if not self.small else 1000
+        for rows in (1, 64, 256) if not self.small else (2,):
+            logits = torch.randn(rows, vocab, device=self.device).mul_(4)
+            draws = np.zeros(rows, DRAW)
+            draws["seed"], draws["temperature"] = np.arange(rows), 1.0
+            draws["top_k"], draws["top_p"], draws["max_distance"] = 50, 0.9, np.inf
+            seconds = self.timer.eager_seconds(lambda _: sampler.pick_on_device(self.launcher, logits, draws))  # noqa: B023
+            self.bytes_row("sampler pick", f"{rows} x {vocab} top-k 50 top-p 0.9", seconds, logits.nbytes)
+            seconds = self.timer.eager_seconds(lambda _: by_sorting(logits))  # noqa: B023
+            self.bytes_row("torch: sort and multinomial", f"{rows} x {vocab}", seconds, logits.nbytes)
+
+
+def by_sorting(logits: torch.Tensor) -> torch.Tensor:
+    """top-k 50 and top-p 0.9 as usually written: [rows, vocab] -> int64 [rows, 1]."""
+    values, ids = logits.sort(descending=True)
+    probs = values.softmax(-1)
+    probs[:, 50:] = 0
+    probs.masked_fill_(probs.cumsum(-1) - probs > 0.9, 0)
+    return ids.gather(1, probs.multinomial(1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--emulate", action="store_true")
+    Bench(*open_launcher(parser.parse_args().emulate)).run()
+    emit(finished=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Part of `gpu_check`: kernels captured in a CUDA graph give the bits of eager launches, with other lengths as well."""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from gpu_check_cases import open_launcher
+from gpu_check_parts import emit
+from gpu_check_setup import Paged, Shape, capture, paged
+
+from vllm_lite.kernels.cuda import cache_ops
+from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.ops import Rotation
+
+
+def workspace_for(problem: Paged, max_seq_len: int, split_tokens: int = decode.SPLIT_TOKENS) -> torch.Tensor:
+    """Scratch for decode attention over `problem`: float32, never empty."""
+    shape = problem.shape
+    splits = decode.num_splits(max_seq_len, None, split_tokens)
+    floats = decode.workspace_floats(shape.batch, shape.num_heads, shape.head_size, splits)
+    return torch.zeros(max(floats, 1), dtype=torch.float32, device=problem.query.device)
+
+
+def decode_attention(launcher: Launcher, device: torch.device, context: int) -> str | None:
+    """Captured once with padding only; then replayed with lengths, queries and tables that the capture never saw."""
+    shape = Shape(batch=8, context=context, group=4, num_kv_heads=2)
+    problem = paged(shape, device, at_least_bytes=3 * shape.kv_bytes)
+    table, seq_lens = problem.tables[0].clone(), torch.zeros_like(problem.seq_lens)
+    workspace = workspace_for(problem, context)
+
+    def run(out: torch.Tensor) -> None:
+        args = (launcher, out, problem.query, problem.kv, table, seq_lens, workspace)
+        decode.decode_attention(*args, scale=shape.head_size**-0.5, max_seq_len=context)
+
+    captured, eager = torch.full_like(problem.out, torch.nan), torch.full_like(problem.out, torch.nan)
+    replay = capture(lambda: run(captured))
+    for number in range(3):
+        lens = [1 + (37 * (row + number)) % context for row in range(shape.batch - 1)] + [0]
+        seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        table.copy_(problem.tables[number % len(problem.tables)])
+        problem.query.normal_()
+        replay()
+        run(eager)
+        if not torch.equal(captured, eager):
+            return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
+        if captured[-1].any() or not captured[:-1].any():
+            return f"replay {number}: the padding row is not zero, or all is"
+    return None
+
+
+def rope_and_cache(launcher: Launcher, device: torch.device) -> str | None:
+    """Slots are read from memory: a replay writes where they say by then, and nowhere for -1."""
+    tokens, heads, kv_heads, size, blocks = 8, 8, 2, 64, 16
+    kv = torch.zeros(2, blocks, 2, kv_heads, 16, size, dtype=torch.bfloat16, device=device)  # captured, eager
+    qkv = torch.zeros(2, tokens, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device=device)
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+    rotation = Rotation(*torch.zeros(2, tokens, size, dtype=torch.bfloat16, device=device).unbind())
+
+    def run(which: int) -> None:
+        query, key, value = qkv[which].split((heads, kv_heads, kv_heads), dim=1)
+        to = cache_ops.CacheSlots(kv[which], slots)
+        cache_ops.rope_and_cache(launcher, query, key, value, rotation, to)
+
+    replay = capture(lambda: run(0))
+    if kv.any():
+        return "the capture wrote to the cache, with no slot given"
+    for number in range(3):
+        qkv[0].normal_()
+        qkv[1].copy_(qkv[0])
+        angles = torch.rand(tokens, size // 2, device=device) * 6
+        rotation.cos.copy_(torch.cat((angles.cos(), angles.cos()), 1))
+        rotation.sin.copy_(torch.cat((-angles.sin(), angles.sin()), 1))
+        slots.copy_(torch.randperm(blocks * 16)[:tokens])
+        slots[number] = -1
+        replay()
+        run(1)
+        for name, pair in (("cache", kv), ("heads", qkv)):
+            if not torch.equal(pair[0], pair[1]):
+                return f"replay {number}: another {name}"
+    return None if kv.any() else "nothing was written"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--emulate", action="store_true")
+    launcher, device = open_launcher(parser.parse_args().emulate)
+    checks: dict[str, Callable[[], str | None]] = {
+        "decode attention, one split": lambda: decode_attention(launcher, device, 64),
+        "decode attention, splits": lambda: decode_attention(launcher, device, 1200),
+        "rope and cache": lambda: rope_and_cache(launcher, device),
+    }
+    for name, check in checks.items():
+        try:
+            problem = check()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}")
+        if problem:
+            emit(failed=f"{name}: {problem}")
+    emit(finished=True)
+
+
+if __name__ == "__main__":
+    main()

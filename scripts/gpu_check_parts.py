@@ -1,0 +1,144 @@
+"""Parts of `gpu_check` as processes that tell what they find as lines of JSON, each watched and ended in time."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+QUIET_S = 90.0
+"""A process that says nothing for so long hangs: no case and no compilation takes a third of it."""
+MAX_RESTARTS = 8
+LAST_LINES = 3
+
+Event = dict[str, Any]
+
+
+def emit(**event: Any) -> None:
+    """Called in a part: tell the parent."""
+    print(json.dumps(event), flush=True)
+
+
+@dataclass
+class Part:
+    """One process to run: a script with its arguments. `notes` say what went wrong with the process itself."""
+
+    name: str
+    command: list[str]
+    quiet_s: float = QUIET_S
+    notes: list[str] = field(default_factory=list)
+    finished: bool = False
+    """It came to its end, as its last event says."""
+
+
+def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
+    """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts")))}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *part.command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield from _events(part, process, deadline_s)
+        finally:
+            _end(process)
+        if not part.finished and not part.notes:
+            errors.seek(0)
+            last = " | ".join(line.strip() for line in errors.read().splitlines()[-LAST_LINES:])
+            part.notes.append(f"the process ended with status {process.returncode}: {last or 'it said nothing'}")
+
+
+def _events(part: Part, process: "subprocess.Popen[str]", deadline_s: float) -> Iterator[Event]:
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None  # noqa: S101 (a pipe was asked for)
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            line = lines.get(timeout=max(min(left_s, part.quiet_s), 0.01))
+        except queue.Empty:
+            part.notes.append("out of time" if left_s <= part.quiet_s else f"nothing heard for {part.quiet_s:.0f} s")
+            return
+        if line is None:
+            return
+        if not line.startswith("{"):
+            print(line, end="", flush=True)
+            continue
+        event = json.loads(line)
+        part.finished = part.finished or "finished" in event
+        if "say" in event:
+            print(f"{part.name}: {event['say']}", flush=True)
+        yield event
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End the process with all that it started, if it has not ended."""
+    try:
+        process.wait(0.5)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@dataclass
+class CaseResults:
+    """Of one file of cases."""
+
+    name: str
+    passed: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+
+def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
+    """Every case of tests/kernels/<name>.py; behind one that ends the process, a new process goes on."""
+    results = CaseResults(name)
+    first = 0
+    for _ in range(MAX_RESTARTS):
+        part = Part(name, [str(ROOT / "scripts" / "gpu_check_cases.py"), name, "--first", str(first), *options])
+        running: tuple[int, str] | None = None
+        for event in run_part(part, deadline_s):
+            if "begin" in event:
+                running = (event["begin"], event["case"])
+            elif "skipped" in event:
+                results.skipped = event["skipped"]
+            elif "passed" in event:
+                results.passed += 1
+                running = None
+            elif "failed" in event:
+                results.failures[event["case"]] = event["failed"]
+                print(f"{name}: {event['case']} FAILED: {event['failed'][:300]}", flush=True)
+                running = None if event["usable"] else running
+        if part.finished:
+            return results
+        if running is None or time.monotonic() >= deadline_s:
+            results.notes += part.notes
+            return results
+        results.failures.setdefault(running[1], part.notes[0] if part.notes else "it ended the process")
+        first = running[0] + 1
+    results.notes.append(f"given up after {MAX_RESTARTS} cases that ended the process")
+    return results

@@ -1,0 +1,83 @@
+"""Where a worker runs: the device it opens, and the threads it computes with."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+from vllm_lite.kernels import cpu
+from vllm_lite.worker.device import KV_DTYPES, open_device, set_threads
+from vllm_lite.worker.graphs import CudaCapture
+from vllm_lite.worker.memory import CudaMemory
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads(), cpu.num_threads() if cpu.available() else 1
+    yield
+    torch.set_num_threads(before[0])
+    if cpu.available():
+        cpu.set_num_threads(before[1])
+
+
+def test_a_cpu_has_no_memory_to_profile_and_no_graphs() -> None:
+    device = open_device(EngineConfig(device="cpu"), 0)
+    assert (device.torch.type, device.memory, device.capture) == ("cpu", None, None)
+    assert device.is_cpu
+
+
+@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 1)])
+def test_a_gpu_that_torch_does_not_see_is_refused(available: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=rf"sees {count} CUDA devices and worker 1 needs one"):
+        open_device(EngineConfig(device="cuda"), 1)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_gpu_has_both_unless_graphs_are_off(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    device = open_device(EngineConfig(device="cuda", enforce_eager=eager), 1)
+    assert made == [torch.device("cuda", 1)] == [device.torch]
+    assert isinstance(device.memory, CudaMemory)
+    assert isinstance(device.capture, CudaCapture) is not eager
+
+
+def test_memory_is_what_driver_and_allocator_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30, 100))
+    stats = {"allocated_bytes.all.current": 7, "allocated_bytes.all.peak": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)
+    memory = CudaMemory(torch.device("cuda", 0))
+    assert (memory.free_bytes(), memory.total_bytes()) == (30, 100)
+    assert (memory.allocated_bytes(), memory.peak_bytes()) == (7, 9)
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_are_those_asked_for_in_torch_and_in_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert set_threads(3, num_cores=2) == 3
+    assert torch.get_num_threads() == 3
+    assert not cpu.available() or cpu.num_threads() == 3
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_are_by_default_the_cores_unless_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert set_threads(None, num_cores=2) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # as it does by itself when it starts
+    assert set_threads(None, num_cores=2) == 1
+    assert not cpu.available() or cpu.num_threads() == 1
+
+
+def test_every_type_of_a_cache_is_known() -> None:
+    for name, dtype in KV_DTYPES.items():
+        assert EngineConfig.check({"kv_cache_dtype": name}).kv_cache_dtype == name
+        assert dtype.is_floating_point

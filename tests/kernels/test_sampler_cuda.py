@@ -1,0 +1,55 @@
+"""The sampler's kernel through the emulator, and what its Python side refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels import sampler_cases as cases
+from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.fused_cases import Case
+from vllm_lite.kernels.cuda import sampler
+from vllm_lite.worker.sampler import Sampler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
+    launcher.preload(sampler.SOURCE, ["pick<4>", "pick<1>", "noise_row", "mass_row"])
+    return launcher
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
+def test_case(case: Case, emulated: EmulatorLauncher) -> None:
+    case(emulated, CPU)
+
+
+@pytest.mark.parametrize("order_seed", [1, 2, 3])
+def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+    logits, draws = cases.normal(6, 1000, 3.0), cases.make_draws(6, 1000)
+    draws["top_k"], draws["top_p"] = (1000, 40, 1000) * 2, (1.0, 0.9, 0.7) * 2
+    logits[5] = 0
+    for one, other in zip(
+        sampler.pick(emulated, logits, draws), sampler.pick(EmulatorLauncher(order_seed), logits, draws), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_sampler_of_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, emulated: EmulatorLauncher) -> None:
+    plain = Sampler(1000, CPU)
+    on_gpu = Sampler(1000, CPU)
+    monkeypatch.setattr(on_gpu, "device", torch.device("cuda"))
+    monkeypatch.setattr(on_gpu, "_launcher", emulated)
+    logits, draws = cases.normal(4, 1000, 3.0), cases.make_draws(4, 1000)
+    monkeypatch.setattr(on_gpu, "pick_plainly", None)  # would fail if it were called
+    assert on_gpu.pick(logits, draws).tokens.tolist() == plain.pick_plainly(logits, draws).tokens.tolist()
+
+
+def test_wrong_arguments_are_refused(emulated: EmulatorLauncher) -> None:
+    logits, draws = torch.zeros(2, 8), cases.make_draws(2, 8)
+    for wrong in (logits.half(), logits.t(), logits[0], torch.empty(2, 0)):
+        with pytest.raises(ValueError, match="logits must be float32"):
+            sampler.pick(emulated, wrong, draws)
+    for few in (draws[:1], draws["seed"], np.concatenate((draws, draws))[::2]):
+        with pytest.raises(ValueError, match="array of 2 DRAW records"):
+            sampler.pick(emulated, logits, few)

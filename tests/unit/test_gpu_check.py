@@ -1,0 +1,241 @@
+"""scripts/gpu_check without a GPU: with the emulator on a few cases, and with parts that crash, hang or say nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels import emulator
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_check"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import gpu_check_main as main  # noqa: E402
+import gpu_check_parts as parts  # noqa: E402
+
+
+def run(*flags: str, timeout: float = 110, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, timeout=timeout, env=os.environ | env
+    )
+
+
+# ---- as a whole
+
+
+@pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
+def test_emulated_with_a_few_cases(tmp_path: Path) -> None:
+    flags = ["--emulate", "--parts", "cases,graphs", "--cases", "paged_attention", "--max-cases", "1"]
+    done = run(*flags, "--out", str(tmp_path), "--limit-s", "100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "emulator-check.json").read_text())
+    assert found["cases"] == {"paged_attention_cases": {"passed": 1, "failed": {}}}
+    assert found["graphs"]["rope and cache"] == "equal"
+    assert found["problems"] == []
+    assert {"device", "date", "commit", "versions"} <= set(found)
+    assert "no problems" in done.stdout
+
+
+@pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
+def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) -> None:
+    done = run("--emulate", "--parts", "bench", "--out", str(tmp_path), "--limit-s", "100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "emulator-kernels.json").read_text())
+    assert set(figures) == {"device", "date", "commit", "rows"}
+    for row in figures["rows"]:
+        assert {"kernel", "shape", "limit", "share"} < set(row)
+        assert ("gb_s" in row) != ("tflop_s" in row)
+    kernels = {row["kernel"] for row in figures["rows"]}
+    assert {"copy", "decode_attention", "prefill_attention, paged", "rope_and_cache", "sampler pick"} < kernels
+    assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
+
+
+def test_no_gpu_is_one_line(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "sees no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path) -> None:
+    done = run("--emulate", "--parts", "graphs,bench,tests", "--limit-s", "1", "--out", str(tmp_path))
+    assert "skipped graphs: no time left" in done.stdout
+    assert "skipped bench: no time left" in done.stdout
+    assert not (tmp_path / "emulator-kernels.json").exists()
+
+
+def test_unknown_parts_are_refused() -> None:
+    done = run("--parts", "kernels")
+    assert done.returncode == 2
+    assert "there are cases, graphs, bench, tests, throughput" in done.stderr
+
+
+def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None:
+    """As on a machine with python3, numpy, torch and cupy only; without cupy as well until a kernel is launched."""
+    cases = [path.stem for path in (ROOT / "tests" / "kernels").glob("*_cases.py")]
+    code = f"""
+        import importlib, sys
+        for name in ("msgspec", "zmq", "pytest", "safetensors", "tokenizers", "transformers", "yaml", "tqdm"):
+            sys.modules[name] = None
+        for name in ("gpu_check_bench", "gpu_check_graphs", "gpu_check_main"):
+            importlib.import_module(name)
+        for name in {cases!r}:
+            try:
+                assert importlib.import_module("tests.kernels." + name).CASES
+            except ModuleNotFoundError as error:
+                print(name, error.name)
+    """
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"sampler_cases"}, "its twin is the worker's"
+
+
+def test_cases_whose_packages_are_missing_are_skipped_with_a_word() -> None:
+    part = parts.Part("cases", [str(ROOT / "scripts" / "gpu_check_cases.py"), "sampler_cases", "--emulate"])
+    part.command[:1] = ["-c", HIDE_AND_RUN, part.command[0]]
+    if not (ROOT / "tests" / "kernels" / "sampler_cases.py").exists():
+        pytest.skip("no cases that need more")
+    found = events(part)
+    assert (
+        found == [{"skipped": "its cases need msgspec, which is not installed", "finished": True}]
+        or "begin" in found[0]
+    )
+
+
+# ---- parts
+
+HIDE_AND_RUN = """
+import runpy, sys
+sys.modules["msgspec"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def part_of(folder: Path, code: str, quiet_s: float = 60.0) -> parts.Part:
+    script = folder / "part.py"
+    script.write_text("from gpu_check_parts import emit\n" + textwrap.dedent(code))
+    return parts.Part("part", [str(script)], quiet_s)
+
+
+def events(part: parts.Part, seconds: float = 60.0) -> list[dict[str, Any]]:
+    return list(parts.run_part(part, time.monotonic() + seconds))
+
+
+def test_events_and_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = part_of(tmp_path, "emit(fact={'a': 1}, say='hello')\nprint('plain', flush=True)\nemit(finished=True)")
+    assert events(part) == [{"fact": {"a": 1}, "say": "hello"}, {"finished": True}]
+    assert capsys.readouterr().out == "part: hello\nplain\n"
+    assert (part.finished, part.notes) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "note"),
+    [
+        ("emit(row={})\nraise SystemError('broken')", "status 1: .*SystemError: broken"),
+        ("import os, signal\nemit(row={})\nos.kill(os.getpid(), signal.SIGSEGV)", "status -11: it said nothing"),
+        ("emit(row={})", "status 0: it said nothing"),
+    ],
+    ids=["error", "signal", "without an end"],
+)
+def test_a_part_that_ends_early(tmp_path: Path, code: str, note: str) -> None:
+    part = part_of(tmp_path, code)
+    assert events(part) == [{"row": {}}]
+    assert not part.finished
+    assert len(part.notes) == 1
+    assert re.search(note, part.notes[0])
+
+
+@pytest.mark.parametrize(("seconds", "quiet_s", "note"), [(1.5, 60, "out of time"), (60, 1.5, "nothing heard")])
+def test_a_part_that_hangs(tmp_path: Path, seconds: float, quiet_s: float, note: str) -> None:
+    part = part_of(tmp_path, "emit(row={})\nimport time\ntime.sleep(100)", quiet_s)
+    start_s = time.monotonic()
+    assert events(part, seconds) == [{"row": {}}]
+    assert time.monotonic() - start_s < 20
+    assert note in part.notes[0]
+
+
+CASES = """
+    import os, sys, time
+    first = int(sys.argv[sys.argv.index("--first") + 1])
+    behaviour = ["ok", "wrong", "crash", "ok", "poison", "ok"]
+    for index in range(first, len(behaviour)):
+        name = f"{index} {behaviour[index]}"
+        emit(begin=index, case=name)
+        if behaviour[index] == "crash":
+            os._exit(9)
+        elif behaviour[index] == "ok":
+            emit(passed=name)
+        else:
+            emit(case=name, failed="it is wrong", usable=behaviour[index] == "wrong")
+            if behaviour[index] == "poison":
+                sys.exit(0)
+    emit(finished=True)
+"""
+
+
+def test_cases_go_on_behind_one_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("gpu_check_parts.py",):
+        (tmp_path / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
+    script = tmp_path / "scripts" / "gpu_check_cases.py"
+    script.write_text("from gpu_check_parts import emit\n" + textwrap.dedent(CASES))
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    results = parts.run_cases("some", [], time.monotonic() + 60)
+    assert results.passed == 3
+    assert list(results.failures) == ["1 wrong", "2 crash", "4 poison"]
+    assert "status 9" in results.failures["2 crash"]
+    assert results.failures["4 poison"] == "it is wrong"
+    assert results.notes == []
+
+
+def test_cases_that_get_no_time(tmp_path: Path) -> None:
+    results = parts.run_cases("no_such_cases", [], time.monotonic() + 60)
+    assert results.passed == 0
+    assert "no_such_cases" in results.notes[0]
+
+
+# ---- the result
+
+
+def test_the_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = main._parse(["--out", str(tmp_path / "new"), "--emulate"])
+    check = main.Check(arguments)
+    check.found |= {"device": "NVIDIA H200", "date": "today", "commit": "abc", "tests": {"out": "long", "status": 0}}
+    rows = [
+        {"kernel": "decode", "shape": "s", "us": 12.3, "gb_s": 4000.0, "limit": 4500.0, "share": 0.89},
+        {"kernel": "prefill", "shape": "p", "us": 5.0, "tflop_s": 600.0, "limit": 650.0, "share": 0.92},
+    ]
+    check.rows += rows
+    check.report()
+    kernels = json.loads((tmp_path / "new" / "nvidia-h200-kernels.json").read_text())
+    assert kernels == {"device": "NVIDIA H200", "date": "today", "commit": "abc", "rows": rows}
+    everything = json.loads((tmp_path / "new" / "nvidia-h200-check.json").read_text())
+    assert everything["tests"] == {"status": 0}
+    lines = capsys.readouterr().out.splitlines()
+    assert any("4000.0" in line and "89%" in line and "4500.0" in line for line in lines)
+    assert any("600.0" in line and "92%" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('log\n{"a": 1}\n', {"a": 1}),
+        ('{"a": 1}', {"a": 1}),
+        ("no json", None),
+        ('{"a": 1}\nlog', None),
+        ('{"b": 1}\nlog\n{\n "a": 2\n}', {"a": 2}),
+    ],
+)
+def test_figures_at_the_end_of_an_output(text: str, found: dict[str, int] | None) -> None:
+    assert main._last_json(text) == found

@@ -1,0 +1,161 @@
+"""Calls of the native attention kernels in csrc/cpu/attention.cpp, on raw pointers."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
+
+MAX_HEAD_SIZE = 256
+MAX_ROWS = 96
+"""Rows of Q, those of the heads that share a KV head counted apart, that are computed together."""
+MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
+"""Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp."""
+THREAD_BYTES = 512 << 10
+"""Scratch memory of each thread."""
+_PLAN_HEADER = 6
+_NUM_PARTIAL_ROWS, _NUM_COUNTERS = 3, 4
+
+
+class Shape(ctypes.Structure):
+    """The same record as AttentionShape in csrc/cpu/attention.h; dtypes are codes of kernels.cpu.dtypes."""
+
+    _fields_ = (
+        ("num_heads", int32),
+        ("num_kv_heads", int32),
+        ("head_size", int32),
+        ("block_size", int32),
+        ("dtype", int32),
+        ("kv_dtype", int32),
+        ("scale", float32),
+        ("soft_cap", float32),
+        ("k_scale", float32),
+        ("v_scale", float32),
+        ("slopes", pointer),
+    )
+
+
+def floats(values: Sequence[float] | None) -> Any:
+    """An array for Shape.slopes."""
+    return None if values is None else (float32 * len(values))(*values)
+
+
+class Kernels:
+    """The kernels for one shape of attention, with the scratch memory that its calls share; they must not overlap.
+
+    The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1.
+    """
+
+    def __init__(self, shape: Shape, slopes: Any = None) -> None:
+        """slopes: ALiBi's, as `floats` makes them: [num_heads]."""
+        self._shape, self._slopes = shape, slopes
+        shape.slopes = None if slopes is None else ctypes.addressof(slopes)
+        self._shape_address = ctypes.addressof(shape)
+        self._partial_floats = shape.num_kv_heads * (shape.head_size + 2)
+        self._strides: dict[tuple[int, ...], Any] = {}
+        self._plan = function(
+            "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64), int64
+        )
+        attend_types = (pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
+        self._attend = function("vllm_lite_attend", (*attend_types, pointer, pointer))
+        write_types = (pointer, pointer, int64, pointer, int64, pointer, int64, pointer, pointer, int64)
+        self._write = function("vllm_lite_write_kv", (*write_types, pointer, int64, pointer, pointer))
+        self._plan_ints = 1024  # what the largest plan so far took
+        self._partials = np.empty(0, np.float32)
+        self._counters = np.zeros(0, np.int32)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory for the results of splits, as much as the largest step so far has asked for."""
+        return self._partials.nbytes + self._counters.nbytes
+
+    def plan(self, starts: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, window: int | None) -> Any:
+        """How a step's attention is cut into tasks: int32 []. starts: int32 [num_seqs + 1], seq_lens: [num_seqs]."""
+        while True:
+            plan = np.empty(self._plan_ints, np.int32)
+            needed = self._plan(
+                self._shape_address,
+                starts.data_ptr(),
+                seq_lens.data_ptr(),
+                len(seq_lens),
+                num_tokens,
+                window or 0,
+                plan.ctypes.data,
+                len(plan),
+            )
+            if needed <= len(plan):
+                break
+            self._plan_ints = 2 * needed
+        num_partials = int(plan[_NUM_PARTIAL_ROWS]) * self._partial_floats
+        if num_partials > len(self._partials):
+            self._partials = np.empty(2 * num_partials, np.float32)
+        num_counters = int(plan[_NUM_COUNTERS]) * self._shape.num_kv_heads
+        if num_counters > len(self._counters):
+            self._counters = np.zeros(2 * num_counters, np.int32)
+        self._partials_address, self._counters_address = self._partials.ctypes.data, self._counters.ctypes.data
+        return plan
+
+    def attend(
+        self,
+        plan: int,  # address of what `plan` returned
+        table: tuple[int, int],  # address and stride of the block table, int32 [num_seqs, max_blocks]
+        query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows strided
+        kv: torch.Tensor,
+        out: torch.Tensor,  # like query
+    ) -> None:
+        """Attention of one layer into `out`."""
+        self._attend(
+            self._shape_address,
+            plan,
+            *table,
+            query.data_ptr(),
+            query.stride(0),
+            kv.data_ptr(),
+            self._strides_of(kv),
+            out.data_ptr(),
+            out.stride(0),
+            self._partials_address,
+            self._counters_address,
+        )
+
+    def write_kv(
+        self,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # Q, K, V: [num_tokens, num_[kv_]heads, head_size]
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,  # cos, sin: [num_tokens, head_size]
+        slots: int,  # address of int64 [num_tokens]
+        kv: torch.Tensor,
+    ) -> None:
+        """Turn Q and K in place, store K and V at their slots; negative slots are not stored. Rows may be strided."""
+        query, key, value = heads
+        cos, sin, turn_stride = None, None, 0
+        if rotation is not None:
+            cos, sin, turn_stride = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].stride(0)
+        self._write(
+            self._shape_address,
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            cos,
+            sin,
+            turn_stride,
+            slots,
+            len(key),
+            kv.data_ptr(),
+            self._strides_of(kv),
+        )
+
+    def _strides_of(self, kv: torch.Tensor) -> int:
+        """Address of the first four strides of `kv`, int64 [4]."""
+        strides = kv.stride()
+        known = self._strides.get(strides)
+        if known is None:
+            if kv.dim() != 5 or strides[-1] != 1:
+                raise ValueError(f"kv must have 5 axes, the last one dense, got shape {kv.shape}, strides {strides}")
+            known = self._strides[strides] = (int64 * 4)(*strides[:4])
+        return ctypes.addressof(known)

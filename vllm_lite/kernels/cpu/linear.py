@@ -1,0 +1,118 @@
+"""Linear layers on weights that are packed once; csrc/cpu/linear.h has the layout. The plain twin is F.linear."""
+
+import ctypes
+
+import torch
+
+from vllm_lite.kernels.cpu.dtypes import dtype_code
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.kernels.cpu.memory import zeros
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INT8 = 100  # kInt8Weight
+_ROWS_AT_A_TIME = 256  # quantized in one go, in the cache
+
+_PACK_TYPES = (pointer, int64, int64, int64, int64, int32, pointer)
+_UNPACK_TYPES = (pointer, pointer, int64, pointer, int64)
+_LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
+
+
+class _Record(ctypes.Structure):
+    """The same record as `PackedWeight` in csrc/cpu/linear.h."""
+
+    _fields_ = (
+        ("data", pointer),
+        ("scales", pointer),
+        ("bias", pointer),
+        ("num_inputs", int64),
+        ("num_outputs", int64),
+        ("type", int32),
+        ("unused", int32),
+    )
+
+
+class PackedWeight:
+    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout, in its own dtype or as int8.
+
+    int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
+        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them."""
+        if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
+            raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"the bias must have {weight.shape[0]} elements, got {list(bias.shape)}")
+        self.num_outputs, self.num_inputs = weight.shape
+        self.dtype = torch.int8 if int8 else weight.dtype
+        self._code = _INT8 if int8 else dtype_code(weight.dtype)
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._scales = torch.empty(self.num_outputs) if int8 else None
+        size = function("vllm_lite_packed_size", (int64, int64), ctypes.c_int64)(self.num_outputs, self.num_inputs)
+        self._data = zeros(size, self.dtype)
+        for first in range(0, self.num_outputs, _ROWS_AT_A_TIME):
+            rows = weight[first : first + _ROWS_AT_A_TIME].contiguous()
+            if self._scales is not None:
+                rows, self._scales[first : first + _ROWS_AT_A_TIME] = quantize(rows)
+            function("vllm_lite_pack", _PACK_TYPES)(
+                rows.data_ptr(), rows.stride(0), first, len(rows), self.num_inputs, self._code, self._data.data_ptr()
+            )
+        self._record = _Record(
+            self._data.data_ptr(),
+            None if self._scales is None else self._scales.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.num_inputs,
+            self.num_outputs,
+            self._code,
+        )
+        self.address = ctypes.addressof(self._record)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.nbytes + sum(part.nbytes for part in (self._scales, self._bias) if part is not None)
+
+    def rows(self, outputs: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = weight[outputs[i]]: an embedding. outputs: int [n], out: [n, num_inputs]. Not for int8.
+
+        Raises IndexError for an output that does not exist.
+        """
+        if self.dtype == torch.int8 or out.dtype != self.dtype or out.stride(1) != 1:
+            raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
+        if out.shape != (len(outputs), self.num_inputs):
+            raise ValueError(f"out must be [{len(outputs)}, {self.num_inputs}], got {list(out.shape)}")
+        ids = outputs.to(torch.int64).contiguous()
+        unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int32)
+        if not unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0)):
+            raise IndexError(f"ids must lie in [0, {self.num_outputs}), got {ids.tolist()}")
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight: [outputs, inputs] -> int8 of the same shape and float32 scales [outputs]; weight ~ int8 * scale."""
+    exact = weight.to(torch.float32, copy=True)
+    least, most = exact.aminmax(dim=1)
+    scales = torch.maximum(-least, most) / 127
+    scales[scales == 0] = 1
+    return exact.div_(scales[:, None]).round_().to(torch.int8), scales
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
+    """out = x W^T + bias. x: [num_rows, num_inputs]; out: [num_rows, num_outputs], in the dtype of x or float32.
+
+    The sums are in float32. A row's result depends on nothing but the row, the weight and the instruction set.
+    """
+    if x.shape[1] != weight.num_inputs or out.shape != (x.shape[0], weight.num_outputs):
+        raise ValueError(
+            f"{list(x.shape)} -> {list(out.shape)} with {weight.num_outputs} x {weight.num_inputs} weights"
+        )
+    if x.dtype not in FLOATS or out.dtype not in (x.dtype, torch.float32) or x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(f"rows must be contiguous floats, the same or float32 out, got {x.dtype} -> {out.dtype}")
+    function("vllm_lite_linear", _LINEAR_TYPES)(
+        weight.address,
+        x.data_ptr(),
+        x.stride(0),
+        dtype_code(x.dtype),
+        out.data_ptr(),
+        out.stride(0),
+        dtype_code(out.dtype),
+        x.shape[0],
+    )

@@ -1,0 +1,28 @@
+"""Memory for what is large and read all the time."""
+
+import ctypes
+import mmap
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+_ALIGNMENT_BYTES = 64
+
+
+def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [size], aligned to 64 bytes, on huge pages where the system has them.
+
+    With small pages one thread reads at little more than half the speed of memory: the processor fetches ahead within a
+    page only, and looks up an address for each.
+    """
+    num_bytes = size * dtype.itemsize
+    if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        whole = torch.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        start = -whole.data_ptr() % _ALIGNMENT_BYTES
+    else:
+        # The part before the first huge page is never touched, so it takes no memory.
+        pages = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE_BYTES
+        whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+    return whole[start : start + num_bytes].view(dtype)

@@ -1,0 +1,163 @@
+"""Writes into the paged KV cache and copies of its blocks on a GPU. Kernels: csrc/cuda/cache_ops.cuh.
+
+No function here looks at what is in a tensor on the device, so that all of them may be captured in a CUDA graph.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.kernels.cuda.fused import require_rotation, require_rows, threads_for, vector_width
+from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
+from vllm_lite.kernels.ops import Rotation
+
+SOURCE = "cache_ops.cuh"
+COPY_THREADS = 256
+COPY_UNITS = 4
+"""Accesses of each thread of copy_blocks."""
+MAX_GRID_Y = 65535
+
+
+class CacheSlots(NamedTuple):
+    """Where the K and V of a step's tokens go."""
+
+    kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]; only the last axis must have stride 1
+    slots: torch.Tensor  # int64 [num_tokens], block * block_size + offset; below 0: not stored
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    """In a float8 cache what is stored is K / k_scale and V / v_scale, saturated. Others have no scales."""
+
+
+def reshape_and_cache(
+    launcher: Launcher,
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided, a row's heads stand side by side
+    value: torch.Tensor,  # alike
+    to: CacheSlots,
+) -> None:
+    """Store K and V at their slots. Raises ValueError when shapes or types do not fit each other."""
+    num_tokens, num_kv_heads, head_size = key.shape
+    _require_cache(to, key)
+    _require_heads("key", key, key)
+    _require_heads("value", value, key)
+    if key.numel() == 0:
+        return
+    kv = to.kv
+    width = vector_width(head_size, key, value, kv)
+    name = f"reshape_and_cache<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
+    sizes = (np.int32(num_kv_heads), np.int32(head_size), np.int32(kv.shape[3]))
+    strides = (key.stride(0), value.stride(0), *kv.stride()[:4])
+    scales = (np.float32(to.k_scale), np.float32(to.v_scale))
+    threads = threads_for(num_kv_heads * (head_size // width), 256)
+    args: tuple[Arg, ...] = (key, value, kv, to.slots, *sizes, *map(np.int64, strides), *scales)
+    launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), args)
+
+
+def rope_and_cache(
+    launcher: Launcher,
+    query: torch.Tensor,  # [num_tokens, num_heads, head_size], as key
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided, a row's heads stand side by side
+    value: torch.Tensor,  # as key
+    rotation: Rotation,
+    to: CacheSlots,
+) -> None:
+    """Turn query and key in place, also those whose slot is below 0; then store key and value at their slots.
+
+    The bits are those of `rotate` and `reshape_and_cache`. Raises ValueError when shapes or types do not fit.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    _require_cache(to, key)
+    _require_heads("key", key, key)
+    _require_heads("value", value, key)
+    _require_heads("query", query, query)
+    require(
+        query.dtype == key.dtype and query.shape[::2] == key.shape[::2],
+        f"query must be like key but for its number of heads, got {query.dtype} {list(query.shape)} "
+        f"and {key.dtype} {list(key.shape)}",
+    )
+    require_rotation(rotation, num_tokens, head_size, key.dtype)
+    if key.numel() == 0:
+        return
+    kv, num_heads = to.kv, query.shape[1]
+    width = vector_width(head_size // 2, query, key, value, *rotation, kv)
+    name = f"rope_and_cache<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
+    sizes = (np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_size), np.int32(kv.shape[3]))
+    strides = [tensor.stride(0) for tensor in (query, key, value, *rotation)] + list(kv.stride()[:4])
+    scales = (np.float32(to.k_scale), np.float32(to.v_scale))
+    threads = threads_for((num_heads + num_kv_heads) * (head_size // 2 // width), 256)
+    args: tuple[Arg, ...] = (query, key, value, *rotation, kv, to.slots, *sizes, *map(np.int64, strides), *scales)
+    launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), args)
+
+
+def reshape_and_cache_x(
+    launcher: Launcher,
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided, a row's heads stand side by side
+    value: torch.Tensor,  # alike
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,  # int64 [num_tokens], as in CacheSlots
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """`reshape_and_cache` for the layout of paged_attention_v1 and v2. `caches` are K and V, both contiguous:
+
+    [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 bytes of elements, and
+    [num_blocks, num_kv_heads, head_size, block_size].
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    key_cache, value_cache = caches
+    num_blocks, block_size = value_cache.shape[0], value_cache.shape[-1]
+    x = 16 // key_cache.element_size()
+    require(head_size % x == 0, f"the head size must be a multiple of {x}, got {head_size}")
+    shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+    require_rows("key_cache", key_cache, value_cache.dtype, shape)
+    require_rows("value_cache", value_cache, value_cache.dtype, (*shape[:2], head_size, block_size))
+    require(key_cache.is_contiguous() and value_cache.is_contiguous(), "both caches must be contiguous")
+    require_rows("slots", slots, torch.int64, (num_tokens,))
+    _require_heads("key", key, key)
+    _require_heads("value", value, key)
+    if key.numel() == 0:
+        return
+    name = f"reshape_and_cache_x<{cuda_type(key.dtype, 'key')}, {cuda_type(key_cache.dtype, 'the cache')}>"
+    sizes = (np.int32(num_kv_heads), np.int32(head_size), np.int32(block_size))
+    args = (key, value, key_cache, value_cache, slots, *sizes, np.int64(key.stride(0)), np.int64(value.stride(0)))
+    threads = threads_for(num_kv_heads * head_size, 256)
+    launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), (*args, *map(np.float32, scales)))
+
+
+def copy_blocks(
+    launcher: Launcher,
+    pool: torch.Tensor,  # [num_blocks, ...], contiguous, any type
+    pairs: torch.Tensor,  # int64 [num_pairs, 2], (source, destination), on the pool's device
+) -> None:
+    """Copy whole blocks within `pool`. No pair may write a block that another one reads or writes."""
+    require(pool.is_contiguous(), "the pool must be contiguous")
+    require(pairs.is_contiguous(), "the pairs must be contiguous")
+    require_rows("pairs", pairs, torch.int64, (len(pairs), 2))
+    if len(pairs) == 0 or pool.numel() == 0:
+        return
+    block_bytes = pool.numel() // len(pool) * pool.element_size()
+    unit, unit_bytes = ("uint4", 16) if block_bytes % 16 == 0 and pool.data_ptr() % 16 == 0 else ("uint8", 1)
+    units = block_bytes // unit_bytes
+    chunks = min(MAX_GRID_Y, -(-units // (COPY_THREADS * COPY_UNITS)))
+    kernel = launcher.kernel(SOURCE, f"copy_blocks<{unit}>")
+    kernel((len(pairs), chunks, 1), (COPY_THREADS, 1, 1), (pool, pairs, np.int64(units)))
+
+
+def _require_cache(to: CacheSlots, key: torch.Tensor) -> None:
+    num_tokens, num_kv_heads, head_size = key.shape
+    kv = to.kv
+    require(
+        kv.dim() == 5 and kv.shape[1:3] == (2, num_kv_heads) and kv.shape[4] == head_size and kv.stride(4) == 1,
+        f"kv must be [num_blocks, 2, {num_kv_heads}, block_size, {head_size}] with contiguous rows, "
+        f"got {list(kv.shape)}, strides {list(kv.stride())}",
+    )
+    require_rows("slots", to.slots, torch.int64, (num_tokens,))
+    if kv.dtype.itemsize > 1:
+        require(kv.dtype == key.dtype, f"a cache of {kv.dtype} cannot take K and V of {key.dtype}")
+
+
+def _require_heads(what: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    require_rows(what, tensor, like.dtype, tuple(like.shape))
+    require(
+        tensor.shape[1] == 1 or tensor.stride(1) == tensor.shape[2],
+        f"the heads of a row of {what} must stand side by side, got strides {list(tensor.stride())}",
+    )

@@ -1,0 +1,82 @@
+"""The sampler's pass from logits to tokens on a GPU. Kernel: csrc/cuda/sampler.cuh; vllm_lite/worker/sampler.py defines
+it, and is its plain twin.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.kernels.cuda.fused import vector_width
+from vllm_lite.kernels.cuda.launcher import Launcher, require
+from vllm_lite.kernels.sampling import DRAW, Picked
+
+SOURCE = "sampler.cuh"
+THREADS = 1024
+SHARED_BYTES = 37632
+
+PICKED = np.dtype([("token", np.int64), ("best", np.float32), ("limit", np.float32)])
+"""What the kernel writes for each row; the same record as `Picked` in csrc/cuda/sampler.cuh."""
+
+
+def pick(
+    launcher: Launcher,
+    logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
+    draws: NDArray[np.void],  # DRAW [num_rows]
+) -> Picked:
+    """One token per row; the logits stay as they are. The token of a row that is not finite means nothing.
+
+    Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong.
+    """
+    return read_picked(pick_on_device(launcher, logits, draws))
+
+
+def pick_on_device(
+    launcher: Launcher,
+    logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
+    draws: NDArray[np.void],  # DRAW [num_rows]
+) -> torch.Tensor:  # uint8 [num_rows, 16], PICKED records on the device
+    """The same without waiting."""
+    require(
+        logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1 and logits.shape[1] > 0,
+        f"logits must be float32 [num_rows, vocab] with contiguous rows, got {logits.dtype} {list(logits.shape)}",
+    )
+    num_rows, vocab = logits.shape
+    require(
+        draws.dtype == DRAW and draws.flags.c_contiguous and draws.shape == (num_rows,),
+        f"draws must be a contiguous array of {num_rows} DRAW records, got {draws.dtype} {list(draws.shape)}",
+    )
+    picked = torch.empty(num_rows, PICKED.itemsize, dtype=torch.uint8, device=logits.device)
+    if num_rows:
+        on_device = torch.from_numpy(draws.view(np.uint8)).to(logits.device)
+        kernel = launcher.kernel(SOURCE, f"pick<{vector_width(vocab, logits)}>")
+        args = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device, picked)
+        kernel((num_rows, 1, 1), (THREADS, 1, 1), args, SHARED_BYTES)
+    return picked
+
+
+def read_picked(picked: torch.Tensor) -> Picked:
+    """What `pick_on_device` wrote, once the device has come so far."""
+    records = picked.numpy(force=True).view(PICKED).reshape(-1)
+    return Picked(records["token"], records["best"], records["limit"])
+
+
+def noise(
+    launcher: Launcher, device: torch.device, seed: int, child: int, position: int, vocab_size: int
+) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
+    """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
+    hashes = torch.empty(vocab_size, dtype=torch.int32, device=device)
+    values = torch.empty(vocab_size, dtype=torch.float32, device=device)
+    args = (np.uint64(seed), np.uint32(child), np.uint32(position), np.int32(vocab_size), hashes, values)
+    launcher.kernel(SOURCE, "noise_row")((-(-vocab_size // 256), 1, 1), (256, 1, 1), args)
+    return hashes.numpy(force=True).view(np.uint32), values.numpy(force=True)
+
+
+def masses(
+    launcher: Launcher,
+    distances: torch.Tensor,  # float32 [n]
+) -> torch.Tensor:  # int64 [n]
+    """e^-distance in units of 2^-40, as `pick` counts it. For tests."""
+    found = torch.empty(len(distances), dtype=torch.int64, device=distances.device)
+    args = (distances.contiguous(), np.int32(len(distances)), found)
+    launcher.kernel(SOURCE, "mass_row")((-(-len(distances) // 256), 1, 1), (256, 1, 1), args)
+    return found

@@ -1,0 +1,50 @@
+"""What this machine has, told without importing torch: memory, and a GPU that workers could use."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
+
+
+def memory_limit_bytes() -> int:
+    """This machine's memory, or the control group's limit if that is less."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = min(limit, int(Path(name).read_text()))
+        except (OSError, ValueError):
+            continue
+    return limit
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is loaded. Whether torch can use it is seen in the worker only."""
+    return any(os.path.exists(file) for file in GPU_FILES)
+
+
+def hides_gpus() -> bool:
+    """Whether the user lets no process of ours see a GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
+def lacks_for_cuda(*, kernels: bool = True) -> str | None:
+    """None when workers can be expected to run on a GPU, else what this machine lacks, as a clause.
+
+    `kernels`: whether CuPy is needed, which compiles and launches ours; the reference backend does without.
+    """
+    if not has_driver():
+        return "this machine has no NVIDIA driver (there is no /dev/nvidiactl)"
+    if hides_gpus():
+        return f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r} and hides every GPU"
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        return "torch is not installed"
+    if torch_version.endswith("+cpu"):
+        return f"torch {torch_version} is built without CUDA; install a build with it"
+    if kernels and find_spec("cupy") is None:
+        return "the package cupy is not installed; install vllm-lite[cuda12] or vllm-lite[cuda13]"
+    return None

@@ -1,0 +1,195 @@
+"""How blocks move: a program cut into stages, and one mover per kind of device.
+
+The program's meaning is that of one op at a time, in order. An op goes into the first stage that lies behind every
+earlier op which it must not overtake: one that writes what it reads or writes, or reads what it writes. So the ops of a
+stage touch nothing that another one of it writes. They may be joined, reordered and run at once; stages run in order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from vllm_lite.kernels.cpu import cache_ops as native
+from vllm_lite.kernels.cuda import cache_ops
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.protocol.step import BlockOp
+
+
+class Run(NamedTuple):
+    """`length` ops of one kind whose sources and destinations are both consecutive: one copy.
+
+    `src` and `dst` count from the beginning of their tiers.
+    """
+
+    op: BlockOp
+    src: int
+    dst: int
+    length: int = 1
+
+
+def stages(
+    program: Iterable[Run],  # of length 1
+) -> list[list[Run]]:
+    """The runs of each stage, joined as far as ids are consecutive."""
+    found: list[list[Run]] = []
+    read: dict[tuple[bool, int], int] = {}  # (in the host tier, block) -> number of stages up to its last reader
+    written: dict[tuple[bool, int], int] = {}  # likewise up to its last writer
+    for op in program:
+        source, destination = (op.op == BlockOp.SWAP_IN, op.src), (op.op == BlockOp.SWAP_OUT, op.dst)
+        if source == destination:
+            continue
+        stage = max(written.get(source, 0), written.get(destination, 0), read.get(destination, 0))
+        if stage == len(found):
+            found.append([])
+        found[stage].append(op)
+        written[destination] = stage + 1
+        read[source] = max(read.get(source, 0), stage + 1)
+    return [list(_join(stage)) for stage in found]
+
+
+def _join(stage: list[Run]) -> Iterator[Run]:
+    stage.sort()
+    run = stage[0]
+    for op in stage[1:]:
+        if op == run._replace(src=run.src + run.length, dst=run.dst + run.length, length=1):
+            run = run._replace(length=run.length + 1)
+        else:
+            yield run
+            run = op
+    yield run
+
+
+def by_kind(stage: Iterable[Run]) -> dict[BlockOp, list[Run]]:
+    kinds: dict[BlockOp, list[Run]] = {}
+    for run in stage:
+        kinds.setdefault(run.op, []).append(run)
+    return kinds
+
+
+def pairs_of(runs: Iterable[Run]) -> torch.Tensor:  # int64 [n, 2], (source, destination)
+    pairs = [(run.src + i, run.dst + i) for run in runs for i in range(run.length)]
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+
+
+class Pools(NamedTuple):
+    """Both tiers, [num_blocks, ...] each, contiguous; and as bytes, one row a block."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+    def of(self, op: BlockOp) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where an op reads and where it writes, uint8 [num_blocks, block_bytes]."""
+        source = self.host if op == BlockOp.SWAP_IN else self.device
+        destination = self.host if op == BlockOp.SWAP_OUT else self.device
+        return source.flatten(1).view(torch.uint8), destination.flatten(1).view(torch.uint8)
+
+    def copy(self, runs: Sequence[Run]) -> None:
+        """Runs of one kind, by torch on its current stream; the host does not wait if its memory is locked."""
+        source, destination = self.of(runs[0].op)
+        for _, src, dst, length in runs:
+            destination[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
+
+
+class Mover(Protocol):
+    def move(self, stage: Sequence[Run]) -> None:
+        """Do all runs of one stage, behind the stages before it and what the device did before them."""
+        ...
+
+
+class TorchMover:
+    """Any device: one copy after another."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def move(self, stage: Sequence[Run]) -> None:
+        for runs in by_kind(stage).values():
+            self._pools.copy(runs)
+
+
+class NativeMover:
+    """Memory of a CPU: all copies of one kind in a call, which shares them among the threads."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def move(self, stage: Sequence[Run]) -> None:
+        for op, runs in by_kind(stage).items():
+            native.copy_blocks(*self._pools.of(op), pairs_of(runs))
+
+
+# ---- CUDA
+
+
+Stream: TypeAlias = Any
+"""A torch.cuda.Stream, or what a test puts in its place. What is used of it is `wait_stream`: all that is put on the
+one stream from now on runs behind all that is on the other by now."""
+
+
+class Streams(Protocol):
+    """The stream of the forward passes, and one for either direction between the tiers: a bus carries both at once."""
+
+    def current(self) -> Stream: ...
+
+    def lane(self, op: BlockOp) -> Stream: ...
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]: ...
+
+
+class CudaStreams:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes = {op: torch.cuda.Stream(device) for op in (BlockOp.SWAP_OUT, BlockOp.SWAP_IN)}
+
+    def current(self) -> Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def lane(self, op: BlockOp) -> Stream:
+        return self._lanes[op]
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+
+class CudaMover:
+    """Swaps on streams of their own while a kernel copies within the device; the host waits for nothing.
+
+    Every stage begins and ends on the current stream: so the stages, the forward pass before them and the one after run
+    in that order.
+    """
+
+    def __init__(self, pools: Pools, streams: Streams, launcher: Launcher | None) -> None:
+        """Without a launcher torch copies within the device, run by run."""
+        self._pools = pools
+        self._streams = streams
+        self._launcher = launcher
+
+    def move(self, stage: Sequence[Run]) -> None:
+        current = self._streams.current()
+        kinds = by_kind(stage)
+        copies = kinds.pop(BlockOp.COPY, None)
+        lanes = []
+        for op, runs in kinds.items():
+            lane = self._streams.lane(op)
+            lane.wait_stream(current)
+            with self._streams.use(lane):
+                self._by_torch(runs)
+            lanes.append(lane)
+        if copies:
+            self._copy(copies)
+        for lane in lanes:
+            current.wait_stream(lane)
+
+    def _by_torch(self, runs: Sequence[Run]) -> None:
+        self._pools.copy(runs)
+
+    def _copy(self, runs: Sequence[Run]) -> None:
+        if self._launcher is None:
+            self._by_torch(runs)
+            return
+        pairs = pairs_of(runs)
+        if self._pools.device.is_cuda:
+            pairs = pairs.pin_memory().to(self._pools.device.device, non_blocking=True)
+        cache_ops.copy_blocks(self._launcher, self._pools.device, pairs)

@@ -1,0 +1,61 @@
+"""The device that a worker runs on, and what of it the tests replace: its memory, and the recording of graphs."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+from vllm_lite.kernels import cpu
+from vllm_lite.worker.graphs import Capture, CudaCapture
+from vllm_lite.worker.memory import CudaMemory, DeviceMemory
+
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Resolved values of kv_cache_dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where tensors live; `memory` can be profiled and `capture` records graphs, where there is such a thing."""
+
+    torch: torch.device
+    memory: DeviceMemory | None = None
+    capture: Capture | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.torch.type == "cpu"
+
+
+def open_device(config: EngineConfig, rank: int) -> Device:
+    """The device of worker `rank`, made current. Raises ConfigError if torch does not see it."""
+    if config.device == "cpu":
+        return Device(torch.device("cpu"))
+    if not torch.cuda.is_available() or rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices and worker "
+            f"{rank} needs one of its own; give --device cpu, or install a torch with CUDA that fits the driver"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return Device(device, CudaMemory(device), None if config.enforce_eager else CudaCapture(device))
+
+
+def set_threads(cpu_threads: int | None, num_cores: int) -> int:
+    """Let torch and the native kernels use `cpu_threads` threads; by default OMP_NUM_THREADS, or all physical cores.
+
+    Returns the number.
+    """
+    if cpu_threads is not None or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cpu_threads or num_cores)
+    num_threads = torch.get_num_threads()
+    if cpu.available():
+        cpu.set_num_threads(num_threads)
+    return num_threads

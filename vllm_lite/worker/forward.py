@@ -1,0 +1,74 @@
+"""From a step's inputs to the logits that are sampled: the seam at which eager execution and graphs are exchanged."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.models.registry import Model
+from vllm_lite.worker.step_inputs import StepInputs
+
+
+class Forward(Protocol):
+    """One way to run the model on a step."""
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """float32 [num_samples, vocab_size], one row for every token that is wanted; valid until the next call.
+
+        The caller may write into it. Nothing here waits for the device.
+        """
+        ...
+
+
+class EagerForward:
+    """Launches every operation by itself. Serves any step, on any device."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        backend: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.kv_caches = kv_caches
+        self.backend = backend
+        self.device = device
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits are made of those rows only whose next token is wanted."""
+        hidden = self.hidden(inputs)
+        if inputs.num_samples.sum() < inputs.num_tokens:
+            hidden = hidden[self._to_device(inputs.sample_tokens)]
+        return self.model.logits(hidden).float()
+
+    def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_tokens, hidden_size]
+        metadata = AttentionMetadata(
+            num_tokens=inputs.num_tokens,
+            num_seqs=len(inputs.rows),
+            max_query_len=int(inputs.num_scheduled.max()),
+            max_seq_len=int(inputs.seq_lens.max()),
+            query_start_loc=self._to_device(inputs.query_start_loc),
+            seq_lens=self._to_device(inputs.seq_lens),
+            block_tables=tuple(self._to_device(table) for table in inputs.block_tables),
+            slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
+        )
+        self.backend.prepare(metadata)
+        input_ids, positions = self._to_device(inputs.input_ids), self._to_device(inputs.positions)
+        return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend)
+
+    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
+        return to_device(array, self.device)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`array` on the device. To a GPU it goes through pinned memory, or the copy would wait for all that was launched
+    before; torch keeps the pinned memory until the copy is done.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
