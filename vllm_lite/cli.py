@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="measure this machine").add_subparsers(dest="bench", required=True)
     _add_bench_engine(bench)
+    _add_bench_kernels(bench)
     _add_bench_throughput(bench)
     _add_replay(commands)
     _add_why(commands)
@@ -44,17 +45,46 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_bench_kernels(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    parser = commands.add_parser("kernels", help="the native CPU kernels against memory's speed and torch")
+    parser.add_argument("--parts", default="attention,linear,fused", help="[attention,linear,fused]")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_bench_kernels)
+
+
+def _bench_kernels(arguments: argparse.Namespace) -> int:
+    from vllm_lite.bench import kernels
+    from vllm_lite.errors import ConfigError
+
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(kernels.PARTS):
+        raise ConfigError(f"parts must be some of {', '.join(kernels.PARTS)}, got {', '.join(sorted(unknown))}")
+    if not all(number.isdecimal() and int(number) > 0 for number in arguments.threads.split(",")):
+        raise ConfigError(f"threads must be numbers like 1,2, got {arguments.threads!r}")
+    threads = [int(number) for number in arguments.threads.split(",")]
+    figures = kernels.run(parts, threads, lambda line: print(line, file=sys.stderr))
+    print(json.dumps(figures) if arguments.json else kernels.table(figures))
+    return 0
+
+
 def _add_bench_throughput(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
     from vllm_lite.config import DEMO_MODEL
 
     parser = commands.add_parser("throughput", help="many requests at once against one at a time")
-    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, or 'random-100m' [demo]")
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, 'random-100m' or 'random-500m' [demo]")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens [64]")
     parser.add_argument("--output-len", type=int, default=32, help="generated tokens [32]")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
+    for flag in ("--quantization", "--kv-cache-dtype", "--attention-backend", "--cpu-threads", "--device"):
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_bench_throughput)
 
@@ -62,12 +92,17 @@ def _add_bench_throughput(
 def _bench_throughput(arguments: argparse.Namespace) -> int:
     from vllm_lite.bench import throughput
 
+    names = ("dtype", "quantization", "kv_cache_dtype", "attention_backend", "cpu_threads", "device")
+    settings = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if "cpu_threads" in settings:
+        settings["cpu_threads"] = int(settings["cpu_threads"])
     figures = throughput.run(
         arguments.model,
         arguments.num_prompts,
-        arguments.input_len,
-        arguments.output_len,
-        arguments.dtype,
+        (arguments.input_len, arguments.output_len),
+        settings,
+        compare=arguments.compare,
+        repeats=arguments.repeats,
     )
     print(json.dumps(figures) if arguments.json else throughput.table(figures))
     return 0

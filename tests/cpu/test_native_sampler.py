@@ -1,23 +1,28 @@
-"""The native draw against the sampler's torch path; its hash and noise against their definition there."""
+"""The native pass from logits to tokens against its plain twin and exact arithmetic, on each instruction set."""
 
 import logging
 import math
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu import sampler as native
-from vllm_lite.worker.sampler import NO_LOGPROBS, ROW_PARAMS, SampleInputs, Sampler
+from vllm_lite.kernels.sampling import DRAW, Picked
+from vllm_lite.worker.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() and not shutil.which("c++"), reason="no native library, and no compiler to build it with"
 )
+CPU = torch.device("cpu")
 ROWS_OF_NOISE = [(0, 0, 0), (1, 0, 5), (2**32, 1, 5), (2**64 - 1, 2**32 - 1, 2**31), (0xDEADBEEF12345678, 3, 77)]
 
 
@@ -41,44 +46,77 @@ def exact_noise(hashes: NDArray[Any]) -> NDArray[Any]:
     return -np.log(-np.log1p(-v.astype(np.float64)))
 
 
-def seeds(count: int) -> NDArray[Any]:
-    return np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def make_draws(num_draws: int, temperature: float = 1.0) -> NDArray[Any]:
-    draws = np.zeros(num_draws, native.DRAW)
-    draws["row"] = np.arange(num_draws)
-    draws["seed"] = seeds(num_draws)
-    draws["child"] = np.arange(num_draws) % 3
-    draws["position"] = 100 + np.arange(num_draws)
-    draws["temperature"] = temperature
+def make_draws(num_rows: int, vocab_size: int, **columns: Any) -> NDArray[Any]:
+    draws = np.zeros(num_rows, DRAW)
+    draws["seed"] = np.arange(num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    draws["child"] = np.arange(num_rows) % 3
+    draws["position"] = 100 + np.arange(num_rows)
+    for name, values in (
+        {"temperature": 1.0, "top_k": vocab_size, "top_p": 1.0, "max_distance": np.inf} | columns
+    ).items():
+        draws[name] = values
     return draws
 
 
-def exact_scores(logits: torch.Tensor, draw: np.void) -> NDArray[np.float64]:
-    row = logits[int(draw["row"])].double().numpy()
-    hashes = np.array(
-        [
-            defined_hash(int(draw["seed"]), int(draw["child"]), int(draw["position"]), token)
-            for token in range(len(row))
-        ],
-        np.uint32,
+def mixed_draws(num_rows: int, vocab_size: int) -> NDArray[Any]:
+    """Greedy, plain and filtered rows side by side."""
+    i = np.arange(num_rows)
+    return make_draws(
+        num_rows,
+        vocab_size,
+        temperature=np.where(i % 5 == 4, 0, 0.2 + i % 7 / 5),
+        top_p=np.where(i % 3 == 1, 0.9, 1),
+        top_k=np.where(i % 4 == 2, min(20, vocab_size), vocab_size),
+        max_distance=np.where(i % 7 == 3, 3.0, np.inf),
     )
-    scores: NDArray[np.float64] = (row - float(draw["offset"])) / float(draw["temperature"]) + exact_noise(hashes)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def exact_scores(row: torch.Tensor, draw: np.void) -> NDArray[np.float64]:
+    logits, key = row.double().numpy(), (int(draw["seed"]), int(draw["child"]), int(draw["position"]))
+    hashes = np.array([defined_hash(*key, token) for token in range(len(logits))], np.uint32)
+    scores: NDArray[np.float64] = (logits - logits.max()) / float(draw["temperature"]) + exact_noise(hashes)
     return scores
 
 
-def assert_largest(tokens: torch.Tensor, logits: torch.Tensor, draws: NDArray[Any]) -> None:
-    for token, draw in zip(tokens.tolist(), draws, strict=True):
-        scores = exact_scores(logits, draw)
+def assert_largest(tokens: NDArray[np.int64], logits: torch.Tensor, draws: NDArray[Any]) -> None:
+    for token, row, draw in zip(tokens.tolist(), logits, draws, strict=True):
+        scores = exact_scores(row, draw)
         assert 0 <= token < len(scores)
         assert scores[token] > scores.max() - 1e-4
 
 
+@pytest.fixture(params=library.ISAS)
+def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test once on each instruction set that this machine has."""
+    before = cpu.isa()
+    if not cpu.set_isa(request.param):
+        pytest.skip(f"no {request.param}")
+    yield
+    cpu.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    if not cpu.available():
+        yield
+        return
+    before = cpu.num_threads()
+    yield
+    cpu.set_num_threads(before)
+
+
+# ---- the hash and the noise
+
+
+@pytest.mark.usefixtures("_isa")
 @pytest.mark.parametrize(("seed", "child", "position"), ROWS_OF_NOISE)
 def test_hash_is_equal_bit_for_bit(seed: int, child: int, position: int) -> None:
-    hashes, _ = native.noise(seed, child, position, 2000)
-    assert hashes.tolist() == [defined_hash(seed, child, position, token) for token in range(2000)]
+    hashes, _ = native.noise(seed, child, position, 500)
+    assert hashes.tolist() == [defined_hash(seed, child, position, token) for token in range(500)]
 
 
 @pytest.mark.parametrize(("seed", "child", "position"), ROWS_OF_NOISE)
@@ -89,69 +127,167 @@ def test_noise_is_precise(seed: int, child: int, position: int) -> None:
     assert np.abs(noise - exact).max() < 2e-6
 
 
+@pytest.mark.usefixtures("_isa")
+def test_noise_has_the_same_bits_everywhere() -> None:
+    assert int(native.noise(7, 1, 3, 100_000)[1].view(np.uint32).sum(dtype=np.uint64)) == 185123506029127
+
+
+# ---- the draw
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 1023, 1024, 1025, 4099])
-def test_draw_takes_the_largest_score(vocab_size: int) -> None:
-    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
-    draws = make_draws(4, temperature=0.7)
-    assert_largest(native.draw(logits, draws), logits, draws)
+def test_the_largest_score_is_drawn(vocab_size: int) -> None:
+    logits, draws = random_logits(4, vocab_size), make_draws(4, vocab_size, temperature=0.7)
+    assert_largest(native.pick(logits, draws).tokens, logits, draws)
 
 
-def test_the_offset_keeps_the_noise_at_low_temperatures() -> None:
-    """Without it equal logits become 5e6 and swallow the noise, whose unit in the last place would be a half."""
-    logits = torch.full((8, 3000), 100.0)
-    draws = make_draws(8, temperature=2e-5)
-    draws["offset"] = 100.0
-    assert_largest(native.draw(logits, draws), logits, draws)
+def test_equal_logits_leave_the_choice_to_the_noise_at_any_temperature() -> None:
+    """If not their distances but they themselves were divided, 5e6 would swallow the noise."""
+    logits, draws = torch.full((8, 3000), 100.0), make_draws(8, 3000, temperature=2e-5)
+    assert_largest(native.pick(logits, draws).tokens, logits, draws)
 
 
-def test_draw_does_not_depend_on_row_batch_or_stride() -> None:
-    wide = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1))
-    logits = wide[:, 7:4106]
-    draws = make_draws(6)
-    together = native.draw(logits, draws).tolist()
-    assert native.draw(logits.contiguous(), draws).tolist() == together
-    assert native.draw(logits, draws[::-1].copy()).tolist() == together[::-1]
-    for i in range(6):
-        alone = draws[i : i + 1].copy()
-        alone["row"] = 0
-        assert native.draw(logits[i : i + 1], alone).tolist() == [together[i]]
-
-
-def test_draw_follows_the_softmax() -> None:
+def test_draws_follow_the_softmax() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    draws = make_draws(40_000)
-    draws["row"] = 0
-    counts = torch.bincount(native.draw(probabilities.log()[None], draws), minlength=4)
-    expected = probabilities * len(draws)
-    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # chi-squared, 3 degrees of freedom, 99.9 %
+    draws = make_draws(40_000, 4)
+    tokens = native.pick(probabilities.log().expand(len(draws), 4), draws).tokens
+    expected = probabilities.numpy() * len(draws)
+    assert ((np.bincount(tokens, minlength=4) - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, 99.9 %
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+@pytest.mark.parametrize("vocab_size", [4099, 70_001])
+def test_a_row_depends_on_nothing_around_it(vocab_size: int, num_threads: int) -> None:
+    """Not on batch, order, stride or threads; a large vocabulary is cut up where rows are fewer than threads."""
+    num_rows = 12
+    wide = random_logits(num_rows, vocab_size + 20, seed=1)
+    logits, draws = wide[:, 7 : 7 + vocab_size], mixed_draws(num_rows, vocab_size)
+    cpu.set_num_threads(1)
+    expected = native.pick(logits, draws)
+    cpu.set_num_threads(num_threads)
+    everything = np.arange(num_rows)
+    for rows in (everything, everything[::-1].copy(), np.array([4, 1]), *everything[:, None]):
+        found = native.pick(logits[torch.from_numpy(rows)], draws[rows])
+        for name in Picked._fields:
+            assert np.array_equal(getattr(found, name), getattr(expected, name)[rows])
+
+
+@pytest.mark.usefixtures("_isa")
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_it_is_equal_to_its_plain_twin(num_threads: int) -> None:
+    """Limits bit for bit; draws but for two scores that differ by less than the noise's error."""
+    cpu.set_num_threads(num_threads)
+    for num_rows, vocab_size in ((40, 1500), (3, 50_000)):
+        logits, draws = random_logits(num_rows, vocab_size, seed=3), mixed_draws(num_rows, vocab_size)
+        found, plain = native.pick(logits, draws), Sampler(vocab_size, CPU).pick_plainly(logits, draws)
+        assert np.array_equal(found.limits, plain.limits)
+        assert np.array_equal(found.best, plain.best)
+        for row in np.flatnonzero(found.tokens != plain.tokens):
+            scores = exact_scores(logits[row], draws[row])
+            assert abs(scores[found.tokens[row]] - scores[plain.tokens[row]]) < 1e-5
+
+
+def test_the_sampler_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, draws = random_logits(2, 50), make_draws(2, 50)
+    sampler = Sampler(50, CPU)
+    monkeypatch.setattr(sampler, "pick_plainly", None)
+    assert np.array_equal(sampler.pick(logits, draws).tokens, native.pick(logits, draws).tokens)
+
+
+# ---- the filters
+
+
+def exact_limit(distances: NDArray[np.float64], top_k: int, top_p: float, max_distance: float) -> float:
+    """By sorting, in float64; top_p of at least 1 is off."""
+    ordered = np.sort(distances)
+    limit = float(ordered[top_k - 1]) if top_k < len(ordered) else math.inf
+    if top_p < 1:
+        mass = np.exp(-ordered[:top_k]).cumsum()
+        limit = float(ordered[min(int((mass < top_p * mass[-1]).sum()), top_k - 1)])
+    return min(limit, max_distance)
+
+
+def adversarial_row(kind: str, vocab_size: int, rng: np.random.Generator) -> NDArray[np.float32]:
+    row = rng.normal(0, rng.choice([0.01, 1.0, 3.0, 20.0]), vocab_size)
+    if kind == "ties":
+        row = np.round(row * 2) / 2
+    elif kind == "equal":
+        row[:] = row[0]
+    elif kind == "one":
+        row[rng.random(vocab_size) < 0.999] = -np.inf
+        row[rng.integers(vocab_size)] = 5.0
+    elif kind == "huge":
+        row *= 1e36
+    elif kind == "tiny":
+        row *= 1e-30
+    elif kind == "sorted":
+        row = np.sort(row)
+    return row.astype(np.float32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["normal", "ties", "equal", "one", "huge", "tiny", "sorted"]),
+    vocab_size=st.sampled_from([1, 2, 16, 17, 255, 256, 257, 1000, 5000]),
+    seed=st.integers(0, 2**32),
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 7.0]),
+    top_k=st.sampled_from([0.0, 1e-9, 0.01, 0.3, 0.999, 1.0]),  # share of the vocabulary
+    top_p=st.sampled_from([1e-9, 0.01, 0.5, 0.9, 0.999, 1 - 2**-24, 1.0]),
+    max_distance=st.sampled_from([0.0, 0.75, 20.0, math.inf]),
+    num_threads=st.sampled_from([1, 2]),
+)
+def test_limits_are_those_of_a_sort(
+    kind: str, vocab_size: int, seed: int, temperature: float, top_k: float, top_p: float, max_distance: float,
+    num_threads: int,
+) -> None:  # fmt: skip
+    cpu.set_num_threads(num_threads)
+    rng = np.random.default_rng(seed)
+    row = adversarial_row(kind, vocab_size, rng)
+    k = max(1, int(top_k * vocab_size)) if top_k else vocab_size
+    draws = make_draws(1, vocab_size, temperature=temperature, top_k=k, top_p=top_p, max_distance=max_distance)
+    found = native.pick(torch.from_numpy(row)[None], draws)
+    limit = float(found.limits[0])
+    with np.errstate(over="ignore"):
+        distances = (np.abs(row.max() - row) / np.float32(temperature)).astype(np.float64)
+    # Where the exact sum misses top_p by less than the masses' error, its neighbours are right, too.
+    p = float(np.float32(top_p))
+    least = exact_limit(distances, k, p * (1 - 2e-6) if p < 1 else p, max_distance)
+    most = exact_limit(distances, k, min(p * (1 + 2e-6), 1 - 1e-9) if p < 1 else p, max_distance)
+    assert least <= limit <= most
+    assert limit in distances or limit == max_distance
+    assert distances[found.tokens[0]] <= limit
+
+
+# ---- rows that are not finite, and arguments that are not right
 
 
 def test_ruled_out_tokens_are_never_drawn() -> None:
     logits = torch.full((2, 3000), -math.inf)
     logits[0, 2999] = -50.0
-    assert native.draw(logits, make_draws(2)).tolist() == [2999, 0]
+    found = native.pick(logits, make_draws(2, 3000))
+    assert found.tokens.tolist() == [2999, 0]
+    assert found.best.tolist() == [-50.0, -math.inf]
 
 
-def test_a_row_that_is_not_finite_harms_no_other() -> None:
-    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(2))
-    expected = native.draw(logits, make_draws(3)).tolist()
-    logits[1] = math.nan
-    tokens = native.draw(logits, make_draws(3)).tolist()
-    assert tokens[0] == expected[0]
-    assert tokens[2] == expected[2]
-    assert 0 <= tokens[1] < 2000
+@pytest.mark.usefixtures("_isa")
+@pytest.mark.parametrize("vocab_size", [1, 300, 40_000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.nan])
+def test_a_row_that_is_not_finite_harms_no_other(bad: float, vocab_size: int) -> None:
+    cpu.set_num_threads(4)
+    for column in {0, vocab_size // 2, vocab_size - 1}:
+        for filters in ({}, {"top_k": 1}, {"top_p": 0.5}, {"temperature": 0.0}):
+            logits, draws = random_logits(3, vocab_size, seed=2), make_draws(3, vocab_size, **filters)
+            expected = native.pick(logits, draws)
+            logits[1, column] = bad
+            found = native.pick(logits, draws)
+            assert found.tokens[[0, 2]].tolist() == expected.tokens[[0, 2]].tolist()
+            assert 0 <= found.tokens[1] < vocab_size
+            assert not np.isfinite(found.best[1])
+            assert np.isnan(found.best[1]) == math.isnan(bad)
 
 
-def test_no_draws() -> None:
-    assert native.draw(torch.zeros(0, 5), make_draws(0)).tolist() == []
-
-
-@pytest.mark.parametrize("row", [-1, 2])
-def test_a_row_outside_the_logits_is_refused(row: int) -> None:
-    draws = make_draws(1)
-    draws["row"] = row
-    with pytest.raises(ValueError, match=r"rows must lie in \[0, 2\)"):
-        native.draw(torch.zeros(2, 5), draws)
+def test_no_rows() -> None:
+    assert native.pick(torch.zeros(0, 5), make_draws(0, 5)).tokens.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -159,14 +295,14 @@ def test_a_row_outside_the_logits_is_refused(row: int) -> None:
 )
 def test_logits_of_another_layout_are_refused(logits: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="logits must be float32 rows"):
-        native.draw(logits, make_draws(1))
+        native.pick(logits, make_draws(2, 5))
 
 
 def test_draws_of_another_layout_are_refused() -> None:
-    others: list[NDArray[Any]] = [make_draws(4)[::2], np.zeros(2, np.float32)]
+    others: list[NDArray[Any]] = [make_draws(8, 5)[::2], np.zeros(4, np.float32), make_draws(3, 5)]
     for draws in others:
         with pytest.raises(ValueError, match="DRAW"):
-            native.draw(torch.zeros(4, 5), draws)
+            native.pick(torch.zeros(4, 5), draws)
 
 
 @pytest.mark.parametrize(("name", "value", "says"), [("LIBRARY", "libmissing.so", "libmissing.so"), ("ABI", 99, "99")])
@@ -181,49 +317,10 @@ def test_a_missing_or_foreign_library_is_said_once(
         assert not cpu.available()
         assert not cpu.available()
         with pytest.raises(RuntimeError, match="available"):
-            native.draw(torch.zeros(1, 5), make_draws(1))
+            native.pick(torch.zeros(1, 5), make_draws(1, 5))
     finally:
         library.library.cache_clear()
         library.function.cache_clear()
     assert len(caplog.records) == 1
     assert "plain torch" in caplog.text
     assert says in caplog.text
-
-
-def sample_inputs(num_rows: int) -> SampleInputs:
-    params = np.zeros(num_rows, ROW_PARAMS)
-    i = np.arange(num_rows)
-    params["temperature"] = np.where(i % 5 == 4, 0, 0.2 + i % 7 / 5)  # every fifth row is greedy
-    params["top_p"] = np.where(i % 4 == 1, 0.9, 1)
-    params["top_k"] = np.where(i % 6 == 2, 20, 0)
-    params["min_p"] = np.where(i % 8 == 3, 0.05, 0)
-    params["seed"] = seeds(num_rows)
-    params["child"] = i % 3
-    params["logprobs"] = NO_LOGPROBS
-    return SampleInputs(params, i.astype(np.int64) * 10)
-
-
-def test_sampler_gives_the_same_tokens_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(64, 8000, generator=torch.Generator().manual_seed(3)) * 3
-    sampler, inputs = Sampler(8000, torch.device("cpu")), sample_inputs(64)
-    calls: list[int] = []
-    real_draw = native.draw
-
-    def counted_draw(logits: torch.Tensor, draws: NDArray[Any]) -> torch.Tensor:
-        calls.append(len(draws))
-        return real_draw(logits, draws)
-
-    monkeypatch.setattr(native, "draw", counted_draw)
-    drawn = sampler.sample(logits.clone(), inputs).tokens
-    assert calls, "the sampler did not use the native draw"
-    monkeypatch.setattr(cpu, "available", lambda: False)
-    calls.clear()
-    plain = sampler.sample(logits.clone(), inputs).tokens
-    assert not calls
-    for row in np.flatnonzero(drawn != plain):
-        draw = make_draws(1)[0]
-        for name in ("seed", "child", "temperature"):
-            draw[name] = inputs.params[name][row]
-        draw["row"], draw["position"] = row, inputs.positions[row]
-        scores = exact_scores(logits, draw)
-        assert abs(scores[drawn[row]] - scores[plain[row]]) < 1e-4

@@ -16,7 +16,9 @@ from vllm_lite.worker.sampler import (
     ROW_PARAMS,
     SampleInputs,
     Sampler,
+    draw_records,
     gumbel_noise,
+    masses,
     row_keys,
     scramble,
     token_hash,
@@ -132,7 +134,6 @@ def test_u_lies_strictly_between_0_and_1(bits: int) -> None:
 
 
 def test_every_seed_child_and_position_has_a_stream_of_its_own() -> None:
-    logits = torch.zeros(1, 1000)
     cases: list[dict[str, Any]] = [{"seed": seed} for seed in (0, 1, 2, 3, 2**32, 2**63, 2**64 - 1)]
     cases += [{"child": child} for child in range(1, 6)] + [{"position": position} for position in range(6, 30)]
     cases += [
@@ -290,13 +291,52 @@ def test_filters_wider_than_the_vocabulary_change_nothing() -> None:
     assert sample(logits, make_inputs(200, seed=seeds, min_p=1e-30)) == free
 
 
+def limits(logits: torch.Tensor, **columns: Any) -> list[float]:
+    """How far from the best token the filters let each row go."""
+    inputs, vocab_size = make_inputs(len(logits), **columns), logits.shape[1]
+    draws = draw_records(inputs.params, inputs.positions, vocab_size)
+    found: list[float] = Sampler(vocab_size, CPU).pick(logits, draws).limits.tolist()
+    return found
+
+
 def test_top_p_of_one_keeps_even_what_has_no_mass() -> None:
-    """A row that is sorted for its top_k must not lose tokens to a top_p that is off."""
-    logits = torch.tensor([[0.0, -2000.0]])
-    inputs = make_inputs(1, top_k=2)
-    kept = logits.clone()
-    Sampler(2, CPU).sample(kept, inputs)
-    assert kept.tolist() == logits.tolist()
+    """A row that is searched for its top_k must not lose tokens to a top_p that is off."""
+    logits = torch.tensor([[0.0, -2000.0, -3000.0]])
+    assert limits(logits, top_k=2) == [2000.0]
+    assert limits(logits) == limits(logits, top_k=3) == [math.inf]
+
+
+def test_limits_of_the_filters() -> None:
+    logits = torch.tensor([[8.0, 6.0, 6.0, 4.0, 2.0]])
+    assert limits(logits, temperature=0.5, top_k=2) == [4.0]
+    assert limits(logits, temperature=2.0, top_k=4) == [2.0]
+    assert limits(logits, min_p=math.exp(-3)) == [pytest.approx(3.0)]
+    # The masses are 1, 0.135, 0.135, 0.018 and 0.002: 0.775 of all, 0.88, 0.985, 0.998.
+    assert [limits(logits, top_p=p)[0] for p in (0.77, 0.78, 0.98, 0.99, 0.999)] == [0.0, 2.0, 2.0, 4.0, 6.0]
+    # Of the two best the second has 0.119; its equal stays in, but does not count: with it the first had only 0.787.
+    assert limits(logits, top_k=2, top_p=0.88) == [0.0]
+    assert limits(logits, top_k=2, top_p=0.89) == [2.0]
+
+
+def test_the_mass_that_top_p_wants_is_rounded_up() -> None:
+    """One unit of mass decides: of 2^40 and 65537 the first falls short of (1 - 2^-24) of both by 0.996 units."""
+    distances = torch.linspace(16.6, 16.7, 100_000)
+    distance = float(distances[masses(distances) == 65537][0])
+    assert limits(torch.tensor([[0.0, -distance]]), top_p=1 - 2**-24) == [distance]
+    distance = float(distances[masses(distances) == 65536][0])
+    assert limits(torch.tensor([[0.0, -distance]]), top_p=1 - 2**-24) == [0.0]
+
+
+# They pin the function for every other implementation of it.
+DISTANCES = [0.0, 1e-7, 0.3, 1.0, 2.7182817, 10.0, 27.7, 27.8, math.inf]
+MASSES = [2**40, 1099511496704, 814538293248, 404487733248, 72554618880, 49917752, 1, 0, 0]
+
+
+def test_masses() -> None:
+    assert masses(torch.tensor(DISTANCES)).tolist() == MASSES
+    distances = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 28
+    exact = torch.exp(-distances.double()) * 2**40
+    assert ((masses(distances) - exact).abs() <= 1.2e-6 * exact + 1).all()
 
 
 def test_equals_of_the_last_token_kept_stay_in() -> None:

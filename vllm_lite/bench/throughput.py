@@ -1,82 +1,124 @@
-"""`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes."""
+"""`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes.
 
-import json
+With a peer, both measure in turns, so that what else the machine does falls on both.
+"""
+
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from vllm_lite.bench.models import RANDOM_MODELS, write_config
 from vllm_lite.client.llm import LLM
+from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import SamplingParams
 
-RANDOM_MODELS: dict[str, dict[str, Any]] = {
-    "random-100m": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    },
-}
-"""Configurations that are served with random weights."""
+ALONE = 4
+"""Requests that are measured one at a time."""
 
 
-def run(model: str, num_prompts: int, input_len: int, output_len: int, dtype: str) -> dict[str, Any]:
-    """Tokens per second one at a time and all at once. Prompts are random ids without a common prefix."""
+class _Ours:
+    def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
+        self.llm = stack.enter_context(LLM(folder, **settings))
+        self.input_len, output_len = lengths
+        self.rng = random.Random(0)
+        self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+    def seconds(self, num_prompts: int) -> float:
+        """Prompts are random ids without a common prefix."""
+        vocab_size = self.llm.engine.vocab_size
+        prompts = [[self.rng.randrange(5, vocab_size) for _ in range(self.input_len)] for _ in range(num_prompts)]
+        start_s = time.perf_counter()
+        self.llm.generate(prompts, self.params, use_tqdm=False)
+        return time.perf_counter() - start_s
+
+
+class _Transformers:
+    def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
+        threads = settings.get("cpu_threads") or _physical_cores()
+        arguments = [folder, settings["dtype"], str(threads), *map(str, lengths)]
+        self.process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "vllm_lite.bench.transformers_generate", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        self._answer()
+
+    def seconds(self, num_prompts: int) -> float:
+        if self.process.stdin is None:
+            raise RuntimeError("the process has no input")
+        self.process.stdin.write(f"{num_prompts}\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            raise ConfigError("transformers could not run this model; its message stands above")
+        return line
+
+
+def run(
+    model: str,
+    num_prompts: int,
+    lengths: tuple[int, int],  # prompt and generated tokens
+    settings: dict[str, Any],  # of EngineConfig
+    *,
+    compare: bool = False,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Medians of output tokens per second, one at a time and all at once; with `compare` those of transformers, too."""
     with ExitStack() as stack:
-        settings: dict[str, Any] = {"dtype": dtype}
+        folder = model
         if model in RANDOM_MODELS:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
-            Path(folder, "config.json").write_text(json.dumps(RANDOM_MODELS[model]))
-            settings |= {"load_format": "dummy"}
-        else:
-            folder = model
-        llm = stack.enter_context(LLM(folder, **settings))
-        rng = random.Random(0)
-        vocab_size = llm.engine.vocab_size
-
-        def prompts() -> list[list[int]]:
-            return [[rng.randrange(5, vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
-
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        llm.generate(prompts()[:4], params, use_tqdm=False)
-        start = time.perf_counter()
-        for prompt in prompts():
-            llm.generate([prompt], params, use_tqdm=False)
-        alone_s = time.perf_counter() - start
-        start = time.perf_counter()
-        llm.generate(prompts(), params, use_tqdm=False)
-        together_s = time.perf_counter() - start
-    generated = num_prompts * output_len
-    return {
+            write_config(model, folder)
+            settings = settings | {"load_format": "dummy"}
+        engines: dict[str, _Ours | _Transformers] = {"ours": _Ours(stack, folder, lengths, settings)}
+        if compare:
+            engines["transformers"] = _Transformers(stack, folder, lengths, settings)
+        alone: dict[str, list[float]] = {name: [] for name in engines}
+        together: dict[str, list[float]] = {name: [] for name in engines}
+        for engine in engines.values():
+            engine.seconds(2)
+        for _ in range(repeats):
+            for name, engine in engines.items():
+                alone[name].append(sum(engine.seconds(1) for _ in range(ALONE)) / ALONE)
+                together[name].append(engine.seconds(num_prompts))
+    figures: dict[str, Any] = {
         "model": model,
         "num_prompts": num_prompts,
-        "input_len": input_len,
-        "output_len": output_len,
-        "alone_tok_s": round(generated / alone_s, 1),
-        "together_tok_s": round(generated / together_s, 1),
-        "ratio": round(alone_s / together_s, 2),
+        "input_len": lengths[0],
+        "output_len": lengths[1],
+        "settings": settings,
     }
+    for name in engines:
+        alone_s, together_s = statistics.median(alone[name]), statistics.median(together[name])
+        prefix = "" if name == "ours" else f"{name}_"
+        figures[f"{prefix}alone_tok_s"] = round(lengths[1] / alone_s, 1)
+        figures[f"{prefix}together_tok_s"] = round(num_prompts * lengths[1] / together_s, 1)
+    figures["ratio"] = round(figures["together_tok_s"] / figures["alone_tok_s"], 2)
+    return figures
 
 
 def table(figures: dict[str, Any]) -> str:
-    return (
-        f"{figures['model']}: {figures['num_prompts']} prompts of {figures['input_len']} tokens, "
-        f"{figures['output_len']} out\n"
-        f"one at a time {figures['alone_tok_s']:>10.1f} output tokens/s\n"
-        f"all at once   {figures['together_tok_s']:>10.1f} output tokens/s\n"
-        f"ratio         {figures['ratio']:>10.2f}"
-    )
+    sizes = f"{figures['num_prompts']} prompts of {figures['input_len']} tokens, {figures['output_len']} out"
+    lines = [f"{figures['model']}: {sizes}, output tokens/s", f"{'':<14}{'one at a time':>14}{'all at once':>14}"]
+    for name, prefix in (("vllm_lite", ""), ("transformers", "transformers_")):
+        if f"{prefix}alone_tok_s" in figures:
+            alone, together = figures[f"{prefix}alone_tok_s"], figures[f"{prefix}together_tok_s"]
+            lines.append(f"{name:<14}{alone:>14.1f}{together:>14.1f}")
+    return "\n".join(lines)
+
+
+def _physical_cores() -> int:
+    from vllm_lite.worker.worker import num_physical_cores
+
+    return num_physical_cores()

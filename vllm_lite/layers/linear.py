@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_lite.layers.onednn import pack, packed_linear
+from vllm_lite.layers.weight_form import DenseForm, Quantization, WeightForm, weight_form
 from vllm_lite.layers.weight_slot import Split, WeightSlot
 
 
@@ -24,22 +24,16 @@ class Linear:
         rows = sum(output.size for output in outputs)
         self.weight = torch.empty(rows, inputs.size, dtype=dtype, device=device)
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-        self.packed: torch.Tensor | None = None
+        self.form: WeightForm = DenseForm(self.weight, self.bias)
 
-    def finish_loading(self) -> None:
-        """Trade the loaded weight for a faster form of it, where there is one; nothing can be loaded afterwards."""
-        self.packed = pack(self.weight)
-        if self.packed is not None:
-            self.weight = self.weight.new_empty(0)
+    def finish_loading(self, quantization: Quantization | None = None) -> None:
+        """Trade the loaded weight for the form that multiplies fastest; nothing can be loaded afterwards."""
+        self.form = weight_form(self.weight, self.bias, quantization)
+        self.weight, self.bias = self.weight.new_empty(0), None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_tokens, in_features], out: [num_tokens, sum of out_features]."""
-        if self.packed is not None:
-            out.copy_(packed_linear(x, self.packed, self.bias))
-        elif self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        self.form.forward(x, out)
 
     def slots(self, *names: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors `<name>.weight` and `<name>.bias` of the fused projections, named in their order."""

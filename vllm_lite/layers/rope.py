@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.model_spec import Rope
 
@@ -16,12 +18,15 @@ class RotaryEmbedding:
 
     def __init__(self, rope: Rope, head_dim: int, max_position: int, *, device: torch.device) -> None:
         self.half = head_dim // 2
+        self.native = device.type == "cpu" and cpu.available()
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(device)
         self.table = torch.stack((angles.cos(), angles.sin()), dim=1)
 
     def select(self, positions: torch.Tensor, out: Rotation) -> None:
-        """positions: int64 [num_tokens]. A position at or beyond the table's end is an IndexError on a CPU."""
+        """positions: int64 [num_tokens]. A position outside of the table is an IndexError on a CPU."""
+        if self.native and fused.select_rotation(self.table, positions, out):
+            return
         half = self.half
         rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_dim / 2]
         out.cos.view(-1, 2, half).copy_(rows[:, :1])

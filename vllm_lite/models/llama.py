@@ -15,6 +15,7 @@ from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.rope import RotaryEmbedding
+from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import SINGLE, Shard, Split, WeightSlot, whole_slot
 from vllm_lite.model_spec import ModelSpec
 
@@ -46,8 +47,7 @@ class DecoderLayer:
         self.down = linear(inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, rows: Rows, kv: torch.Tensor, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
-        """Adds rows.hidden (the block before) to rows.residual and leaves this layer's MLP output in rows.hidden."""
-        self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        """rows.hidden, behind `input_norm`, -> this layer's MLP output, which is still to be added to rows.residual."""
         self.qkv.forward(rows.hidden, out=rows.qkv)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward(rows.query, out=rows.query)
@@ -60,9 +60,9 @@ class DecoderLayer:
         self.activation.forward(rows.gate_up, out=rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)
 
-    def finish_loading(self) -> None:
+    def finish_loading(self, quantization: Quantization | None) -> None:
         for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.finish_loading()
+            linear.finish_loading(quantization)
 
     def weight_table(self, prefix: str) -> dict[str, WeightSlot]:
         """Checkpoint names under `prefix` (like "model.layers.0.") to the weights they fill."""
@@ -99,6 +99,7 @@ class Llama:
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self.layers = [DecoderLayer(spec, group_of[layer], shard, dtype, device) for layer in range(spec.num_layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        self.norms_behind = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings)
         self.buffers = Buffers(spec, shard, max_num_tokens, dtype, device)
 
@@ -115,15 +116,15 @@ class Llama:
         rows = self.buffers.rows(input_ids.shape[0])
         self.embedding.forward(input_ids, out=rows.residual)
         self.rope.select(positions, rows.rotation)
-        rows.hidden.zero_()
-        for layer, kv in zip(self.layers, kv_caches, strict=True):
+        self.layers[0].input_norm.forward(rows.residual, out=rows.hidden)
+        for layer, norm_behind, kv in zip(self.layers, self.norms_behind, kv_caches, strict=True):
             layer.forward(rows, kv, metadata, backend)
-        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+            norm_behind.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         return rows.hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> new [num_rows, vocab_size], model's dtype."""
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> new float32 [num_rows, vocab_size]."""
         return self.lm_head.forward(hidden)
 
     def weight_table(self) -> dict[str, WeightSlot]:
@@ -138,11 +139,14 @@ class Llama:
             table["lm_head.weight"] = whole_slot(self.lm_head.weight)
         return table
 
-    def finish_loading(self) -> None:
-        """Called once, when all weights are in their places: `weight_table` is of no use afterwards."""
+    def finish_loading(self, quantization: Quantization | None = None) -> None:
+        """Called once, when all weights are in their places: `weight_table` is of no use afterwards.
+
+        `quantization` is for all matrix products, the LM head's too; the embedding keeps the model's dtype.
+        """
         for layer in self.layers:
-            layer.finish_loading()
-        self.lm_head.finish_loading()
+            layer.finish_loading(quantization)
+        self.lm_head.finish_loading(quantization)
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs: the copy of a tied head, old RoPE tables."""

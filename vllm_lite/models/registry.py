@@ -8,6 +8,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.errors import ModelError
+from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightSlot
 from vllm_lite.model_spec import ModelSpec
 
@@ -46,7 +47,7 @@ class Model(Protocol):
 
     def weight_table(self) -> dict[str, WeightSlot]: ...
 
-    def finish_loading(self) -> None: ...
+    def finish_loading(self, quantization: Quantization | None = None) -> None: ...
 
     def ignores(self, name: str) -> bool: ...
 

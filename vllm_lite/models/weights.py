@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import WeightSlot
 from vllm_lite.models.registry import Model
 
@@ -32,9 +33,14 @@ Progress = Callable[[int, int], None]
 
 
 def load_weights(
-    model: Model, path: str | Path, load_format: str = "auto", seed: int = 0, progress: Progress | None = None
+    model: Model,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
-    """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
+    """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype, and quantize it.
 
     `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
     `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal.
@@ -47,7 +53,7 @@ def load_weights(
         _load_files(model, Path(path), progress)
     else:
         raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-    model.finish_loading()
+    model.finish_loading(quantization)
 
 
 def _load_files(model: Model, folder: Path, progress: Progress | None) -> None:

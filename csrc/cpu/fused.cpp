@@ -1,0 +1,64 @@
+// The interface of the small operations, and how their rows are handed to threads.
+#include "fused.h"
+
+#include "common.h"
+#include "thread_pool.h"
+
+namespace {
+
+constexpr int64_t kTaskElements = 1 << 15;    // 5 us or so
+constexpr int64_t kSharedElements = 1 << 17;  // less is done sooner by the calling thread alone
+
+template <class Op>
+void over_rows(int64_t num_rows, int64_t row_elements, void (*kernel)(const Op&, int64_t, int64_t), const Op& op) {
+  if (num_rows * row_elements < kSharedElements || vllm_lite::num_threads() == 1) return kernel(op, 0, num_rows);
+  const int64_t rows = row_elements < kTaskElements ? kTaskElements / row_elements : 1;
+  vllm_lite::parallel_for((num_rows + rows - 1) / rows, [&](int64_t task) {
+    kernel(op, task * rows, (task + 1) * rows < num_rows ? (task + 1) * rows : num_rows);
+  });
+}
+
+}  // namespace
+
+// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight: [size].
+VLLM_LITE_API void vllm_lite_rms_norm(int32_t dtype, int64_t num_outer, int64_t num_inner, int64_t size, float eps,
+                                      const void* x, int64_t x_outer, int64_t x_inner, const void* weight, void* out,
+                                      int64_t out_outer, int64_t out_inner) {
+  const RmsNorm op = {dtype, eps, num_inner, size, x, weight, out, x_outer, x_inner, out_outer, out_inner};
+  over_rows(num_outer, num_inner * size, VLLM_LITE_DISPATCH(rms_norm), op);
+}
+
+// residual, x, out: [num_rows, size].
+VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64_t size, float eps, void* residual,
+                                          int64_t residual_stride, const void* x, int64_t x_stride, const void* weight,
+                                          void* out, int64_t out_stride) {
+  const AddRmsNorm op = {dtype, eps, size, x, weight, residual, out, residual_stride, x_stride, out_stride};
+  over_rows(num_rows, size, VLLM_LITE_DISPATCH(add_rms_norm), op);
+}
+
+// gate_up: [num_rows, 2 * size], out: [num_rows, size].
+VLLM_LITE_API void vllm_lite_gated_activation(int32_t dtype, int32_t activation, int64_t num_rows, int64_t size,
+                                              const void* gate_up, int64_t in_stride, void* out, int64_t out_stride) {
+  const GatedActivation op = {dtype, activation, size, gate_up, out, in_stride, out_stride};
+  over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(gated_activation), op);
+}
+
+// heads: [num_tokens, num_heads, head_size]; cos, sin: [num_tokens, head_size], both with one stride.
+VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t num_heads, int64_t head_size,
+                                    void* heads, int64_t token_stride, int64_t head_stride, const void* cos,
+                                    const void* sin, int64_t rotation_stride) {
+  const Rotate op = {dtype, num_heads, head_size, heads, cos, sin, token_stride, head_stride, rotation_stride};
+  over_rows(num_tokens, num_heads * head_size, VLLM_LITE_DISPATCH(rotate), op);
+}
+
+// Returns the index of the first position outside of [0, max_position), and then does nothing; otherwise -1.
+VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_tokens, int64_t half, const float* table,
+                                                int64_t max_position, const int64_t* positions, void* cos, void* sin,
+                                                int64_t stride) {
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (positions[i] < 0 || positions[i] >= max_position) return i;
+  }
+  const SelectRotation op = {dtype, half, table, positions, cos, sin, stride};
+  over_rows(num_tokens, 4 * half, VLLM_LITE_DISPATCH(select_rotation), op);
+  return -1;
+}
