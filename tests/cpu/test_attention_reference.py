@@ -1,4 +1,4 @@
-"""The reference backend against attention written out token by token in float64."""
+"""The backends that a CPU has against attention written out token by token in float64."""
 
 import math
 from dataclasses import replace
@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS, select_backend
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels import cpu
 
 NUM_KV_HEADS = 2
 HEAD_SIZE = 8
@@ -20,7 +22,15 @@ LAYER = 1
 """The cache handed over is this layer's strided view of a pool, as in the engine."""
 
 
-def attention_by_hand(query, keys, values, window=None):
+needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
+
+
+@pytest.fixture(params=[ReferenceBackend, pytest.param(CpuBackend, marks=needs_library)])
+def backend(request):
+    return request.param
+
+
+def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=None):
     """query: [query_len, num_heads, head], keys and values: [seq_len, num_kv_heads, head]; scalar loops in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     query_len, num_heads, head_size = query.shape
@@ -32,6 +42,10 @@ def attention_by_hand(query, keys, values, window=None):
             kv_head = head // (num_heads // num_kv_heads)
             seen = range(max(0, visible - (window or visible)), visible)
             scores = [float(query[row, head] @ keys[t, kv_head]) / math.sqrt(head_size) for t in seen]
+            if soft_cap:
+                scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+            if slopes is not None:
+                scores = [score + slopes[head] * (t - visible + 1) for score, t in zip(scores, seen, strict=True)]
             weights = [math.exp(score - max(scores)) for score in scores]
             for t, weight in zip(seen, weights, strict=True):
                 out[row, head] += weight / sum(weights) * values[t, kv_head]
@@ -42,28 +56,38 @@ class Batch:
     """Sequences of (query_len, seq_len) with random Q, K and V, in a pool whose other slots hold `filler`."""
 
     def __init__(
-        self, lengths, *, block_size=16, group=2, filler=math.nan, dtype=torch.float32, ids_seed=0, windows=(None,)
+        self,
+        lengths,
+        *,
+        backend=ReferenceBackend,
+        block_size=16,
+        group=2,
+        head_size=HEAD_SIZE,
+        filler=math.nan,
+        dtype=torch.float32,
+        ids_seed=0,
+        windows=(None,),
+        **shape,
     ):
         data = torch.Generator().manual_seed(1)
         self.lengths = lengths
         self.block_size = block_size
-        cpu = torch.device("cpu")
-        self.shape = AttentionShape(NUM_KV_HEADS * group, NUM_KV_HEADS, HEAD_SIZE, block_size, dtype, cpu, windows)
-        self.backend = ReferenceBackend(self.shape)
+        sizes = (NUM_KV_HEADS * group, NUM_KV_HEADS, head_size, block_size)
+        self.shape = AttentionShape(*sizes, dtype, torch.device("cpu"), windows, **shape)
+        self.backend = backend(self.shape)
         num_tokens = sum(query_len for query_len, _ in lengths)
         heads = (self.shape.num_heads, NUM_KV_HEADS, NUM_KV_HEADS)
-        fused = torch.randn(num_tokens, sum(heads), HEAD_SIZE, generator=data).to(dtype)
+        fused = torch.randn(num_tokens, sum(heads), head_size, generator=data).to(dtype)
         self.query, self.key, self.value = fused.split(heads, dim=1)  # strided, as the fused projection leaves them
-        self.keys = [torch.randn(t, NUM_KV_HEADS, HEAD_SIZE, generator=data).to(dtype) for _, t in lengths]
-        self.values = [torch.randn(t, NUM_KV_HEADS, HEAD_SIZE, generator=data).to(dtype) for _, t in lengths]
+        self.keys = [torch.randn(t, NUM_KV_HEADS, head_size, generator=data).to(dtype) for _, t in lengths]
+        self.values = [torch.randn(t, NUM_KV_HEADS, head_size, generator=data).to(dtype) for _, t in lengths]
         counts = [-(-t // block_size) for _, t in lengths]
         ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(ids_seed)) + 1
         self.blocks = [list(map(int, part)) for part in ids.split(counts)]
-        pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, NUM_KV_HEADS, block_size, HEAD_SIZE), filler, dtype=dtype)
-        self.pool = pool
-        self.kv = pool[:, LAYER]
-        self.slots = []
-        self._fill()
+        pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, NUM_KV_HEADS, block_size, head_size), filler)
+        self.pool = pool.to(self.shape.cache_dtype)
+        self.kv = self.pool[:, LAYER]
+        self.fill()
 
     def _slot(self, i, position):
         return self.blocks[i][position // self.block_size] * self.block_size + position % self.block_size
@@ -73,26 +97,40 @@ class Batch:
         query_len, seq_len = self.lengths[i]
         return max(0, seq_len - query_len + 1 - (self.shape.windows[0] or seq_len))
 
-    def _fill(self):
+    def fill(self):
         """Old tokens go to the cache by hand; the new ones are left for write_kv."""
+        self.slots = []
         row = 0
         for i, (query_len, seq_len) in enumerate(self.lengths):
             for position in range(seq_len):
                 slot = self._slot(i, position)
                 if position < self.first_seen(i):
                     self.keys[i][position] = self.values[i][position] = math.nan  # and `filler` in the cache
-                elif position < seq_len - query_len:
-                    block, offset = divmod(slot, self.block_size)
-                    self.kv[block, 0, :, offset] = self.keys[i][position]
-                    self.kv[block, 1, :, offset] = self.values[i][position]
-                else:
-                    self.keys[i][position] = self.key[row]
-                    self.values[i][position] = self.value[row]
+                    continue
+                if position >= seq_len - query_len:
+                    self.keys[i][position], self.values[i][position] = self.key[row], self.value[row]
                     self.slots.append(slot)
                     row += 1
+                key, value = self.stored(self.keys[i][position], 0), self.stored(self.values[i][position], 1)
+                if position < seq_len - query_len:
+                    block, offset = divmod(slot, self.block_size)
+                    self.kv[block, 0, :, offset], self.kv[block, 1, :, offset] = key, value
+                self.keys[i][position] = self.loaded(key, 0)
+                self.values[i][position] = self.loaded(value, 1)
             if seq_len == 0:  # a padding sequence has rows and no tokens
                 self.slots += [PAD_SLOT] * query_len
                 row += query_len
+
+    def stored(self, x, which):
+        """K (0) or V (1) as the cache is to hold it."""
+        dtype = self.shape.cache_dtype
+        if dtype.itemsize > 1:
+            return x.to(dtype)
+        limit = torch.finfo(dtype).max
+        return (x.float() / (self.shape.k_scale, self.shape.v_scale)[which]).clamp(-limit, limit).to(dtype)
+
+    def loaded(self, x, which):
+        return x if x.dtype.itemsize > 1 else x.float() * (self.shape.k_scale, self.shape.v_scale)[which]
 
     def metadata(self, extra_rows=0):
         starts = torch.tensor([0] + [query_len for query_len, _ in self.lengths]).cumsum(0)
@@ -124,7 +162,8 @@ class Batch:
     def expected(self):
         rows = self.query.split([query_len for query_len, _ in self.lengths])
         window = self.shape.windows[0]
-        parts = [attention_by_hand(*qkv, window) for qkv in zip(rows, self.keys, self.values, strict=True)]
+        scores = (window, self.shape.soft_cap, self.shape.alibi_slopes)
+        parts = [attention_by_hand(*qkv, *scores) for qkv in zip(rows, self.keys, self.values, strict=True)]
         return torch.cat(parts)
 
 
@@ -136,47 +175,79 @@ CHUNKED = [(5, 17), (1, 16), (16, 33), (2, 3), (15, 31)]
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("block_size", [1, 4, 8, 16])
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, CHUNKED], ids=["decode", "prefill", "mixed"])
-def test_matches_attention_by_hand(lengths, block_size, group):
-    batch = Batch(lengths, block_size=block_size, group=group)
+def test_matches_attention_by_hand(backend, lengths, block_size, group):
+    batch = Batch(lengths, block_size=block_size, group=group, backend=backend)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 33])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, CHUNKED], ids=["decode", "prefill", "mixed"])
-def test_windows_match_attention_by_hand(lengths, block_size, window):
+def test_windows_match_attention_by_hand(backend, lengths, block_size, window):
     """Every cached position before the window is NaN; windows are no multiples of blocks; chunks are longer or not."""
-    batch = Batch(lengths, block_size=block_size, windows=(window,))
+    batch = Batch(lengths, block_size=block_size, windows=(window,), backend=backend)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=2e-6)
 
 
-def test_a_window_one_too_wide_would_show():
-    batch = Batch([(1, 17), (5, 33)], windows=(6,), filler=0.0)
+def test_a_window_one_too_wide_would_show(backend):
+    batch = Batch([(1, 17), (5, 33)], windows=(6,), filler=0.0, backend=backend)
     expected = batch.expected()
     batch.backend.shape = replace(batch.shape, windows=(7,))
     assert not torch.allclose(batch.run().double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_half_precision(dtype, tolerance):
-    batch = Batch(CHUNKED + DECODE, dtype=dtype, group=4)
+def test_half_precision(backend, dtype, tolerance):
+    batch = Batch(CHUNKED + DECODE, dtype=dtype, group=4, backend=backend)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=tolerance)
 
 
-def test_where_the_blocks_lie_changes_no_bit():
-    runs = [Batch(CHUNKED + DECODE, ids_seed=seed) for seed in range(3)]
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    "scores",
+    [{"soft_cap": 0.5}, {"alibi_slopes": (0.5, 0.25, 0.125, 2.0)}, {"soft_cap": 3.0, "alibi_slopes": (1.0, 0, 0, 0.1)}],
+    ids=["soft-cap", "alibi", "both"],
+)
+def test_scores_that_are_more_than_products(backend, scores, window):
+    batch = Batch(CHUNKED + DECODE, backend=backend, windows=(window,), **scores)
+    plain = Batch(CHUNKED + DECODE, backend=backend, windows=(window,)).run()
+    out = batch.run()
+    assert torch.allclose(out.double(), batch.expected(), rtol=0, atol=2e-6)
+    assert not torch.allclose(out, plain, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, 6e-2)])
+def test_float8_caches(backend, kv_dtype, dtype, tolerance):
+    """K is stored times 4 and V times 64, where the largest of them no longer fit into e4m3."""
+    scales = {"k_scale": 0.25, "v_scale": 2.0**-6}
+    batch = Batch(CHUNKED + DECODE, backend=backend, dtype=dtype, kv_dtype=kv_dtype, **scales)
+    batch.value *= 4
+    batch.fill()
+    assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=tolerance)
+    for row, slot in enumerate(batch.slots):
+        block, offset = divmod(slot, batch.block_size)
+        assert torch.equal(batch.kv[block, 0, :, offset].float(), batch.stored(batch.key[row], 0).float())
+        assert torch.equal(batch.kv[block, 1, :, offset].float(), batch.stored(batch.value[row], 1).float())
+
+
+def test_where_the_blocks_lie_changes_no_bit(backend):
+    runs = [Batch(CHUNKED + DECODE, ids_seed=seed, backend=backend) for seed in range(3)]
     assert runs[0].blocks != runs[1].blocks
     first, *others = [batch.run() for batch in runs]
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("filler", [0.0, 1e30, math.inf])
-def test_what_unused_slots_hold_changes_no_bit(filler):
-    assert torch.equal(Batch(CHUNKED + DECODE, filler=filler).run(), Batch(CHUNKED + DECODE, filler=math.nan).run())
+def test_what_unused_slots_hold_changes_no_bit(backend, filler):
+    assert torch.equal(
+        Batch(CHUNKED + DECODE, filler=filler, backend=backend).run(),
+        Batch(CHUNKED + DECODE, filler=math.nan, backend=backend).run(),
+    )
 
 
-def test_writing_touches_its_own_slots_and_no_other():
-    batch = Batch([(5, 17), (1, 16), (3, 3)], filler=0.0)
+def test_writing_touches_its_own_slots_and_no_other(backend):
+    batch = Batch([(5, 17), (1, 16), (3, 3)], filler=0.0, backend=backend)
     before = batch.pool.clone()
     batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, batch.metadata(), 0)
     for row, slot in enumerate(batch.slots):
@@ -186,9 +257,9 @@ def test_writing_touches_its_own_slots_and_no_other():
     assert torch.equal(batch.pool, before)
 
 
-def test_tokens_without_a_slot_are_not_written_but_attend():
+def test_tokens_without_a_slot_are_not_written_but_attend(backend):
     """A hit of the whole prompt: the last token is recomputed while its KV is already in the cache."""
-    batch = Batch([(3, 9), (1, 5)])
+    batch = Batch([(3, 9), (1, 5)], backend=backend)
     expected = batch.run()
     written = batch.pool.clone()
     batch.slots = [PAD_SLOT] * len(batch.slots)
@@ -196,8 +267,8 @@ def test_tokens_without_a_slot_are_not_written_but_attend():
     assert torch.equal(batch.pool.nan_to_num(), written.nan_to_num())
 
 
-def test_padding_rows_and_empty_sequences_give_zeros():
-    batch = Batch([(1, 0), (2, 7), (4, 0), (1, 3), (1, 0)])
+def test_padding_rows_and_empty_sequences_give_zeros(backend):
+    batch = Batch([(1, 0), (2, 7), (4, 0), (1, 3), (1, 0)], backend=backend)
     expected = batch.expected()
     empty = [0, 3, 4, 5, 6, 8]
     out = batch.run()
@@ -206,8 +277,8 @@ def test_padding_rows_and_empty_sequences_give_zeros():
     assert torch.allclose(out.double(), expected, rtol=0, atol=2e-6)
 
 
-def test_rows_after_the_last_sequence_give_zeros():
-    batch = Batch([(2, 7), (1, 3)])
+def test_rows_after_the_last_sequence_give_zeros(backend):
+    batch = Batch([(2, 7), (1, 3)], backend=backend)
     metadata = batch.metadata(extra_rows=2)
     query = torch.cat((batch.query, torch.full((2, *batch.query.shape[1:]), math.nan)))
     key, value = torch.full((2, 5, NUM_KV_HEADS, HEAD_SIZE), math.nan)
@@ -219,8 +290,8 @@ def test_rows_after_the_last_sequence_give_zeros():
     assert torch.equal(out[3:], torch.zeros_like(out[3:]))
 
 
-def test_groups_have_their_own_tables_and_slots():
-    first, second = Batch(CHUNKED, ids_seed=1), Batch(CHUNKED, ids_seed=2)
+def test_groups_have_their_own_tables_and_slots(backend):
+    first, second = Batch(CHUNKED, ids_seed=1, backend=backend), Batch(CHUNKED, ids_seed=2, backend=backend)
     metadata, other = first.metadata(), second.metadata()
     metadata.block_tables += other.block_tables
     metadata.slot_mapping += other.slot_mapping
@@ -229,12 +300,12 @@ def test_groups_have_their_own_tables_and_slots():
     out = torch.empty_like(first.query)
     first.backend.write_kv(Heads(second.query, second.key, second.value), second.kv, metadata, 1)
     first.backend.attend(second.query, second.kv, metadata, 1, out)
-    assert torch.equal(out, Batch(CHUNKED).run())
+    assert torch.equal(out, Batch(CHUNKED, backend=backend).run())
 
 
 def test_select():
     shape = Batch([(1, 1)]).shape
-    assert isinstance(select_backend(shape), ReferenceBackend)
+    assert isinstance(select_backend(shape), CpuBackend if cpu.available() else ReferenceBackend)
     assert isinstance(select_backend(shape, "reference"), ReferenceBackend)
     with pytest.raises(ConfigError, match=f"'flash' is unknown; use auto, {', '.join(BACKENDS)}"):
         select_backend(shape, "flash")

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.layers import linear as linear_module
+from vllm_lite.kernels import cpu
+from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
+from vllm_lite.layers.weight_form import DenseForm, Int8Form, NativeForm, OneDnnForm
 from vllm_lite.layers.weight_slot import Shard, Split
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.llama import Llama
@@ -30,24 +32,37 @@ def make_linear(dtype, bias):
     return linear
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "dense"])
+def only(monkeypatch, form):
+    """Make layers take this form of weights."""
+    if form is NativeForm:
+        if not cpu.available():
+            pytest.skip("no native library")
+        return
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    if form is DenseForm:
+        monkeypatch.setattr(onednn, "pack", lambda _: None)
+
+
+@pytest.mark.parametrize("form", [NativeForm, OneDnnForm, DenseForm, Int8Form])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-def test_linear(monkeypatch, num_rows, dtype, bias, packs):
-    if not packs:
-        monkeypatch.setattr(linear_module, "pack", lambda _: None)
+def test_linear(monkeypatch, num_rows, dtype, bias, form):
+    only(monkeypatch, form)
     linear = make_linear(dtype, bias)
     x = random(num_rows, 48, dtype=dtype)
     expected = x.double() @ linear.weight.double().t()
     if linear.bias is not None:
         expected += linear.bias.double()
-    linear.finish_loading()
-    assert packs or linear.packed is None
-    out = torch.full((num_rows, 40), torch.nan, dtype=dtype)
-    linear.forward(x, out)
+    linear.finish_loading("int8" if form is Int8Form else None)
+    assert isinstance(linear.form, form) or (form is OneDnnForm and dtype == torch.float16)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    assert torch.allclose(out.double(), expected, rtol=0, atol=tolerance)
+    if form is Int8Form:
+        tolerance = 0.35
+    for out_dtype in (dtype, torch.float32):
+        out = torch.full((num_rows, 40), torch.nan, dtype=out_dtype)
+        linear.forward(x, out)
+        assert torch.allclose(out.double(), expected, rtol=0, atol=tolerance)
 
 
 def test_this_torch_can_pack():
@@ -58,7 +73,9 @@ def test_this_torch_can_pack():
     assert torch.allclose(packed_linear(x, packed, bias), x @ weight.t() + bias, atol=1e-5)
 
 
-def test_a_packed_row_does_not_depend_on_the_rows_beside_it():
+@pytest.mark.parametrize("form", [NativeForm, OneDnnForm])
+def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, form):
+    only(monkeypatch, form)
     linear = make_linear(torch.bfloat16, bias=False)
     linear.finish_loading()
     x, out = random(64, 48, dtype=torch.bfloat16), torch.empty(64, 40, dtype=torch.bfloat16)
@@ -69,19 +86,31 @@ def test_a_packed_row_does_not_depend_on_the_rows_beside_it():
         assert torch.equal(few, out[:num_rows])
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("form", [NativeForm, OneDnnForm, DenseForm])
 @pytest.mark.parametrize("tied", [True, False])
-def test_lm_head(tied):
-    embedding = Embedding(40, 48, dtype=torch.float32, device=CPU)
+def test_lm_head(monkeypatch, tied, form, quantization):
+    """Logits are float32, whatever the model is; the embedding is exact, also where it has given its weight away."""
+    only(monkeypatch, form)
+    embedding = Embedding(40, 48, dtype=torch.bfloat16, device=CPU)
     embedding.weight.copy_(random(40, 48))
     head = LMHead(embedding, tied=tied)
     if not tied:
         head.weight.copy_(random(40, 48) * 2)
-    expected = random(3, 48) @ head.weight.t()
-    head.finish_loading()
-    assert torch.allclose(head.forward(random(3, 48)), expected, atol=1e-5)
-    out = torch.empty(2, 48)
-    embedding.forward(torch.tensor([7, 39], dtype=torch.int32), out)
-    assert torch.equal(out, random(40, 48)[[7, 39]])
+    table, hidden = embedding.weight.clone(), random(3, 48, dtype=torch.bfloat16)
+    expected = hidden.double() @ head.weight.double().t()
+    head.finish_loading(quantization)
+    logits = head.forward(hidden)
+    assert logits.dtype == torch.float32
+    assert torch.allclose(logits.double(), expected, rtol=0, atol=0.15 if quantization is None else 1)
+    shares = tied and form is NativeForm and quantization is None
+    assert embedding.weight.numel() == (0 if shares else 40 * 48)
+    out = torch.empty(3, 48, dtype=torch.bfloat16)
+    embedding.forward(torch.tensor([7, 39, 0], dtype=torch.int32), out)
+    assert torch.equal(out, table[[7, 39, 0]])
+    for wrong in (-1, 40):
+        with pytest.raises(IndexError):
+            embedding.forward(torch.tensor([1, wrong, 2]), out)
 
 
 def test_splits():

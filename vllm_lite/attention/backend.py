@@ -26,7 +26,8 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)
     """Per KV group how many tokens a query sees, itself included; None = all before it."""
     kv_dtype: torch.dtype | None = None
-    """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated."""
+    """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated; others
+    have no scales."""
     k_scale: float = 1.0
     v_scale: float = 1.0
     soft_cap: float = 0.0
@@ -35,6 +36,10 @@ class AttentionShape:
     """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
+
+    def __post_init__(self) -> None:
+        if (self.k_scale, self.v_scale) != (1.0, 1.0) and self.cache_dtype.itemsize > 1:
+            raise ValueError(f"k_scale and v_scale are for float8 caches, not for {self.cache_dtype}")
 
     @property
     def scale(self) -> float:

@@ -49,8 +49,9 @@ def measure(num_threads: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[R
     if not cpu.available():
         raise RuntimeError("there are no native CPU kernels to measure")
     torch.set_num_threads(num_threads)
-    limit = read_bandwidth_gb_s(num_threads)
+    limit = 0.0
     for num_outputs, num_inputs in SHAPES:
+        limit = max(limit, read_bandwidth_gb_s(num_threads))
         num_copies = -(-WORKING_SET_BYTES // (num_outputs * num_inputs * dtype.itemsize))
         kernels = _kernels(torch.randn(num_outputs, num_inputs).to(dtype), num_copies)
         for num_rows in NUM_ROWS:

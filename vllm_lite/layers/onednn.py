@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with a weight that oneDNN has reordered once.
+"""Matrix products on a CPU with a weight that oneDNN has reordered once, for where there are no native kernels.
 
 Measured on one EPYC core for 4096 x 768, against torch.mm: float32 twice as fast for any number of rows; bfloat16 2.4
 times for one row, 1.4 times for 32, the same from 128 on.

@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <cstring>
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the header's own undefined vectors
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include "../common.h"
@@ -174,7 +177,15 @@ VLLM_LITE_INLINE void store(Float16* to, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(x), 0));
 }
 #endif
-#if defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__)
+VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {
+  typedef uint32_t Bits __attribute__((vector_size(kWidth * 4)));
+  typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
+  const Bits bits = reinterpret_cast<Bits>(x), upper = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Halves halves = __builtin_convertvector(x != x ? Bits{} + 0x7fc0 : upper, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+#else
 VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {  // denormals become zero
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                       reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));

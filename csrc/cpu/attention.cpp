@@ -1,0 +1,211 @@
+// Cuts a step's attention into items and tasks, once per step, and runs them, once per layer.
+//
+// How a sequence is cut depends on its own lengths alone, never on the batch nor on the number of threads, and splits
+// are merged in their order: a decoded token's bits are the same alone, in a batch and on any number of threads.
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "common.h"
+#include "thread_pool.h"
+
+using namespace vllm_lite;
+
+namespace {
+
+constexpr int kSplitKeys = 512;       // least keys of a split
+constexpr int kMaxSplits = 16;        // of a sequence; a longer one gets longer splits
+constexpr int kMaxPartialRows = 128;  // of a sequence, for all its splits; workspace_bytes relies on it
+constexpr int kAligned = 64;          // splits begin at multiples of it
+constexpr int kBlockRows = 6;         // the kernel takes so many rows together
+
+// Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
+constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
+constexpr double kTaskNs = 10'000, kAloneNs = 20'000;
+
+// A plan lies in a buffer of int32 that the caller gives: this record, the items, where each task ends (in units of
+// one item and one KV head, items outermost), then the rows to be zeroed as (first row, number of rows).
+struct Plan {
+  int32_t num_items, num_tasks, num_gaps, num_partial_rows, num_counters, window;
+};
+constexpr int64_t kPlanInts = sizeof(Plan) / 4, kItemInts = sizeof(AttentionItem) / 4;
+
+struct Draft {
+  std::vector<AttentionItem> items;
+  std::vector<int32_t> task_ends, gaps;
+};
+
+int64_t element_bytes(int dtype) {
+  return dtype == kFloat32 ? 4 : dtype == kFp8E4M3 || dtype == kFp8E5M2 ? 1 : 2;
+}
+
+int round_up(int x, int unit) {
+  return (x + unit - 1) / unit * unit;
+}
+
+// Adds the items of `item`'s rows, whose keys are set for all of them.
+void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item) {
+  const int begin = item.key_begin, end = item.key_end, base = begin / kAligned * kAligned;
+  const int most = std::clamp(kMaxPartialRows / item.num_rows, 1, kMaxSplits);
+  const int size = std::max(kSplitKeys, round_up((end - base + most - 1) / most, kAligned));
+  item.num_splits = (end - base + size - 1) / size;
+  if (item.num_splits > 1) {
+    item.partial = plan->num_partial_rows;
+    item.counter = plan->num_counters++;
+    plan->num_partial_rows += item.num_splits * item.num_rows;
+  }
+  for (; item.split < item.num_splits; ++item.split) {
+    item.key_begin = std::max(begin, base + item.split * size);
+    item.key_end = std::min(end, base + (item.split + 1) * size);
+    items->push_back(item);
+  }
+}
+
+void add_sequence(Plan* plan, std::vector<AttentionItem>* items, int sequence, int query_row, int query_len,
+                  int seq_len, int group) {
+  const int num_rows = query_len * group, position = seq_len - query_len;
+  const int num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int tile_rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, kBlockRows);
+  // The longest first, for threads to finish together.
+  for (int first = (num_rows - 1) / tile_rows * tile_rows; first >= 0; first -= tile_rows) {
+    AttentionItem item = {};
+    item.sequence = sequence;
+    item.query_row = query_row;
+    item.position = position;
+    item.first = first;
+    item.num_rows = std::min(tile_rows, num_rows - first);
+    const int first_position = position + first / group;
+    item.key_begin = plan->window > 0 ? std::max(0, first_position - plan->window + 1) : 0;
+    item.key_end = position + (first + item.num_rows - 1) / group + 1;
+    item.num_splits = 1;
+    if (num_tiles == 1) {
+      add_splits(plan, items, item);
+    } else {
+      items->push_back(item);
+    }
+  }
+}
+
+double item_ns(const AttentionShape& shape, const AttentionItem& item) {
+  const double products = 2.0 * (item.key_end - item.key_begin) * shape.head_size;
+  return kNsPerItem + products * static_cast<double>(element_bytes(shape.kv_dtype)) / kBytesPerNs +
+         2 * products * item.num_rows / kFlopsPerNs;
+}
+
+void make_tasks(const AttentionShape& shape, Draft* draft) {
+  double total = 0;
+  for (const AttentionItem& item : draft->items) total += item_ns(shape, item) * shape.num_kv_heads;
+  const double enough = total < kAloneNs ? total + 1 : kTaskNs;
+  double ns = 0;
+  int32_t unit = 0;
+  for (const AttentionItem& item : draft->items) {
+    const double head_ns = item_ns(shape, item);
+    for (int head = 0; head < shape.num_kv_heads; ++head) {
+      ns += head_ns;
+      ++unit;
+      if (ns < enough) continue;
+      draft->task_ends.push_back(unit);
+      ns = 0;
+    }
+  }
+  if (ns > 0) draft->task_ends.push_back(unit);
+}
+
+}  // namespace
+
+// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. Returns how
+// many int32 the plan takes; when these are more than `capacity`, nothing is written and the caller has to try again.
+VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, const int32_t* starts,
+                                               const int32_t* seq_lens, int32_t num_seqs, int32_t num_tokens,
+                                               int32_t window, int32_t* plan_out, int64_t capacity) {
+  thread_local Draft draft;
+  draft.items.clear();
+  draft.task_ends.clear();
+  draft.gaps.clear();
+  Plan plan = {};
+  plan.window = window;
+  const int group = shape->num_heads / shape->num_kv_heads;
+  for (const bool large : {true, false}) {
+    for (int i = 0; i < num_seqs; ++i) {
+      const int query_len = starts[i + 1] - starts[i];
+      if (query_len <= 0 || large != (query_len * group > kMaxRows)) continue;
+      if (seq_lens[i] > 0) {
+        add_sequence(&plan, &draft.items, i, starts[i], query_len, seq_lens[i], group);
+      } else {
+        draft.gaps.insert(draft.gaps.end(), {starts[i], query_len});
+      }
+    }
+  }
+  const int num_rows = num_seqs > 0 ? starts[num_seqs] : 0;
+  if (num_rows < num_tokens) draft.gaps.insert(draft.gaps.end(), {num_rows, num_tokens - num_rows});
+  make_tasks(*shape, &draft);
+  plan.num_items = static_cast<int32_t>(draft.items.size());
+  plan.num_tasks = static_cast<int32_t>(draft.task_ends.size());
+  plan.num_gaps = static_cast<int32_t>(draft.gaps.size() / 2);
+  const int64_t needed = kPlanInts + plan.num_items * kItemInts + plan.num_tasks + 2 * plan.num_gaps;
+  if (needed > capacity) return needed;
+  std::memcpy(plan_out, &plan, sizeof plan);
+  int32_t* to = plan_out + kPlanInts;
+  std::copy_n(draft.items.data(), draft.items.size(), reinterpret_cast<AttentionItem*>(to));
+  to = std::copy(draft.task_ends.begin(), draft.task_ends.end(), to + plan.num_items * kItemInts);
+  std::copy(draft.gaps.begin(), draft.gaps.end(), to);
+  return needed;
+}
+
+// One layer. Strides count elements: of a row of `query` and of `out` [num_tokens, num_heads, head_size], of a row of
+// `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense.
+// partials: room for num_partial_rows * num_kv_heads * (head_size + 2) floats; counters: num_counters * num_kv_heads
+// zeros, which are zeros again afterwards.
+VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
+                                    int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
+                                    const int64_t* kv_strides, void* out, int64_t out_stride, float* partials,
+                                    int32_t* counters) {
+  Plan plan;
+  std::memcpy(&plan, plan_in, sizeof plan);
+  const AttentionItem* items = reinterpret_cast<const AttentionItem*>(plan_in + kPlanInts);
+  const int32_t* task_ends = plan_in + kPlanInts + plan.num_items * kItemInts;
+  const int32_t* gaps = task_ends + plan.num_tasks;
+  const int64_t size = element_bytes(shape->dtype), kv_size = element_bytes(shape->kv_dtype);
+
+  AttentionCall call = {};
+  call.shape = shape;
+  call.query = static_cast<const char*>(query);
+  call.query_stride = query_stride * size;
+  call.out = static_cast<char*>(out);
+  call.out_stride = out_stride * size;
+  call.kv = static_cast<const char*>(kv);
+  call.block_stride = kv_strides[0] * kv_size;
+  call.value_offset = kv_strides[1] * kv_size;
+  call.head_stride = kv_strides[2] * kv_size;
+  call.token_stride = kv_strides[3] * kv_size;
+  call.table = table;
+  call.table_stride = table_stride;
+  call.window = plan.window;
+  call.partials = partials;
+
+  const size_t row_bytes = static_cast<size_t>(shape->num_heads * shape->head_size * size);
+  for (int i = 0; i < plan.num_gaps; ++i) {
+    for (int row = 0; row < gaps[2 * i + 1]; ++row) {
+      std::memset(call.out + (gaps[2 * i] + row) * call.out_stride, 0, row_bytes);
+    }
+  }
+  const auto attend = VLLM_LITE_DISPATCH(attend_item);
+  const auto merge = VLLM_LITE_DISPATCH(merge_splits);
+  const int num_heads = shape->num_kv_heads;
+  parallel_for(plan.num_tasks, [&](int64_t task) {
+    alignas(64) static thread_local char scratch[kAttentionScratchBytes];
+    for (int unit = task == 0 ? 0 : task_ends[task - 1]; unit < task_ends[task]; ++unit) {
+      const AttentionItem& item = items[unit / num_heads];
+      const int head = unit % num_heads;
+      attend(call, item, head, scratch);
+      if (item.num_splits == 1) continue;
+      // Whoever finishes the last split merges them all.
+      int32_t* finished = counters + item.counter * num_heads + head;
+      if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) < item.num_splits) continue;
+      *finished = 0;
+      merge(call, item, head);
+    }
+  });
+}

@@ -1,0 +1,73 @@
+// What the pieces of paged attention tell each other; the kernels themselves stand in isa/attention*.
+//
+// Query rows of one KV head are numbered l = row * group + head, where row counts the sequence's query rows and group
+// is the number of heads that share the KV head. An item is a range of l against a range of keys, for all KV heads.
+#pragma once
+
+#include <cstdint>
+
+#include "common.h"
+#include "isa.h"
+
+namespace vllm_lite {
+
+constexpr int kMaxHeadSize = 256;
+constexpr int kMaxRows = 96;     // of one item
+constexpr int kStreamRows = 16;  // items of up to so many rows read the cache as it lies, larger ones pack it first
+
+constexpr int64_t kAttentionScratchBytes = 512 << 10;  // of a thread
+
+// What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.
+struct AttentionShape {
+  int32_t num_heads, num_kv_heads, head_size, block_size;
+  int32_t dtype, kv_dtype;  // DType
+  float scale, soft_cap, k_scale, v_scale;
+  const float* slopes;  // [num_heads] or null
+};
+
+// Scores of rows [first, first + num_rows) with the keys at positions [key_begin, key_end).
+struct AttentionItem {
+  int32_t sequence;            // row of the block table
+  int32_t query_row;           // the sequence's first row among the step's tokens
+  int32_t position;            // that row's position
+  int32_t first, num_rows;     // l
+  int32_t key_begin, key_end;  // the items of one range of rows are consecutive
+  int32_t split, num_splits;   // 0, 1 when this item sees all of the keys
+  int32_t partial;             // rows of partial results before those of split 0, in units of num_kv_heads
+  int32_t counter;             // which counter of finished splits, in units of num_kv_heads
+};
+
+// One call: one layer of a step. Strides in bytes.
+struct AttentionCall {
+  const AttentionShape* shape;
+  const char* query;  // [num_tokens, num_heads, head_size], rows strided
+  int64_t query_stride;
+  char* out;
+  int64_t out_stride;
+  const char* kv;
+  int64_t block_stride, value_offset, head_stride, token_stride;
+  const int32_t* table;  // [num_seqs, table_stride]
+  int64_t table_stride;
+  int32_t window;   // 0 = none
+  float* partials;  // rows of head_size + 2: weighted sum of V, largest score, sum of weights
+};
+
+VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
+  return shape.head_size + 2;
+}
+
+// Where an item's partial results for one KV head begin.
+VLLM_LITE_INLINE float* partial_of(const AttentionCall& call, const AttentionItem& item, int split, int kv_head) {
+  const int64_t rows = item.partial + static_cast<int64_t>(split) * item.num_rows;
+  return call.partials +
+         (rows * call.shape->num_kv_heads + static_cast<int64_t>(kv_head) * item.num_rows) * partial_size(*call.shape);
+}
+
+}  // namespace vllm_lite
+
+// Computes one item for one KV head: into `out` when the item is alone, else into its partial results.
+VLLM_LITE_DECLARE(void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
+                                   int kv_head, char* scratch))
+// Merges the partial results of all splits, in their order, into `out`.
+VLLM_LITE_DECLARE(void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
+                                    int kv_head))

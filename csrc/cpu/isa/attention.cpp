@@ -1,0 +1,43 @@
+// Which kernel computes an item, and how the results of its splits become one.
+#include "attention_stream.h"
+#include "attention_tile.h"
+
+namespace VLLM_LITE_ISA {
+
+void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head,
+                 char* scratch) {
+  const bool few = item.num_rows <= kStreamRows;
+#if defined(__AVX512BF16__)
+  static_assert(sizeof(TileScratch<Pairs>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  const AttentionShape& shape = *call.shape;
+  if (shape.dtype == kBFloat16 && shape.kv_dtype != kFloat32 && shape.kv_dtype != kFloat16) {  // all fit in bfloat16
+    return few ? stream<Pairs>(call, item, kv_head, scratch) : tile<Pairs>(call, item, kv_head, scratch);
+  }
+#endif
+  static_assert(sizeof(StreamScratch<Floats>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  static_assert(sizeof(TileScratch<Floats>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  return few ? stream<Floats>(call, item, kv_head, scratch) : tile<Floats>(call, item, kv_head, scratch);
+}
+
+void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head) {
+  const int size = call.shape->head_size;
+  alignas(64) float acc[kMaxHeadSize + kWidth];
+  for (int i = 0; i < item.num_rows; ++i) {
+    const int64_t offset = i * vllm_lite::partial_size(*call.shape);
+    float top = kNothing, sum = 0;
+    for (int split = 0; split < item.num_splits; ++split) {
+      const float split_top = partial_of(call, item, split, kv_head)[offset + size];
+      top = split_top > top ? split_top : top;
+    }
+    for (int d = 0; d < size; d += kWidth) store(acc + d, Vec{});
+    for (int split = 0; split < item.num_splits; ++split) {
+      const float* partial = partial_of(call, item, split, kv_head) + offset;
+      const float weight = exp(splat(partial[size] - top))[0];
+      sum += partial[size + 1] * weight;
+      for (int d = 0; d < size; d += kWidth) store(acc + d, load(acc + d) + load_some(partial + d, size - d) * weight);
+    }
+    put_row(call, item, kv_head, i, acc, sum);
+  }
+}
+
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,194 @@
+// What the two attention kernels share: addresses of cached rows, and the softmax that runs along with the keys.
+#pragma once
+
+#include "../attention.h"
+#include "convert.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+using vllm_lite::AttentionCall;
+using vllm_lite::AttentionItem;
+using vllm_lite::AttentionShape;
+using vllm_lite::kMaxHeadSize;
+using vllm_lite::kMaxRows;
+using vllm_lite::kStreamRows;
+
+constexpr int kGroup = 16;          // tokens that are gathered together
+constexpr float kNothing = -1e30f;  // score of what is not seen; finite, so that a difference of two is not NaN
+
+VLLM_LITE_INLINE constexpr int least(int x, int y) {
+  return x < y ? x : y;
+}
+VLLM_LITE_INLINE int round_up(int x, int unit) {
+  return (x + unit - 1) / unit * unit;
+}
+
+VLLM_LITE_INLINE float largest_of(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#elif defined(__AVX2__)
+  const __m256 whole = reinterpret_cast<__m256>(x);
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(whole), _mm256_extractf128_ps(whole, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+#else
+  return max_of(x);
+#endif
+}
+
+VLLM_LITE_INLINE VecI lane_numbers() {
+  VecI numbers;
+  for (int i = 0; i < kWidth; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// tanh to 5e-7 relative.
+VLLM_LITE_INLINE Vec tanh(Vec x) {
+  const Vec size = vec_of(bits_of_vec(x) & 0x7fffffff);
+  const Vec e = exp((size > 20.0f ? splat(20.0f) : size) * 2.0f);
+  const Vec large = 1.0f - 2.0f / (e + 1.0f);
+  const Vec square = x * x;
+  Vec series = splat(62.0f / 2835);
+  series = series * square - 17.0f / 315;
+  series = series * square + 2.0f / 15;
+  series = series * square - 1.0f / 3;
+  series = series * square + 1.0f;
+  const Vec signed_large = vec_of(bits_of_vec(large) | (bits_of_vec(x) & 0x80000000));
+  return size < 0.25f ? x * series : signed_large;
+}
+
+VLLM_LITE_INLINE int bytes_of(int dtype) {
+  return dtype == kFloat32 ? 4 : dtype >= kFp8E4M3 ? 1 : 2;
+}
+
+// The cache of one KV head as one sequence sees it.
+struct Cached {
+  const char* head;
+  const int32_t* table;
+  int64_t block_stride, token_stride, value_offset;
+  int block_size;
+};
+
+VLLM_LITE_INLINE Cached cached(const AttentionCall& call, const AttentionItem& item, int kv_head) {
+  return {call.kv + kv_head * call.head_stride,
+          call.table + item.sequence * call.table_stride,
+          call.block_stride,
+          call.token_stride,
+          call.value_offset,
+          call.shape->block_size};
+}
+
+// Addresses of the K at positions [first, end), then the last one again, kCount in all: what is computed with these is
+// masked, but must not come from memory that is not the sequence's, where there may be NaN.
+template <int kCount>
+VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int first, int end) {
+  const int count = end - first;
+  int n = 0;
+  while (n < count) {
+    const int block = (first + n) / cache.block_size, offset = first + n - block * cache.block_size;
+    const int run = least(cache.block_size - offset, count - n);
+    const char* row = cache.head + cache.table[block] * cache.block_stride + offset * cache.token_stride;
+    for (int i = 0; i < run; ++i) rows[n + i] = row + i * cache.token_stride;
+    n += run;
+  }
+  for (; n < kCount; ++n) rows[n] = rows[count - 1];
+}
+
+// Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
+struct Softmax {
+  float factor;        // of the products, to scores
+  float cap, per_cap;  // soft cap and 1 / cap; 0 = none
+  bool alibi;
+  int32_t seen_from[kMaxRows], seen_to[kMaxRows];  // positions [from, to)
+  float slope[kMaxRows];
+  float top[kMaxRows];                      // largest score so far
+  float rescale[kMaxRows];                  // what earlier sums must be multiplied by, after a new largest score
+  alignas(64) float sum[kMaxRows][kWidth];  // of the weights, lane by lane
+
+  void init(const AttentionCall& call, const AttentionItem& item, int kv_head) {
+    const AttentionShape& shape = *call.shape;
+    const int group = shape.num_heads / shape.num_kv_heads;
+    factor = shape.scale * shape.k_scale;
+    cap = shape.soft_cap;
+    per_cap = cap != 0 ? 1 / cap : 0;
+    alibi = shape.slopes != nullptr;
+    for (int i = 0; i < item.num_rows; ++i) {
+      const int row = (item.first + i) / group, head = (item.first + i) % group;
+      const int position = item.position + row;
+      seen_to[i] = position + 1;
+      seen_from[i] = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+      slope[i] = alibi ? shape.slopes[kv_head * group + head] : 0;
+      top[i] = kNothing;
+      store(sum[i], Vec{});
+    }
+  }
+
+  // Turns products of row i with the keys at `first` and after into weights, and updates the row's state.
+  template <int kVecs, bool kMasked>
+  inline __attribute__((always_inline)) void step(Vec* x, int i, int first, int end) {
+    const VecI from = VecI{} + seen_from[i], to = VecI{} + least(seen_to[i], end);
+    const VecI lanes = lane_numbers();
+    Vec most = splat(kNothing);
+    for (int j = 0; j < kVecs; ++j) {
+      const VecI keys = lanes + (first + j * kWidth);
+      x[j] = x[j] * factor;
+      if (cap != 0) x[j] = tanh(x[j] * per_cap) * cap;
+      if (alibi) x[j] += slope[i] * __builtin_convertvector(keys - (seen_to[i] - 1), Vec);
+      if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : splat(kNothing);
+      most = max(most, x[j]);
+    }
+    const float old = top[i], largest = largest_of(most);
+    top[i] = largest > old ? largest : old;
+    rescale[i] = largest > old ? exp(splat(old - largest))[0] : 1.0f;
+    Vec total = load(sum[i]) * rescale[i];
+    for (int j = 0; j < kVecs; ++j) {
+      const VecI keys = lanes + (first + j * kWidth);
+      x[j] = exp(x[j] - top[i]);
+      if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : Vec{};
+      total += x[j];
+    }
+    store(sum[i], total);
+  }
+};
+
+template <class T>
+VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int head_size) {
+  for (int d = 0; d < head_size; d += kWidth) {
+    store_some(reinterpret_cast<T*>(to) + d, load(acc + d) * factor, head_size - d);
+  }
+}
+
+// Row i's output from the weighted sum of V and the sum of weights. acc must be readable in whole vectors.
+VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int i,
+                              const float* acc, float sum) {
+  const AttentionShape& shape = *call.shape;
+  const int group = shape.num_heads / shape.num_kv_heads, size = shape.head_size;
+  const int row = (item.first + i) / group, head = kv_head * group + (item.first + i) % group;
+  char* line = call.out + (item.query_row + row) * call.out_stride;
+  const float factor = shape.v_scale / sum;
+  const int64_t place = static_cast<int64_t>(head) * size;
+  if (shape.dtype == kFloat32) put_output<float>(line + place * 4, acc, factor, size);
+  if (shape.dtype == kBFloat16) put_output<BFloat16>(line + place * 2, acc, factor, size);
+  if (shape.dtype == kFloat16) put_output<Float16>(line + place * 2, acc, factor, size);
+}
+
+// The finished rows of an item, or its partial results. acc: [num_rows, stride].
+VLLM_LITE_INLINE void put_rows(const AttentionCall& call, const AttentionItem& item, int kv_head,
+                               const Softmax& softmax, const float* acc, int stride) {
+  const int size = call.shape->head_size;
+  float* partial = partial_of(call, item, item.split, kv_head);
+  for (int i = 0; i < item.num_rows; ++i, acc += stride, partial += vllm_lite::partial_size(*call.shape)) {
+    const float sum = sum_of(load(softmax.sum[i]));
+    if (item.num_splits == 1) {
+      put_row(call, item, kv_head, i, acc, sum);
+      continue;
+    }
+    std::memcpy(partial, acc, static_cast<size_t>(size) * 4);
+    partial[size] = softmax.top[i];
+    partial[size + 1] = sum;
+  }
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

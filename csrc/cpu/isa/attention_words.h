@@ -1,0 +1,195 @@
+// The two kinds of arithmetic that attention is computed in. Both see vectors of 4-byte words: one float, or a pair of
+// bfloat16 that one instruction multiplies and adds up. A word of K and Q holds neighbours of a row, a word of the
+// weights and of V neighbouring tokens.
+#pragma once
+
+#include "attention_math.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+template <class From, class To>
+VLLM_LITE_INLINE void convert_row(const void* from, To* to, int size) {
+  for (int d = 0; d < size; d += kWidth) {
+    store_some(to + d, load_some(static_cast<const From*>(from) + d, size - d), size - d);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// All numbers of float8 are numbers of bfloat16: the upper halves of their floats, for the codes without sign.
+struct Fp8Table {
+  alignas(64) uint16_t upper[128];
+};
+template <class From>
+static const Fp8Table& fp8_table() {  // made when first used: nothing in here may run where the machine cannot
+  static const Fp8Table table = [] {
+    Fp8Table made;
+    for (int i = 0; i < 128; ++i) made.upper[i] = static_cast<uint16_t>(bits_of(to_float(From{uint8_t(i)})) >> 16);
+    return made;
+  }();
+  return table;
+}
+
+static void convert_row(const Fp8Table& table, const void* from, BFloat16* to, int size) {
+  __m512i part[4];
+  for (int i = 0; i < 4; ++i) part[i] = _mm512_load_si512(table.upper + 32 * i);
+  for (int d = 0; d < size; d += 32) {
+    const __mmask32 mask = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
+    const char* bytes = static_cast<const char*>(from) + d;
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, bytes));
+    const __m512i low = _mm512_permutex2var_epi16(part[0], code, part[1]);  // by the code's last 6 bits
+    const __m512i high = _mm512_permutex2var_epi16(part[2], code, part[3]);
+    const __m512i size_bits = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), low, high);
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(128)), 8);
+    _mm512_mask_storeu_epi16(to + d, mask, _mm512_or_si512(size_bits, sign));
+  }
+}
+
+static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
+  if (dtype == kFp8E4M3) return convert_row(fp8_table<Fp8E4M3>(), from, to, size);
+  if (dtype == kFp8E5M2) return convert_row(fp8_table<Fp8E5M2>(), from, to, size);
+  std::memcpy(to, from, static_cast<size_t>(size) * 2);
+}
+#endif
+
+// `size` elements of type `dtype` as floats.
+static void convert_row(int dtype, const void* from, float* to, int size) {
+  if (dtype == kFloat32) convert_row<float>(from, to, size);
+  if (dtype == kBFloat16) convert_row<BFloat16>(from, to, size);
+  if (dtype == kFloat16) convert_row<Float16>(from, to, size);
+  if (dtype == kFp8E4M3) convert_row<Fp8E4M3>(from, to, size);
+  if (dtype == kFp8E5M2) convert_row<Fp8E5M2>(from, to, size);
+}
+
+struct Floats {
+  using Element = float;
+  static constexpr int kPack = 1;  // elements of a word
+  static constexpr int kElement = kFloat32;
+
+  VLLM_LITE_INLINE Vec multiply_add(Vec sum, float x, Vec y) { return sum + x * y; }
+  VLLM_LITE_INLINE void put_weights(float* to, Vec x) { store(to, x); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+  using Element = BFloat16;
+  static constexpr int kPack = 2;
+  static constexpr int kElement = kBFloat16;
+
+  VLLM_LITE_INLINE Vec multiply_add(Vec sum, float x, Vec y) {
+    const __m512i pair = _mm512_castps_si512(_mm512_set1_ps(x));
+    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(pair),
+                                                  reinterpret_cast<__m512bh>(y)));
+  }
+  VLLM_LITE_INLINE void put_weights(BFloat16* to, Vec x) { store(to, x); }
+};
+
+VLLM_LITE_INLINE Vec add_products(Vec sum, __m512i x, __m512i y) {
+  return reinterpret_cast<Vec>(
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y)));
+}
+
+// Words of two rows of bfloat16: x[0], y[0], x[1], y[1] and so on; the first 16 words and the next 16.
+VLLM_LITE_INLINE __m512i pairs_low(__m512i x, __m512i y) {
+  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return _mm512_permutex2var_epi16(x, order, y);
+}
+VLLM_LITE_INLINE __m512i pairs_high(__m512i x, __m512i y) {
+  const __m512i order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22,
+                                         53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return _mm512_permutex2var_epi16(x, order, y);
+}
+
+VLLM_LITE_INLINE __m512i load_halves(const void* from, int count) {
+  if (count >= 32) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi16(count <= 0 ? 0 : (1u << count) - 1, from);
+}
+#endif
+
+// Row i of the item's queries as `to`, filled up with zeros to `padded` elements.
+template <class Element>
+VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem& item, int kv_head, int i, Element* to,
+                                 int padded) {
+  const AttentionShape& shape = *call.shape;
+  const int group = shape.num_heads / shape.num_kv_heads, size = shape.head_size;
+  const int row = (item.first + i) / group, head = kv_head * group + (item.first + i) % group;
+  const char* from = call.query + (item.query_row + row) * call.query_stride + head * size * bytes_of(shape.dtype);
+  convert_row(shape.dtype, from, to, size);
+  std::memset(static_cast<void*>(to + size), 0, static_cast<size_t>(padded - size) * sizeof(Element));
+}
+
+#if defined(__AVX512F__)
+VLLM_LITE_INLINE __m512 unpack_low_pairs(__m512 x, __m512 y) {
+  return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
+}
+VLLM_LITE_INLINE __m512 unpack_high_pairs(__m512 x, __m512 y) {
+  return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
+}
+
+// Lane t of the result is the sum over the lanes of rows[t].
+VLLM_LITE_INLINE Vec sums_of(const Vec* rows) {
+  __m512 a[8];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 x = reinterpret_cast<__m512>(rows[2 * i]), y = reinterpret_cast<__m512>(rows[2 * i + 1]);
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_add_ps(unpack_low_pairs(a[2 * i], a[2 * i + 1]), unpack_high_pairs(a[2 * i], a[2 * i + 1]));
+  }
+  // Group b of four lanes in a[i] holds parts of the sums of rows 4i to 4i + 3.
+  for (int i = 0; i < 2; ++i) {
+    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+  }
+  return reinterpret_cast<Vec>(
+      _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd)));
+}
+
+// to[i * stride + t] = word i of rows[t], for i < count <= 16 and 16 rows.
+VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
+  const __mmask16 mask = first_lanes(count);
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int t = 0; t < 16; ++t) a[t] = _mm512_maskz_loadu_ps(mask, rows[t] + offset);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // a[4i + c]: of rows 4i to 4i + 3 the words 4b + c, in its group b of four lanes
+    a[4 * i] = unpack_low_pairs(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 1] = unpack_high_pairs(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 2] = unpack_low_pairs(b[4 * i + 1], b[4 * i + 3]);
+    a[4 * i + 3] = unpack_high_pairs(b[4 * i + 1], b[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88);  // groups 0 and 2
+    const __m512 odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);   // groups 1 and 3
+    const __m512 even_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
+    if (c < count) _mm512_storeu_ps(to + c * stride, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+    if (8 + c < count) _mm512_storeu_ps(to + (8 + c) * stride, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+    if (4 + c < count) _mm512_storeu_ps(to + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+    if (12 + c < count) _mm512_storeu_ps(to + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+  }
+}
+#else
+VLLM_LITE_INLINE Vec sums_of(const Vec* rows) {
+  Vec sums;
+  for (int t = 0; t < kWidth; ++t) sums[t] = sum_of(rows[t]);
+  return sums;
+}
+VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
+  for (int t = 0; t < 16; ++t) {
+    float words[16];
+    std::memcpy(words, rows[t] + offset, static_cast<size_t>(count) * 4);
+    for (int i = 0; i < count; ++i) to[i * stride + t] = words[i];
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,98 @@
+// Vectors to and from float8, which simd.h takes element by element, and parts of vectors.
+#pragma once
+
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+typedef uint32_t VecU __attribute__((vector_size(kWidth * 4)));
+typedef uint8_t Vec8 __attribute__((vector_size(kWidth)));
+
+VLLM_LITE_INLINE VecU bits_of_vec(Vec x) {
+  return reinterpret_cast<VecU>(x);
+}
+VLLM_LITE_INLINE Vec vec_of(VecU bits) {
+  return reinterpret_cast<Vec>(bits);
+}
+
+// ---- from float8. kBias is the format's exponent bias. Denormal codes are converted as whole numbers: as denormal
+// floats they would take some machines a hundred cycles each.
+
+template <int kMantissa, int kBias>
+VLLM_LITE_INLINE Vec from_fp8(VecU code) {
+  const VecU rest = code & 0x7f;
+  const VecU normal = (rest << (23 - kMantissa)) + ((127 - kBias) << 23);
+  const Vec whole = __builtin_convertvector(reinterpret_cast<VecI>(rest), Vec);
+  const Vec denormal = whole * float_of((128 - kBias - kMantissa) << 23);
+  const VecU size = rest < (1 << kMantissa) ? bits_of_vec(denormal) : normal;
+  return vec_of(size | (code & 0x80) << 24);
+}
+VLLM_LITE_INLINE VecU load_bytes(const void* from) {
+  Vec8 bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, VecU);
+}
+VLLM_LITE_INLINE Vec load(const Fp8E4M3* from) {
+  const VecU code = load_bytes(from), nan = code << 24 | 0x7fc00000;
+  return vec_of((code & 0x7f) == 0x7f ? nan : bits_of_vec(from_fp8<3, 7>(code)));
+}
+VLLM_LITE_INLINE Vec load(const Fp8E5M2* from) {
+  const VecU code = load_bytes(from), finite = bits_of_vec(from_fp8<2, 15>(code));
+  return vec_of((code & 0x7f) >= 0x7c ? finite | 0x7f800000 : finite);
+}
+
+// ---- to float8: to nearest, ties to even; what is too large becomes the largest number, NaN stays NaN.
+
+template <int kMantissa, int kBias>
+VLLM_LITE_INLINE void store_fp8(void* to, Vec x, float largest) {
+  constexpr int kCut = 23 - kMantissa;
+  const VecU sign = bits_of_vec(x) >> 24 & 0x80, given = bits_of_vec(x) & 0x7fffffff, limit = VecU{} + bits_of(largest);
+  const VecU size = given > limit ? limit : given;
+  const VecU rounded = size + (size >> kCut & 1) + ((1 << (kCut - 1)) - 1);
+  const VecU normal = (rounded - ((127 - kBias) << 23)) >> kCut;
+  // Codes below the smallest normal number count units; adding 2^23 rounds to whole ones.
+  const Vec units = vec_of(size) * float_of((126 + kBias + kMantissa) << 23) + 0x1p23f;
+  const VecU denormal = bits_of_vec(units) - bits_of(0x1p23f);
+  VecU code = size < ((128 - kBias) << 23) ? denormal : normal;
+  code = (given > 0x7f800000 ? VecU{} + 0x7f : code) | sign;
+  const Vec8 bytes = __builtin_convertvector(code, Vec8);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+VLLM_LITE_INLINE void store(Fp8E4M3* to, Vec x) {
+  store_fp8<3, 7>(to, x, 448.0f);
+}
+VLLM_LITE_INLINE void store(Fp8E5M2* to, Vec x) {
+  store_fp8<2, 15>(to, x, 57344.0f);
+}
+
+// ---- the first `count` elements; the others are zero, or are not stored
+
+template <class T>
+VLLM_LITE_INLINE Vec load_some(const T* from, int count) {
+  if (count >= kWidth) return load(from);
+  T buffer[kWidth] = {};
+  std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(T));
+  return load(buffer);
+}
+template <class T>
+VLLM_LITE_INLINE void store_some(T* to, Vec x, int count) {
+  if (count >= kWidth) return store(to, x);
+  T buffer[kWidth];
+  store(buffer, x);
+  std::memcpy(to, buffer, static_cast<size_t>(count) * sizeof(T));
+}
+#if defined(__AVX512F__)
+VLLM_LITE_INLINE __mmask16 first_lanes(int count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
+}
+VLLM_LITE_INLINE Vec load_some(const float* from, int count) {
+  return reinterpret_cast<Vec>(_mm512_maskz_loadu_ps(first_lanes(count), from));
+}
+VLLM_LITE_INLINE void store_some(float* to, Vec x, int count) {
+  _mm512_mask_storeu_ps(to, first_lanes(count), reinterpret_cast<__m512>(x));
+}
+#endif
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,360 @@
+// The linear layer's arithmetic, for one task: see ../linear.h for the layout of the weight.
+//
+// A task goes through the inputs in tiles: its rows of x are copied to the stack (as float32, or as bfloat16 where the
+// machine multiplies that), then every block's weights of the tile meet all rows, a group of rows at a time. What is
+// reused stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
+#include "../linear.h"
+
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+constexpr int64_t kTile = 256;       // inputs: a tile of a block's weights stays in L1 for all groups of rows
+constexpr int64_t kLongTile = 2048;  // for a single group, which uses weights once
+constexpr size_t kAheadBytes = 8192;
+constexpr int kVectors = kBlock / kWidth < 4 ? int(kBlock / kWidth) : 4;  // of weights at a time
+#if defined(__AVX512F__)
+constexpr int kGroup = 12;  // rows at a time: kGroup * kVectors sums and some weights fill the registers
+#else
+constexpr int kGroup = 3;
+#endif
+
+struct Int8 {
+  int8_t value;
+};
+
+VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- the weights of two inputs for kWidth outputs, from a block's `pair` and `column`, as float32
+
+template <class T>
+VLLM_LITE_INLINE void load_pair(const T* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
+  *even = load(block + 2 * pair * kBlock + column);
+  *odd = load(block + (2 * pair + 1) * kBlock + column);
+}
+
+VLLM_LITE_INLINE void load_pair(const BFloat16* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
+  VecI both;
+  std::memcpy(&both, block + 2 * (pair * kBlock + column), sizeof both);
+  *even = reinterpret_cast<Vec>(both << 16);
+  *odd = reinterpret_cast<Vec>(both & static_cast<int32_t>(0xffff0000));
+}
+
+VLLM_LITE_INLINE void load_pair(const Int8* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
+  typedef int16_t Half __attribute__((vector_size(kWidth * 2)));
+  Half both;
+  std::memcpy(&both, block + 2 * (pair * kBlock + column), sizeof both);
+  const VecI wide = __builtin_convertvector(both, VecI);
+  *even = __builtin_convertvector(wide << 24 >> 24, Vec);
+  *odd = __builtin_convertvector(wide >> 8, Vec);
+}
+
+// What is asked for while a tile is worked on, as the processor by itself looks ahead within 4 KiB only: for each pair
+// of inputs `step` bytes more. Anything may lie there, or nothing.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
+template <class T>
+constexpr int64_t kPairBytes = 2 * kBlock * static_cast<int64_t>(sizeof(T));
+
+template <int64_t kBytes>
+VLLM_LITE_INLINE void prefetch(Ahead ahead, int64_t pair) {
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i);
+}
+
+// Bytes for each pair that a kernel asks for. Several groups of rows share the work, so that memory is kept busy all
+// the time and not by the first one only.
+template <int64_t kStride, class T>
+constexpr int64_t kAhead = kStride == kLongTile ? kPairBytes<T> : kPairBytes<T> / 2;
+
+// ---- arithmetic in float32
+
+template <int R, int64_t kStride>
+VLLM_LITE_INLINE void add_input(const float* x, const Vec* weights, Vec (&total)[R][kVectors]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Vec value = splat(x[r * kStride]);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) total[r][v] = multiply_add(value, weights[v], total[r][v]);
+  }
+}
+
+template <int R, int64_t kStride, class T>
+VLLM_LITE_INLINE void add_pair(const float* x, const T* block, int64_t pair, int64_t column,
+                               Vec (&total)[R][kVectors]) {
+  Vec even[kVectors], odd[kVectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) load_pair(block, pair, column + v * kWidth, &even[v], &odd[v]);
+  add_input<R, kStride>(x, even, total);
+  add_input<R, kStride>(x + 1, odd, total);
+}
+// One input after the other: fewer weights in registers.
+template <int R, int64_t kStride>
+VLLM_LITE_INLINE void add_pair(const float* x, const float* block, int64_t pair, int64_t column,
+                               Vec (&total)[R][kVectors]) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < 2; ++i) {
+    Vec weights[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) weights[v] = load(block + (2 * pair + i) * kBlock + column + v * kWidth);
+    add_input<R, kStride>(x + i, weights, total);
+  }
+}
+
+// sums [R][sums_stride] += x [R][kStride] times a tile of one block's weights; `ahead` is what will be needed next.
+template <int R, int64_t kStride, class T>
+void multiply(const float* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
+  for (int64_t column = 0; column < kBlock; column += kVectors * kWidth) {
+    Vec total[R][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
+    }
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      if (column == 0) prefetch<kAhead<kStride, T>>(ahead, pair);
+      add_pair<R, kStride>(x + 2 * pair, block, pair, column, total);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
+    }
+  }
+}
+
+VLLM_LITE_INLINE void widen(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
+}
+template <class T>
+VLLM_LITE_INLINE void widen(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = to_float(from[i]);
+}
+
+template <class T>
+void widen_tile(const T* block, int64_t num_pairs, float* tile, const T* next) {
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    prefetch<kPairBytes<T>>({reinterpret_cast<const char*>(next), kPairBytes<T>}, pair);
+    for (int64_t column = 0; column < kBlock; column += kWidth) {
+      Vec even, odd;
+      load_pair(block, pair, column, &even, &odd);
+      store(tile + 2 * pair * kBlock + column, even);
+      store(tile + (2 * pair + 1) * kBlock + column, odd);
+    }
+  }
+}
+
+// ---- arithmetic in bfloat16: pairs of products, added up in float32
+
+#if defined(__AVX512BF16__)
+VLLM_LITE_INLINE __m512bh load_dots(const BFloat16* block, int64_t pair, int v) {
+  return (__m512bh)_mm512_loadu_si512(block + 2 * (pair * kBlock + v * kWidth));
+}
+VLLM_LITE_INLINE __m512 load_integers(const Int8* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+VLLM_LITE_INLINE __m512bh load_dots(const Int8* block, int64_t pair, int v) {
+  const Int8* from = block + 2 * (pair * kBlock + v * kWidth);
+  return _mm512_cvtne2ps_pbh(load_integers(from + 16), load_integers(from));
+}
+
+template <int R, int64_t kStride, class T>
+void multiply(const BFloat16* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
+  __m512 total[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < 2; ++v) total[r][v] = _mm512_loadu_ps(sums + r * sums_stride + v * kWidth);
+  }
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    prefetch<kAhead<kStride, T>>(ahead, pair);
+    const __m512bh first = load_dots(block, pair, 0), second = load_dots(block, pair, 1);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t both;
+      std::memcpy(&both, x + r * kStride + 2 * pair, 4);
+      const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
+      total[r][0] = _mm512_dpbf16_ps(total[r][0], first, value);
+      total[r][1] = _mm512_dpbf16_ps(total[r][1], second, value);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < 2; ++v) _mm512_storeu_ps(sums + r * sums_stride + v * kWidth, total[r][v]);
+  }
+}
+
+VLLM_LITE_INLINE void widen(const BFloat16* from, int64_t count, BFloat16* to) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
+}
+
+void widen_tile(const Int8* block, int64_t num_pairs, BFloat16* tile, const Int8* next) {
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    prefetch<kPairBytes<Int8>>({reinterpret_cast<const char*>(next), kPairBytes<Int8>}, pair);
+    for (int v = 0; v < 2; ++v) {
+      _mm512_storeu_si512(tile + 2 * (pair * kBlock + v * kWidth), (__m512i)load_dots(block, pair, v));
+    }
+  }
+}
+#endif
+
+// ---- one task
+
+// For `rows` rows, 1 <= rows <= R.
+template <int R, int64_t kStride, class X, class T>
+void multiply_group(int64_t rows, const X* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride,
+                    Ahead ahead) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_group<R - 1, kStride>(rows, x, block, num_pairs, sums, sums_stride, ahead);
+  }
+  multiply<R, kStride>(x, block, num_pairs, sums, sums_stride, ahead);
+}
+
+// All groups of rows times a tile of one block; groups differ by one row at most. The next tile is at `next`.
+template <int64_t kStride, class X, class T>
+void multiply_rows(const X* x, int64_t num_rows, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride,
+                   const T* next) {
+  const int64_t num_groups = (num_rows + kGroup - 1) / kGroup;
+  const char* from = reinterpret_cast<const char*>(next);
+  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
+    const int64_t end = (group + 1) * num_rows / num_groups;
+    const Ahead ahead = {from + group * num_pairs * kPairBytes<T> / num_groups, kPairBytes<T> / num_groups};
+    multiply_group<kGroup, kStride>(end - row, x + row * kStride, block, num_pairs, sums + row * sums_stride,
+                                    sums_stride, ahead);
+    row = end;
+  }
+}
+
+template <class X, class T>
+constexpr bool kSame = false;
+template <class X>
+constexpr bool kSame<X, X> = true;
+
+template <class Out>
+void write(const LinearCall& call, const LinearTask& task, const float* sums, int64_t sums_stride) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t first = task.first_block * kBlock, left = weight.num_outputs - first;
+  const int64_t count = left < sums_stride ? left : sums_stride;
+  for (int64_t row = 0; row < task.num_rows; ++row, sums += sums_stride) {
+    Out* out = static_cast<Out*>(call.out) + (task.first_row + row) * call.out_stride + first;
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      Vec value = load(sums + i);
+      if (weight.scales != nullptr) value = value * load(weight.scales + first + i);
+      if (weight.bias != nullptr) value = value + load(weight.bias + first + i);
+      store(out + i, value);
+    }
+    for (; i < count; ++i) {
+      float value = sums[i];
+      if (weight.scales != nullptr) value *= weight.scales[first + i];
+      if (weight.bias != nullptr) value += weight.bias[first + i];
+      from_float(value, out + i);
+    }
+  }
+}
+
+// x is In in memory and X on the stack; weights are T. A tile has kLength inputs.
+template <int64_t kLength, class In, class X, class T>
+void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t padded_inputs = (weight.num_inputs + 1) & ~int64_t{1}, sums_stride = task.num_blocks * kBlock;
+  const T* blocks = static_cast<const T*>(weight.data) + task.first_block * kBlock * padded_inputs;
+  const In* rows = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
+  for (int64_t input = 0; input < padded_inputs; input += kLength) {
+    const int64_t left = weight.num_inputs - input, count = left < kLength ? left : kLength;
+    const int64_t num_pairs = (count + 1) / 2;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      widen(rows + row * call.x_stride + input, count, x + row * kLength);
+      if (count % 2 != 0) x[row * kLength + count] = X{};
+    }
+    for (int64_t block = 0; block < task.num_blocks; ++block) {
+      const T* tile = blocks + (block * padded_inputs + input) * kBlock;
+      const T* next = block + 1 < task.num_blocks       ? tile + padded_inputs * kBlock
+                      : input + kLength < padded_inputs ? blocks + (input + kLength) * kBlock
+                                                        : tile;
+      float* block_sums = sums + block * kBlock;
+      if constexpr (kLength == kLongTile) {
+        // The next tile would be too far away: what is to come lies behind what is being read.
+        multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride,
+                               tile + kAheadBytes / sizeof(T));
+      } else if constexpr (kSame<X, T>) {
+        multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride, next);
+      } else {  // several groups: the weights are widened once for all
+        alignas(64) X wide[kBlock * kTile];
+        widen_tile(tile, num_pairs, wide, next);
+        multiply_rows<kLength>(x, task.num_rows, wide, num_pairs, block_sums, sums_stride, wide);
+      }
+    }
+  }
+}
+
+template <class In, class X, class T>
+void run(const LinearCall& call, const LinearTask& task) {
+  static_assert(kGroup * kLongTile <= kMaxRows * kTile, "x has room for both");
+  alignas(64) X x[kMaxRows * kTile];
+  alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
+  std::memset(sums, 0, static_cast<size_t>(task.num_rows * task.num_blocks * kBlock) * sizeof *sums);
+  if (task.num_rows <= kGroup) {
+    run_tiles<kLongTile, In, X, T>(call, task, x, sums);
+  } else {
+    run_tiles<kTile, In, X, T>(call, task, x, sums);
+  }
+  if (call.out_type == kFloat32) return write<float>(call, task, sums, task.num_blocks * kBlock);
+  write<In>(call, task, sums, task.num_blocks * kBlock);
+}
+
+template <class In>
+void run_for(const LinearCall& call, const LinearTask& task) {
+  const int32_t type = call.weight->type;
+  if (type == kFloat32) return run<In, float, float>(call, task);
+  if (type == kFloat16) return run<In, float, Float16>(call, task);
+  if (type == kBFloat16) return run<In, float, BFloat16>(call, task);
+  run<In, float, Int8>(call, task);
+}
+
+}  // namespace
+
+void linear(const LinearCall& call, const LinearTask& task) {
+#if defined(__AVX512BF16__)
+  if (call.x_type == kBFloat16 && call.weight->type == kBFloat16) return run<BFloat16, BFloat16, BFloat16>(call, task);
+  if (call.x_type == kBFloat16 && call.weight->type == kInt8Weight) return run<BFloat16, BFloat16, Int8>(call, task);
+#endif
+  if (call.x_type == kFloat32) return run_for<float>(call, task);
+  if (call.x_type == kFloat16) return run_for<Float16>(call, task);
+  run_for<BFloat16>(call, task);
+}
+
+// Reads memory as fast as a kernel could: what all of them are measured against. The result only keeps it alive.
+int64_t read_all(const char* data, int64_t num_bytes) {
+  VecI sums[8] = {};
+  for (int64_t i = 0; i + static_cast<int64_t>(sizeof sums) <= num_bytes; i += static_cast<int64_t>(sizeof sums)) {
+    for (int v = 0; v < 8; ++v) {
+      VecI part;
+      std::memcpy(&part, data + i + v * static_cast<int64_t>(sizeof part), sizeof part);
+      sums[v] = sums[v] ^ part;
+    }
+  }
+  int64_t total = 0;
+  for (int v = 0; v < 8; ++v) {
+    for (int i = 0; i < kWidth; ++i) total ^= sums[v][i];
+  }
+  return total;
+}
+
+}  // namespace VLLM_LITE_ISA

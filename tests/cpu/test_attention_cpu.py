@@ -1,0 +1,239 @@
+"""The native attention kernels against attention in float64, for every instruction set that this machine has."""
+
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
+from vllm_lite.attention.backend import Heads
+from vllm_lite.attention.cpu import CpuBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.select import select_backend
+from vllm_lite.errors import ConfigError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import ISAS, isa, num_threads, set_isa, set_num_threads
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+RAGGED = [(1, t) for t in (1, 15, 16, 17, 100, 513)]
+MIXED = [(1, 513), (5, 17), (1, 0), (40, 40), (3, 200), (150, 230), (2, 3), (1, 1100)]
+"""Decodes, a guess to be verified, chunks with and without prefix, of one tile of rows and of several; one is empty."""
+
+
+@pytest.fixture(params=ISAS)
+def each_isa(request):
+    used = isa()
+    if not set_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    set_isa(used)
+
+
+@pytest.fixture
+def threads():
+    used = num_threads()
+    yield set_num_threads
+    set_num_threads(used)
+
+
+def exact(batch):
+    """What `batch` is to give, in float64: [num_tokens, num_heads, head_size]."""
+    shape = batch.shape
+    outs = []
+    rows = batch.query.double().split([query_len for query_len, _ in batch.lengths])
+    for query, key, value in zip(rows, batch.keys, batch.values, strict=True):
+        query_len, seq_len = len(query), len(key)
+        if seq_len == 0:
+            outs.append(torch.zeros_like(query))
+            continue
+        group = shape.num_heads // shape.num_kv_heads
+        k, v = (x.double().nan_to_num().repeat_interleave(group, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, k) * shape.scale
+        if shape.soft_cap:
+            scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
+        distance = torch.arange(seq_len) - torch.arange(seq_len - query_len, seq_len)[:, None]
+        if shape.alibi_slopes is not None:
+            scores += torch.tensor(shape.alibi_slopes).double()[:, None, None] * distance
+        unseen = (distance > 0) | (distance <= -(shape.windows[0] or seq_len))
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outs)
+
+
+def assert_exact(lengths, **options):
+    batch = Batch(lengths, backend=CpuBackend, **options)
+    difference = (batch.run().double() - exact(batch)).abs().max()
+    assert difference <= TOLERANCE[batch.shape.dtype], (lengths, options)
+
+
+@pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 96, 112, 120, 128, 192, 256])
+def test_head_sizes(each_isa, head_size):
+    for dtype in FLOATS:
+        assert_exact([*RAGGED, (5, 40), (40, 70)], head_size=head_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32, 64, 128])
+def test_block_sizes(each_isa, block_size):
+    for dtype in FLOATS:
+        assert_exact(MIXED, block_size=block_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 24, 100])
+def test_heads_that_share_a_kv_head(each_isa, group):
+    for dtype in FLOATS:
+        assert_exact([(1, 1), (1, 17), (1, 513), (3, 40), (9, 70)], group=group, head_size=16, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kv_dtype", [*FLOATS, *FLOAT8])
+def test_types_of_the_cache(each_isa, dtype, kv_dtype):
+    scales = {"k_scale": 0.03, "v_scale": 0.11} if kv_dtype in FLOAT8 else {}
+    assert_exact([*RAGGED, (40, 70)], dtype=dtype, kv_dtype=kv_dtype, head_size=24, **scales)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 100, 600])
+def test_windows(each_isa, window):
+    """All before a sequence's window is NaN, and its table names blocks that do not exist."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_exact(MIXED, windows=(window,), dtype=dtype)
+
+
+@pytest.mark.parametrize("slopes", [None, (0.5, 0.25, 0.01, 1.0)])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.2, 30.0])
+def test_soft_cap_and_alibi(each_isa, soft_cap, slopes):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_exact(MIXED, soft_cap=soft_cap, alibi_slopes=slopes, dtype=dtype, windows=(300,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(each_isa, threads, dtype):
+    lengths = [(1, 700), (1, 20), (4, 1300), (1, 513), (60, 60), (1, 1100)]
+    options = {"dtype": dtype, "group": 4, "head_size": 64, "backend": CpuBackend}
+    threads(1)
+    batch = Batch(lengths, **options)
+    out = batch.run()
+    for count in (2, 4):
+        threads(count)
+        assert torch.equal(Batch(lengths, **options).run(), out)
+    first = 0
+    for i, (query_len, _) in enumerate(lengths):
+        alone = one_of(batch, i, first, query_len)
+        assert torch.equal(alone, out[first : first + query_len])
+        first += query_len
+
+
+def one_of(batch, i, first, query_len):
+    """What sequence i of `batch`, whose KV is written, attends to in a batch of its own."""
+    seq_len = batch.lengths[i][1]
+    metadata = AttentionMetadata(
+        num_tokens=query_len,
+        num_seqs=1,
+        max_query_len=query_len,
+        max_seq_len=seq_len,
+        query_start_loc=torch.tensor([0, query_len], dtype=torch.int32),
+        seq_lens=torch.tensor([seq_len], dtype=torch.int32),
+        block_tables=(torch.tensor([batch.blocks[i]], dtype=torch.int32),),
+        slot_mapping=(torch.full((query_len,), -1),),
+    )
+    batch.backend.prepare(metadata)
+    query = batch.query[first : first + query_len]
+    out = torch.empty(query.shape, dtype=query.dtype)
+    batch.backend.attend(query, batch.kv, metadata, 0, out)
+    return out
+
+
+def test_long_sequences_are_accurate(each_isa):
+    """Thousands of keys in 16 splits, in float32: as close to float64 as one rounding each allows."""
+    assert_exact([(1, 9001), (20, 5000)], dtype=torch.float32, head_size=64)
+
+
+def test_large_scores_do_not_overflow(each_isa):
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = Batch(RAGGED, backend=CpuBackend, dtype=dtype, head_size=64)
+        batch.query *= 2.0**40
+        assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
+
+
+def test_what_lies_beyond_2_to_the_31_elements(each_isa):
+    """A pool of 6 GiB that is hardly touched: the numbers of elements and bytes before a block exceed 32 bits."""
+    block, num_blocks = 2 * 2 * 16 * 8, (3 << 30) // (2 * 2 * 16 * 8)
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE, which older Pythons do not name
+    memory = mmap.mmap(-1, num_blocks * block * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    pool = torch.frombuffer(memory, dtype=torch.bfloat16).view(num_blocks, 2, 2, 16, 8)
+    batch = Batch([(1, 17), (3, 30)], backend=CpuBackend, dtype=torch.bfloat16)
+    moved = {b: num_blocks - 1 - b for blocks in batch.blocks for b in blocks}
+    for here, there in moved.items():
+        pool[there] = batch.kv[here]
+    batch.blocks = [[moved[b] for b in blocks] for blocks in batch.blocks]
+    batch.slots = [moved[slot // 16] * 16 + slot % 16 for slot in batch.slots]
+    batch.kv = pool
+    assert min(batch.slots) // 16 * block > 2**31
+    assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
+
+
+def test_a_wrong_key_would_show():
+    """The tests above can fail: one old key changed changes the result by more than their tolerances."""
+    batch = Batch(RAGGED, backend=CpuBackend)
+    batch.kv[batch.blocks[4][2], 0, 1, 3] += 1
+    assert (batch.run().double() - exact(batch)).abs().max() > 1e-3
+
+
+def test_plans_grow_with_the_batch():
+    """More sequences than the first buffer has room for, then few again."""
+    for count in (3, 400, 3):
+        assert_exact([(1, 1 + i % 5) for i in range(count)])
+
+
+def test_two_windows_in_one_model():
+    """Each group has its own plan; their scratch memory is shared."""
+    full, windowed = (Batch(CHUNKED + DECODE, backend=CpuBackend, windows=(w,)) for w in (None, 9))
+    metadata = full.metadata()
+    metadata.block_tables += windowed.metadata().block_tables
+    metadata.slot_mapping += (metadata.slot_mapping[0],)
+    full.backend.shape = replace(full.shape, windows=(None, 9))
+    full.backend.prepare(metadata)
+    for group, batch in enumerate((full, windowed)):
+        out = torch.empty_like(batch.query)
+        full.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, metadata, group)
+        full.backend.attend(batch.query, batch.kv, metadata, group, out)
+        assert torch.allclose(out.double(), exact(batch), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_size": 12}, "head size 12 is no multiple of 8"),
+        ({"head_size": 264}, "head size 264 is no multiple of 8 up to 256"),
+        ({"dtype": torch.float64}, "no kernels for torch.float64"),
+        ({"kv_dtype": torch.int8}, "with a cache in torch.int8"),
+        ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),
+        ({"alibi_slopes": (1.0,)}, "1 ALiBi slopes for 4 heads"),
+        ({"device": torch.device("cuda")}, "runs on a CPU, not on cuda"),
+    ],
+)
+def test_what_it_does_not_support(change, reason):
+    shape = replace(Batch([(1, 1)]).shape, **change)
+    with pytest.raises(ConfigError, match=reason):
+        select_backend(shape, "cpu")
+
+
+def test_workspace_covers_what_splits_take():
+    batch = Batch([(1, 5000), (8, 5000), (1, 9000)], backend=CpuBackend, group=4)
+    batch.metadata()
+    taken = batch.backend.kernels.scratch_bytes
+    assert 0 < taken <= batch.backend.workspace_bytes(max_num_tokens=10, max_num_seqs=3, max_seq_len=9000)
+    short = CpuBackend(batch.shape).workspace_bytes(1000, 100, 512)
+    assert short == num_threads() * (512 << 10), "nothing is split"
+
+
+def test_a_cache_with_strided_rows_is_refused():
+    batch = Batch([(1, 3)], backend=CpuBackend)
+    wrong = torch.zeros(4, 2, 2, 8, 16).transpose(3, 4)
+    assert wrong.shape[1:] == batch.kv.shape[1:]
+    with pytest.raises(ValueError, match="the last one dense"):
+        batch.backend.attend(batch.query, wrong, batch.metadata(), 0, torch.empty_like(batch.query))

@@ -1,0 +1,83 @@
+"""--quantization int8: how far the weights are from those of the checkpoint, and a model's memory and answers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
+from vllm_lite.layers.weight_form import Int8Form, NativeForm, weight_form
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.models.llama import Llama
+from vllm_lite.models.weights import load_weights
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize(dtype: torch.dtype) -> None:
+    weight = random(20, 300).mul(torch.logspace(-6, 2, 20)[:, None]).to(dtype)
+    weight[3] = 0
+    integers, scales = quantize(weight)
+    assert integers.dtype == torch.int8
+    assert scales.dtype == torch.float32
+    assert integers.abs().amax(dim=1).tolist() == [127 if row != 3 else 0 for row in range(20)]
+    error = integers.double() * scales.double()[:, None] - weight.double()
+    assert (error.abs() <= scales.double()[:, None] * 0.5001).all()
+
+
+@needs_native
+def test_a_packed_weight_is_quantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = random(150, 64), random(3, 64)
+    whole, parts = torch.empty(3, 150), torch.empty(3, 150)
+    linear(x, PackedWeight(weight, int8=True), whole)
+    monkeypatch.setattr("vllm_lite.kernels.cpu.linear._ROWS_AT_A_TIME", 32)
+    packed = PackedWeight(weight, int8=True)
+    linear(x, packed, parts)
+    assert torch.equal(whole, parts)
+    assert packed.num_bytes == 160 * 64 + 150 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_against_the_unquantized_product(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Rounding to 127 steps of a normal row's largest, about 3.3 sigma, is an error of 0.0075 sigma a weight."""
+    weight, x = random(256, 512, dtype=dtype), random(16, 512, dtype=dtype)
+    expected = x.double() @ weight.double().t()
+    for native in (True, False):
+        if native and not cpu.available():
+            continue
+        if not native:
+            monkeypatch.setattr(cpu, "available", lambda: False)
+        form = weight_form(weight, None, "int8")
+        assert isinstance(form, NativeForm if native else Int8Form)
+        out = torch.empty(16, 256)
+        form.forward(x, out)
+        relative = ((out - expected).norm() / expected.norm()).item()
+        assert 0.004 < relative < 0.011
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("int8") / "model")
+
+
+def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path) -> None:
+    spec = ModelSpec.load(checkpoint)
+    hidden = random(4, spec.hidden_size)
+    logits = []
+    for quantization in (None, "int8"):
+        model = Llama(spec, torch.float32, CPU, 16, 4)
+        load_weights(model, checkpoint, quantization=quantization)
+        ids, table = torch.tensor([1, 5]), torch.empty(2, spec.hidden_size)
+        model.embedding.forward(ids, table)
+        logits.append((model.logits(hidden), table))
+    (exact, rows), (quantized, same_rows) = logits
+    assert torch.equal(rows, same_rows)  # embeddings are not quantized
+    assert 0 < (quantized - exact).norm() < 0.02 * exact.norm()

@@ -1,0 +1,152 @@
+"""The native linear layer on every instruction set against float64, and what does not change its results."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import ISAS
+from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
+from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+# outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
+SHAPES = [(1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)]
+WEIGHTS = [*FLOATS, torch.int8]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.isa()
+    if not cpu.set_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    cpu.set_isa(before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = cpu.num_threads()
+    cpu.set_num_threads(2)
+    yield
+    cpu.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool) -> torch.Tensor:
+    """The product in float64; of the quantized weights."""
+    wide = weight.double()
+    if int8:
+        integers, scales = quantize(weight)
+        wide = integers.double() * scales.double()[:, None]
+    product = x.double() @ wide.t()
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.usefixtures("two_threads")
+def test_equals_float64(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    int8 = weight_dtype == torch.int8
+    for num_outputs, num_inputs, num_rows in SHAPES:
+        weight = random(num_outputs, num_inputs, dtype=dtype if int8 else weight_dtype)
+        x, bias = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype)
+        for given in (bias, None):
+            packed = PackedWeight(weight, given, int8=int8)
+            out = torch.full((num_rows, num_outputs), math.nan)
+            linear(x, packed, out)
+            expected = exact(x, weight, given, int8=int8)
+            # Errors of a sum grow with the sizes of its parts: float32 has 24 bits.
+            size = exact(x.abs(), weight.abs(), None, int8=int8).max()
+            assert (out - expected).abs().max() < 2e-6 * size, (isa, num_outputs, num_inputs, num_rows)
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+def test_results_do_not_depend_on_other_rows_or_threads(isa: str, weight_dtype: torch.dtype) -> None:
+    """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
+    int8 = weight_dtype == torch.int8
+    packed = PackedWeight(random(300, 600, dtype=torch.bfloat16 if int8 else weight_dtype), int8=int8)
+    for dtype in FLOATS:
+        x = random(200, 600, dtype=dtype)
+        whole, before = torch.empty(200, 300), cpu.num_threads()
+        linear(x, packed, whole)
+        for num_rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 25, 97, 200):
+            cpu.set_num_threads(1 + num_rows % 3)
+            part = torch.empty(num_rows, 300)
+            linear(x[-num_rows:], packed, part)
+            assert torch.equal(part, whole[-num_rows:]), (isa, dtype, num_rows)
+        cpu.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_rows", [1, 13])
+@pytest.mark.usefixtures("isa")
+def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num_rows: int) -> None:
+    """Not with what the call before has left on the stack."""
+    out = torch.empty(num_rows, 32)
+    linear(torch.full((num_rows, 258), math.nan, dtype=dtype), PackedWeight(random(32, 258, dtype=dtype)), out)
+    linear(random(num_rows, 257, dtype=dtype), PackedWeight(random(32, 257, dtype=dtype)), out)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_may_be_strided_and_outputs_are_rounded(isa: str, dtype: torch.dtype) -> None:
+    packed, x = PackedWeight(random(72, 64, dtype=dtype)), random(9, 64, dtype=dtype)
+    wide = torch.empty(9, 72)
+    linear(x, packed, wide)
+    spread = torch.full((9, 200), math.nan, dtype=dtype)
+    spread[:, 8:72] = x
+    out = torch.full((9, 100), 7.0, dtype=dtype)
+    linear(spread[:, 8:72], packed, out[:, 16:88])
+    assert torch.equal(out[:, 16:88], wide.to(dtype))
+    assert (out[:, :16] == 7).all()
+    assert (out[:, 88:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_a_packed_weight(dtype: torch.dtype) -> None:
+    for num_outputs, num_inputs in ((33, 7), (100, 64)):
+        weight = random(num_outputs, num_inputs, dtype=dtype)
+        packed = PackedWeight(weight)
+        ids = torch.tensor([num_outputs - 1, 0, 32, 31, 0])
+        out = torch.zeros(5, num_inputs + 3, dtype=dtype)
+        packed.rows(ids, out[:, :num_inputs])
+        assert torch.equal(out[:, :num_inputs], weight[ids])
+        assert (out[:, num_inputs:] == 0).all()
+        for wrong in (-1, num_outputs):
+            with pytest.raises(IndexError, match=rf"\[0, {num_outputs}\), got .*{wrong}"):
+                packed.rows(torch.tensor([0, wrong]), out[:2, :num_inputs])
+
+
+def test_wrong_arguments_are_refused() -> None:
+    packed, x, out = PackedWeight(random(8, 6)), random(2, 6), torch.empty(2, 8)
+    with pytest.raises(ValueError, match=r"\[2, 5\] -> \[2, 8\] with 8 x 6 weights"):
+        linear(x[:, :5], packed, out)
+    with pytest.raises(ValueError, match=r"\[2, 6\] -> \[3, 8\]"):
+        linear(x, packed, torch.empty(3, 8))
+    with pytest.raises(ValueError, match=r"float32 -> torch\.bfloat16"):
+        linear(x, packed, out.bfloat16())
+    with pytest.raises(ValueError, match="contiguous"):
+        linear(random(6, 2).t(), packed, out)
+    with pytest.raises(ValueError, match="a matrix on the CPU"):
+        PackedWeight(random(8))
+    with pytest.raises(ValueError, match="8 elements, got"):
+        PackedWeight(random(8, 6), random(7))
+    with pytest.raises(ValueError, match=r"int8 cannot be copied"):
+        PackedWeight(random(8, 6), int8=True).rows(torch.tensor([1]), x[:1])
+    linear(x[:0], packed, out[:0])
+
+
+@pytest.mark.parametrize("num_bytes", [100, HUGE_PAGE_BYTES - 64, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 100])
+def test_memory_is_aligned_and_zero(num_bytes: int) -> None:
+    memory = zeros(num_bytes // 2, torch.bfloat16)
+    assert memory.shape == (num_bytes // 2,)
+    assert memory.data_ptr() % (64 if num_bytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES) == 0
+    assert not memory.any()
+    memory.fill_(1)
