@@ -85,9 +85,10 @@ class Bench:
         x = torch.zeros(1, 64, dtype=torch.bfloat16, device=self.device)
         ops, weight = fused.CudaOps(self.launcher), torch.ones(64, dtype=torch.bfloat16, device=self.device)
         problem = paged(Shape(1, 16, 1), self.device, 0)
+        workspace = workspace_for(problem, problem.shape.context)
         for name, call in (
             ("launch: rms_norm", lambda: ops.rms_norm(x, weight, 1e-5, x)),
-            ("launch: decode_attention", lambda: self.attend(problem, 0)),
+            ("launch: decode_attention", lambda: self.attend(problem, 0, workspace=workspace)),
             ("launch: torch add", lambda: x.add_(1)),
         ):
             count = 2 if self.small else 2000

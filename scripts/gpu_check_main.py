@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_check_parts import Part, run_cases, run_part
+from gpu_check_parts import Part, python_path, run_cases, run_part
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 480.0
@@ -208,7 +208,7 @@ class Check:
                 status: int | None = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
+                    env=os.environ | {"PYTHONPATH": python_path(ROOT)} | (environment or {}),
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     timeout=seconds,

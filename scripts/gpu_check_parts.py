@@ -40,9 +40,14 @@ class Part:
     """It came to its end, as its last event says."""
 
 
+def python_path(*folders: Path) -> str:
+    """`folders`, then what is there already: packages may be installed in a folder of their own."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
     """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts")))}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts")}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *part.command],

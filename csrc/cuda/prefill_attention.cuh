@@ -254,8 +254,9 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
 #pragma unroll
       for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
       highest = group_max<4>(highest);
-      base[h] = highest == -INFINITY ? 0.f : highest * unit;  // -infinity: the row has seen nothing yet
-      const float shrink = exp2_fast(fmaf(top[h], unit, -base[h]));
+      // Both products rounded, not fused into the subtraction: exactly 1 where the highest score stays.
+      base[h] = highest == -INFINITY ? 0.f : __fmul_rn(highest, unit);  // -infinity: the row has seen nothing yet
+      const float shrink = exp2_fast(__fmul_rn(top[h], unit) - base[h]);
       top[h] = highest;
       sum[h] *= shrink;
 #pragma unroll
@@ -283,6 +284,7 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
   }
 
   // Through shared memory, so that whole rows are written 16 bytes at a time. A row that saw nothing is zero.
+  __syncwarp();  // without a tile there was no barrier behind the copies of Q
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float total = group_sum<4>(sum[h]), factor = total > 0.f ? v_scale / total : 0.f;

@@ -30,7 +30,8 @@ def stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     if dtype.itemsize > 1:
         return x.to(dtype).contiguous().view(torch.uint8)
     limit = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-limit, limit).to(dtype).view(torch.uint8)
+    divisor = torch.tensor(scale, device=x.device)  # by a number of Python torch multiplies with 1 / scale on a GPU
+    return (x.float() / divisor).clamp(-limit, limit).to(dtype).view(torch.uint8)
 
 
 def write(

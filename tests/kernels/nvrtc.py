@@ -75,7 +75,7 @@ def nvrtc() -> BindingsNvrtc:
 
 def compile_report(source: str, name: str, arch: str, sources: Path | None = None) -> Report:
     """Compile as the product does, with `--ptxas-options=-v`, and read the log, which is kept for the next time."""
-    options = (*compiler.OPTIONS, "--ptxas-options=-v")
+    options = (*compiler.options_for(source), "--ptxas-options=-v")
     program = Program(source, name, compiler.read_sources(source, sources), arch, options)
     kept = cache_folder() / f"{program.key(nvrtc().version)}.log"
     if not kept.exists():

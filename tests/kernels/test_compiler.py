@@ -126,6 +126,12 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(compiler.cache_folder()) == "/own/kernels"
 
 
+def test_subnormal_floats_count_in_the_sampler_only() -> None:
+    assert compiler.options_for("fused.cuh") == compiler.OPTIONS
+    exact = compiler.options_for("sampler.cuh")
+    assert [b for a, b in zip(compiler.OPTIONS, exact, strict=True) if a != b] == ["-ftz=false"]
+
+
 def test_errors_begin_at_the_first_error() -> None:
     program = Program("a.cuh", "k<1>", (), "sm_90")
     error = compiler.compile_error(program, "a.cuh(1): warning: x\n\na.cuh(7): error: y\n  here\n\0")
@@ -136,8 +142,7 @@ def test_errors_begin_at_the_first_error() -> None:
 
 
 class FakeKernel:
-    def __init__(self, cupy: "FakeCupy") -> None:
-        self.cupy = cupy
+    def __init__(self) -> None:
         self.shared_limits: list[int] = []
         self.launches: list[tuple[Any, ...]] = []
 
@@ -148,30 +153,16 @@ class FakeKernel:
         else:
             super().__setattr__(name, value)
 
-    def __call__(self, grid: object, block: object, args: object, *, shared_mem: int) -> None:
-        self.launches.append((grid, block, args, shared_mem, self.cupy.entered))
+    def __call__(self, grid: object, block: object, args: object, *, shared_mem: int, stream: Any) -> None:
+        self.launches.append((grid, block, args, shared_mem, stream.ptr))
 
 
 class FakeCupy:
-    """The parts of CuPy that a launch touches; `entered` is the stream that is current."""
+    """The parts of CuPy that loading a kernel touches."""
 
     def __init__(self) -> None:
         self.cubins: list[bytes] = []
-        self.entered: int | None = None
         self.kernels: list[FakeKernel] = []
-        self.cuda = SimpleNamespace(ExternalStream=self.stream)
-
-    def stream(self, pointer: int) -> Any:
-        outer = self
-
-        class Stream:
-            def __enter__(self) -> None:
-                outer.entered = pointer
-
-            def __exit__(self, *error: object) -> None:
-                outer.entered = None
-
-        return Stream()
 
     def RawModule(self, path: str) -> Any:
         self.cubins.append(Path(path).read_bytes())
@@ -180,7 +171,7 @@ class FakeCupy:
 
         def get_function(symbol: str) -> FakeKernel:
             assert symbol.startswith("_Z")
-            self.kernels.append(FakeKernel(self))
+            self.kernels.append(FakeKernel())
             return self.kernels[-1]
 
         return SimpleNamespace(get_function=get_function)

@@ -132,6 +132,15 @@ def events(part: parts.Part, seconds: float = 60.0) -> list[dict[str, Any]]:
     return list(parts.run_part(part, time.monotonic() + seconds))
 
 
+def test_packages_in_a_folder_of_their_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "found_here.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    assert events(part_of(tmp_path, "import found_here\nemit(finished=True)")) == [{"finished": True}]
+    monkeypatch.delenv("PYTHONPATH")
+    assert parts.python_path(tmp_path) == str(tmp_path)
+
+
 def test_events_and_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = part_of(tmp_path, "emit(fact={'a': 1}, say='hello')\nprint('plain', flush=True)\nemit(finished=True)")
     assert events(part) == [{"fact": {"a": 1}, "say": "hello"}, {"finished": True}]

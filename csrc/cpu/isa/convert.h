@@ -29,9 +29,15 @@ VLLM_LITE_INLINE Vec from_fp8(VecU code) {
   return vec_of(size | (code & 0x80) << 24);
 }
 VLLM_LITE_INLINE VecU load_bytes(const void* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VecU>(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<VecU>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
   Vec8 bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   return __builtin_convertvector(bytes, VecU);
+#endif
 }
 VLLM_LITE_INLINE Vec load(const Fp8E4M3* from) {
   const VecU code = load_bytes(from), nan = code << 24 | 0x7fc00000;

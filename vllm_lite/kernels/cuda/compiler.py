@@ -21,6 +21,8 @@ from vllm_lite.errors import VllmLiteError
 
 # 177: a constant of a shared header that this kernel does not use.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")
+EXACT_SOURCES = ("sampler.cuh",)
+"""Sources whose comparisons count bits: subnormal floats are 0 in all others, which is faster."""
 
 _logger = log.get(__name__)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -66,6 +68,11 @@ class Nvrtc(Protocol):
     def version(self) -> str: ...
 
     def compile(self, program: Program) -> Compiled: ...
+
+
+def options_for(source: str) -> tuple[str, ...]:
+    exact = source in EXACT_SOURCES
+    return tuple("-ftz=false" if exact and option == "-ftz=true" else option for option in OPTIONS)
 
 
 # ---- sources
@@ -154,7 +161,7 @@ class KernelCompiler:
         self.num_compiled = 0
 
     def compile(self, source: str, name: str) -> Compiled:
-        program = Program(source, name, read_sources(source, self._sources), self._arch)
+        program = Program(source, name, read_sources(source, self._sources), self._arch, options_for(source))
         path = self._folder / f"{program.key(self._nvrtc.version)}.cubin"
         if (kept := read_entry(path)) is not None:
             return kept

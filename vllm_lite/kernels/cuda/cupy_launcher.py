@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,11 +57,16 @@ class CupyNvrtc:
             nvrtc.destroyProgram(handle)
 
 
+class _Stream(NamedTuple):
+    """All that a launch by CuPy wants of a stream. (CuPy's own ExternalStream warns each time that one is made.)"""
+
+    ptr: int
+
+
 class CupyKernel:
     """One instantiation on the current device. A launch returns at once; it can be captured into a CUDA graph."""
 
-    def __init__(self, cupy: ModuleType, kernel: Any, name: str) -> None:
-        self._external_stream = cupy.cuda.ExternalStream
+    def __init__(self, kernel: Any, name: str) -> None:
         self._kernel = kernel
         self._name = name
         self._shared_limit = DEFAULT_SHARED_BYTES
@@ -76,8 +81,8 @@ class CupyKernel:
         # CuPy passes an int as 8 bytes, which is what an address has, and numpy's scalars as they are.
         packed = [0 if arg is None else arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         # The stream of now: one taken earlier would leave an empty graph where this launch is captured.
-        with self._external_stream(torch.cuda.current_stream().cuda_stream):
-            self._kernel(grid, block, tuple(packed), shared_mem=shared_bytes)
+        stream = _Stream(torch.cuda.current_stream().cuda_stream)
+        self._kernel(grid, block, tuple(packed), shared_mem=shared_bytes, stream=stream)
 
 
 class CupyLauncher:
@@ -106,7 +111,7 @@ class CupyLauncher:
                 loaded = self._cupy.RawModule(path=str(path)).get_function(compiled.symbol)
             except Exception as error:
                 raise KernelError(f"CUDA kernel {name} of {source} cannot be loaded: {error}") from error
-            self._kernels[source, name] = CupyKernel(self._cupy, loaded, name)
+            self._kernels[source, name] = CupyKernel(loaded, name)
         return self._kernels[source, name]
 
 

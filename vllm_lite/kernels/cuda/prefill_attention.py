@@ -8,6 +8,7 @@ from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 SOURCE = "prefill_attention.cuh"
 ROWS = 64  # a block's query rows: (token, head of the KV head's group) pairs
 THREADS = 128
+MAX_GRID_YZ = 65535
 _NO_WINDOW = 1 << 30
 
 
@@ -128,6 +129,7 @@ def check_kv(kv: torch.Tensor, head_size: int) -> None:
 def check_indices(block_tables: torch.Tensor, start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """int32 [num_seqs, max_blocks], [num_seqs + 1], [num_seqs], rows dense."""
     num_seqs = len(seq_lens)
+    require(num_seqs <= MAX_GRID_YZ, f"{num_seqs} sequences are more than a launch takes: {MAX_GRID_YZ}")
     for name, tensor, shape in (
         ("block_tables", block_tables, (num_seqs, block_tables.shape[-1])),
         ("start_loc", start_loc, (num_seqs + 1,)),

@@ -47,7 +47,10 @@ def pick_on_device(
     )
     picked = torch.empty(num_rows, PICKED.itemsize, dtype=torch.uint8, device=logits.device)
     if num_rows:
-        on_device = torch.from_numpy(draws.view(np.uint8)).to(logits.device)
+        records = torch.from_numpy(draws.view(np.uint8))
+        if logits.is_cuda:  # from other memory than pinned the copy would wait for all that was launched before
+            records = records.pin_memory()
+        on_device = records.to(logits.device, non_blocking=True)
         kernel = launcher.kernel(SOURCE, f"pick<{vector_width(vocab, logits)}>")
         args = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device, picked)
         kernel((num_rows, 1, 1), (THREADS, 1, 1), args, SHARED_BYTES)
