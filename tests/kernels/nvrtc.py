@@ -55,15 +55,15 @@ class BindingsNvrtc:
             options = [option.encode() for option in (*program.options, f"--gpu-architecture={program.arch}")]
             (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
             _, size = nvrtc.nvrtcGetProgramLogSize(handle)
-            log = b" " * size
+            log = bytearray(size)  # never bytes: those of one character are shared by the whole process
             nvrtc.nvrtcGetProgramLog(handle, log)
             if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
                 raise compile_error(program, log.decode())
             _, symbol = nvrtc.nvrtcGetLoweredName(handle, program.name.encode())
             _, size = nvrtc.nvrtcGetCUBINSize(handle)
-            cubin = b" " * size
+            cubin = bytearray(size)
             nvrtc.nvrtcGetCUBIN(handle, cubin)
-            return Compiled(cubin, symbol.decode(), log.decode())
+            return Compiled(bytes(cubin), symbol.decode(), log.decode())
         finally:
             nvrtc.nvrtcDestroyProgram(handle)
 
