@@ -123,9 +123,13 @@ class Llama:
         return rows.hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> new float32 [num_rows, vocab_size]."""
-        return self.lm_head.forward(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out` or a new tensor, float32 [num_rows,
+        vocab_size]."""
+        if out is None:
+            out = torch.empty(hidden.shape[0], self.spec.vocab_size, dtype=torch.float32, device=hidden.device)
+        self.lm_head.forward(hidden, out)
+        return out
 
     def weight_table(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint must have, and the weight that it fills."""

@@ -43,7 +43,7 @@ class EagerForward:
         hidden = self.hidden(inputs)
         if inputs.num_samples.sum() < inputs.num_tokens:
             hidden = hidden[self._to_device(inputs.sample_tokens)]
-        return self.model.logits(hidden).float()
+        return self.model.logits(hidden)
 
     def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_tokens, hidden_size]
         metadata = AttentionMetadata(

@@ -93,8 +93,11 @@ class ModelRunner:
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
         limits = self.limits
-        graphs = DecodeGraphs(self.eager, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size)
-        graphs.capture(capture, progress.advance)
+        graphs = DecodeGraphs(
+            self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
+        )
+        if not capture.on_demand:
+            graphs.capture_all(progress.advance)
         self.forward = graphs
 
     @torch.inference_mode()
