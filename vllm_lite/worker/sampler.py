@@ -208,6 +208,8 @@ def draw_records(
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
     """What kernels are told of each row; whatever filters nothing is off."""
+    if params["temperature"].max(initial=0) < GREEDY_BELOW:
+        return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
     for name in ("seed", "child", "top_p"):
         draws[name] = params[name]
