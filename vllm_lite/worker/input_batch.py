@@ -300,7 +300,8 @@ class InputBatch:
         num_guesses = self._guesses_of(handles)
         if num_guesses is not None:
             num_tokens += num_guesses
-        self._check_ranges(handles, rows, ends, num_tokens)
+        table_lens = self.table_lens[rows]  # [num_seqs, num_groups]
+        self._check_ranges(handles, ends, num_tokens, table_lens)
         (sampling,) = (ends == num_tokens).nonzero()
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
@@ -317,7 +318,7 @@ class InputBatch:
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slot_mapping=tuple(self._slots(table, token_rows, positions, written) for table in self.block_tables),
-            block_tables=self._tables_of(rows),
+            block_tables=self._tables_of(rows, table_lens),
             query_start_loc=query_start_loc,
             seq_lens=ends.astype(np.int32),
             sampling=sampling,
@@ -331,12 +332,12 @@ class InputBatch:
             return None
         return np.array([self._num_guesses.get(handle, 0) for handle in handles], np.int64)
 
-    def _check_ranges(self, handles: list[Handle], rows: Int64s, ends: Int64s, num_tokens: Int64s) -> None:
-        room = self.table_lens[rows].min(axis=1) * self.block_size
-        fits = (ends <= num_tokens) & (ends <= room)
-        if not fits.all() or min(self._scheduled.values(), default=1) < 1:
+    def _check_ranges(self, handles: list[Handle], ends: Int64s, num_tokens: Int64s, table_lens: Int32s) -> None:
+        room = np.minimum.reduce(table_lens, axis=1) * self.block_size
+        excess = ends > np.minimum(num_tokens, room)
+        if excess.any() or min(self._scheduled.values(), default=1) < 1:
             counts = list(self._scheduled.values())
-            i = next(i for i, fit in enumerate(fits) if not fit or counts[i] < 1)
+            i = next(i for i, exceeds in enumerate(excess) if exceeds or counts[i] < 1)
             raise ProtocolError(
                 f"handle {handles[i]} cannot compute {counts[i]} tokens up to {ends[i]}: "
                 f"it has {num_tokens[i]} tokens, and blocks for {room[i]}"
@@ -349,12 +350,10 @@ class InputBatch:
         lost = written & (blocks == NULL_BLOCK)
         if lost.any():
             raise ProtocolError(f"handle {self._handles[rows[lost.argmax()]]} would write to the null block")
-        slots = blocks * np.int64(self.block_size) + offsets
-        slots[~written] = PAD_SLOT
-        return slots
+        return np.where(written, blocks * np.int64(self.block_size) + offsets, PAD_SLOT)
 
-    def _tables_of(self, rows: Int64s) -> tuple[Int32s, ...]:
-        widths = self.table_lens[rows].max(axis=0, initial=0)
+    def _tables_of(self, rows: Int64s, table_lens: Int32s) -> tuple[Int32s, ...]:
+        widths = np.maximum.reduce(table_lens, axis=0, initial=0).tolist()
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
@@ -366,7 +365,7 @@ class InputBatch:
         positions = self.num_tokens[rows]
         if inputs.guessed:
             positions += inputs.sample_places
-        ruled = np.flatnonzero(params["min_tokens_until"] > positions)
+        (ruled,) = (params["min_tokens_until"] > positions).nonzero()
         return SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
 
     def _banned(self, rows: Int64s, ruled: Int64s) -> tuple[Int64s, Int64s]:

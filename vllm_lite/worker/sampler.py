@@ -119,7 +119,7 @@ class Sampler:
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
-        wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
+        (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
         if inputs.banned is not None:
             samples, ids = (self._index(array) for array in inputs.banned)
