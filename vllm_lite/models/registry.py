@@ -41,6 +41,7 @@ class Model(Protocol):
         kv_caches: list[torch.Tensor],
         metadata: AttentionMetadata,
         backend: AttentionBackend,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
