@@ -53,6 +53,7 @@ class Program:
         self._words: list[int] = []
         self._names: list[str] = []
         self._packed = np.empty(0, np.uint64)
+        self._arguments = (0, 0)
         self._run = function("vllm_lite_run_program", (pointer, int64), int64)
 
     def __len__(self) -> int:
