@@ -160,7 +160,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "reference", "cpu", "cuda"], Meta(description="which kernels compute attention")
     ] = "auto"
 
-    enforce_eager: Annotated[bool, Meta(description="capture no CUDA graphs")] = False
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="launch every operation of a decode step by itself: no CUDA graphs, no recorded programs"),
+    ] = False
     cudagraph_capture_sizes: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)] | None,
         Meta(description="numbers of sequences that decode steps are captured for, like 1,2,4,8"),

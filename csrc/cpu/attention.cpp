@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common.h"
+#include "program.h"
 #include "thread_pool.h"
 
 using namespace vllm_lite;
@@ -115,11 +116,13 @@ void make_tasks(const AttentionShape& shape, Draft* draft) {
 
 }  // namespace
 
-// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. Returns how
-// many int32 the plan takes; when these are more than `capacity`, nothing is written and the caller has to try again.
+// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. Returns -1;
+// or, when the plan takes more than `capacity` int32 or its splits more than `max_partial_rows`, how many int32 it
+// takes, and then it is no plan.
 VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, const int32_t* starts,
                                                const int32_t* seq_lens, int32_t num_seqs, int32_t num_tokens,
-                                               int32_t window, int32_t* plan_out, int64_t capacity) {
+                                               int32_t window, int32_t* plan_out, int64_t capacity,
+                                               int64_t max_partial_rows) {
   thread_local Draft draft;
   draft.items.clear();
   draft.task_ends.clear();
@@ -145,14 +148,15 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
   plan.num_tasks = static_cast<int32_t>(draft.task_ends.size());
   plan.num_gaps = static_cast<int32_t>(draft.gaps.size() / 2);
   const int64_t needed = kPlanInts + plan.num_items * kItemInts + plan.num_tasks + 2 * plan.num_gaps;
-  if (needed > capacity) return needed;
+  if (needed > capacity || plan.num_partial_rows > max_partial_rows) return needed;
   std::memcpy(plan_out, &plan, sizeof plan);
   int32_t* to = plan_out + kPlanInts;
   std::copy_n(draft.items.data(), draft.items.size(), reinterpret_cast<AttentionItem*>(to));
   to = std::copy(draft.task_ends.begin(), draft.task_ends.end(), to + plan.num_items * kItemInts);
   std::copy(draft.gaps.begin(), draft.gaps.end(), to);
-  return needed;
+  return -1;
 }
+VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 
 // One layer. Strides count elements: of a row of `query` and of `out` [num_tokens, num_heads, head_size], of a row of
 // `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense.
@@ -209,3 +213,4 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
     }
   });
 }
+VLLM_LITE_RECORDABLE(vllm_lite_attend)

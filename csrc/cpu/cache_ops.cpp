@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "common.h"
+#include "program.h"
 #include "thread_pool.h"
 
 using namespace vllm_lite;
@@ -52,6 +53,7 @@ VLLM_LITE_API void vllm_lite_write_kv(const AttentionShape* shape, void* query, 
   parallel_for((num_tokens + tokens - 1) / tokens,
                [&](int64_t task) { run(write, task * tokens, std::min(num_tokens, (task + 1) * tokens)); });
 }
+VLLM_LITE_RECORDABLE(vllm_lite_write_kv)
 
 // Copies block pairs[i][0] of `source` to block pairs[i][1] of `destination`, all i in any order: no block that is
 // written may be another pair's source or destination. source and destination may be one pool.

@@ -1,13 +1,17 @@
 // The interface of the small operations, and how their rows are handed to threads.
 #include "fused.h"
 
+#include <cstring>
+
 #include "common.h"
+#include "program.h"
 #include "thread_pool.h"
 
 namespace {
 
 constexpr int64_t kTaskElements = 1 << 15;    // 5 us or so
 constexpr int64_t kSharedElements = 1 << 17;  // less is done sooner by the calling thread alone
+constexpr int64_t kLookUpBytes = 256 << 10;   // of a task: 20 us or so
 
 template <class Op>
 void over_rows(int64_t num_rows, int64_t row_elements, void (*kernel)(const Op&, int64_t, int64_t), const Op& op) {
@@ -27,6 +31,7 @@ VLLM_LITE_API void vllm_lite_rms_norm(int32_t dtype, int64_t num_outer, int64_t 
   const RmsNorm op = {dtype, eps, num_inner, size, x, weight, out, x_outer, x_inner, out_outer, out_inner};
   over_rows(num_outer, num_inner * size, VLLM_LITE_DISPATCH(rms_norm), op);
 }
+VLLM_LITE_RECORDABLE(vllm_lite_rms_norm)
 
 // residual, x, out: [num_rows, size].
 VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64_t size, float eps, void* residual,
@@ -35,6 +40,7 @@ VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64
   const AddRmsNorm op = {dtype, eps, size, x, weight, residual, out, residual_stride, x_stride, out_stride};
   over_rows(num_rows, size, VLLM_LITE_DISPATCH(add_rms_norm), op);
 }
+VLLM_LITE_RECORDABLE(vllm_lite_add_rms_norm)
 
 // gate_up: [num_rows, 2 * size], out: [num_rows, size].
 VLLM_LITE_API void vllm_lite_gated_activation(int32_t dtype, int32_t activation, int64_t num_rows, int64_t size,
@@ -42,6 +48,7 @@ VLLM_LITE_API void vllm_lite_gated_activation(int32_t dtype, int32_t activation,
   const GatedActivation op = {dtype, activation, size, gate_up, out, in_stride, out_stride};
   over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(gated_activation), op);
 }
+VLLM_LITE_RECORDABLE(vllm_lite_gated_activation)
 
 // heads: [num_tokens, num_heads, head_size]; cos, sin: [num_tokens, head_size], both with one stride.
 VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t num_heads, int64_t head_size,
@@ -50,6 +57,7 @@ VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t n
   const Rotate op = {dtype, num_heads, head_size, heads, cos, sin, token_stride, head_stride, rotation_stride};
   over_rows(num_tokens, num_heads * head_size, VLLM_LITE_DISPATCH(rotate), op);
 }
+VLLM_LITE_RECORDABLE(vllm_lite_rotate)
 
 // Returns the index of the first position outside of [0, max_position), and then does nothing; otherwise -1.
 VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_tokens, int64_t half, const float* table,
@@ -62,3 +70,21 @@ VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_token
   over_rows(num_tokens, 4 * half, VLLM_LITE_DISPATCH(select_rotation), op);
   return -1;
 }
+VLLM_LITE_RECORDABLE(vllm_lite_select_rotation)
+
+// Rows ids [count] of a table [num_rows][row_bytes] to `out`, whose rows are `out_stride` bytes apart: an embedding.
+// Returns -1; or the index of the first id outside of the table, and nothing is written.
+VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t num_rows, int64_t row_bytes, const int64_t* ids,
+                                        int64_t count, char* out, int64_t out_stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= num_rows) return i;
+  }
+  const int64_t at_once = row_bytes < kLookUpBytes ? kLookUpBytes / row_bytes : 1;
+  vllm_lite::parallel_for((count + at_once - 1) / at_once, [&](int64_t task) {
+    for (int64_t i = task * at_once; i < count && i < (task + 1) * at_once; ++i) {
+      std::memcpy(out + i * out_stride, table + ids[i] * row_bytes, static_cast<size_t>(row_bytes));
+    }
+  });
+  return -1;
+}
+VLLM_LITE_RECORDABLE(vllm_lite_look_up)

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common.h"
+#include "program.h"
 #include "thread_pool.h"
 
 namespace {
@@ -69,12 +70,12 @@ VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int64_t firs
   }
 }
 
-// The weight's rows `outputs` [count] into `rows`: an embedding from a packed LM head. Not for int8. Returns 0 and
-// writes nothing if one of them does not exist.
-VLLM_LITE_API int32_t vllm_lite_unpack(const PackedWeight* weight, const int64_t* outputs, int64_t count, void* rows,
+// The weight's rows `outputs` [count] into `rows`: an embedding from a packed LM head. Not for int8. Returns -1; or the
+// index of the first output that does not exist, and nothing is written.
+VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, const int64_t* outputs, int64_t count, void* rows,
                                        int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
-    if (outputs[i] < 0 || outputs[i] >= weight->num_outputs) return 0;
+    if (outputs[i] < 0 || outputs[i] >= weight->num_outputs) return i;
   }
   const bool pairs = paired(weight->type);
   if (weight->type == kFloat32) {
@@ -84,8 +85,9 @@ VLLM_LITE_API int32_t vllm_lite_unpack(const PackedWeight* weight, const int64_t
     unpack(static_cast<const uint16_t*>(weight->data), outputs, count, weight->num_inputs, pairs,
            static_cast<uint16_t*>(rows), stride);
   }
-  return 1;
+  return -1;
 }
+VLLM_LITE_RECORDABLE(vllm_lite_unpack)
 
 // x_type is a DType up to kFloat16; out_type is the same or kFloat32.
 VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, int64_t x_stride, int32_t x_type,
@@ -109,6 +111,7 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
     linear(call, {first_row, end_row - first_row, first, end - first});
   });
 }
+VLLM_LITE_RECORDABLE(vllm_lite_linear)
 
 // Reads num_bytes with all threads, for measuring memory bandwidth. The result depends on what was read.
 VLLM_LITE_API int64_t vllm_lite_read(const void* data, int64_t num_bytes) {

@@ -22,9 +22,15 @@ def threads() -> Iterator[None]:
         cpu.set_num_threads(before[1])
 
 
-def test_a_cpu_has_no_memory_to_profile_and_no_graphs() -> None:
-    device = open_device(EngineConfig(device="cpu"), 0)
-    assert (device.torch.type, device.memory, device.capture) == ("cpu", None, None)
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("native", [True, False])
+def test_a_cpu_has_no_memory_to_profile_and_records_native_calls(
+    eager: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_lite.worker.device.cpu.available", lambda: native)
+    device = open_device(EngineConfig(device="cpu", enforce_eager=eager), 0)
+    assert (device.torch.type, device.memory) == ("cpu", None)
+    assert (device.capture is None) == (eager or not native)
     assert device.is_cpu
 
 

@@ -6,22 +6,23 @@ for bit. For that every matrix product is made row by row here: their bits would
 
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests import plays
 from tests.checkpoints import make_checkpoint
-from tests.driver import WARM, Driver, make_prompt, new_request
+from tests.driver import Driver, make_prompt, new_request
 from tests.kernels import emulator
+from tests.plays import graphs_of
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.errors import ConfigError
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.linear import Linear
-from vllm_lite.protocol.step import Continue, Draft, Entry, Finish, ModelOutput
+from vllm_lite.protocol.step import Continue, Draft, Finish
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph, bucket_sizes, reserved_bytes
@@ -43,6 +44,8 @@ class FakeGraph:
 class FakeCapture:
     """`strict`: as on a device, a replay has nothing but what was prepared once."""
 
+    on_demand = False
+
     def __init__(self, *, strict: bool = False) -> None:
         self.graphs: list[FakeGraph] = []
         self.strict = strict
@@ -61,12 +64,6 @@ def with_graphs(*, strict: bool = False) -> Device:
     return Device(torch.device("cpu"), capture=FakeCapture(strict=strict))
 
 
-def graphs_of(driver: Driver) -> DecodeGraphs:
-    graphs = driver.worker.runner.forward
-    assert isinstance(graphs, DecodeGraphs)
-    return graphs
-
-
 @pytest.fixture
 def by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, head = Linear.forward, LMHead.forward
@@ -75,8 +72,9 @@ def by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         for row in range(len(x)):
             linear(self, x[row : row + 1], out[row : row + 1])
 
-    def head_rows(self: LMHead, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([head(self, hidden[row : row + 1]) for row in range(len(hidden))] or [head(self, hidden)])
+    def head_rows(self: LMHead, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        for row in range(len(hidden)):
+            head(self, hidden[row : row + 1], out[row : row + 1])
 
     monkeypatch.setattr(Linear, "forward", linear_rows)
     monkeypatch.setattr(LMHead, "forward", head_rows)
@@ -93,82 +91,11 @@ def model(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factor
 # ---- the same bits
 
 
-class Play:
-    """A random sequence of steps for at most eight sequences, four with two groups, each with blocks of its own."""
-
-    def __init__(self, seed: int, num_groups: int) -> None:
-        self.random = Random(seed)
-        self.left: dict[int, int] = {}  # handle -> prompt tokens not computed
-        self.lengths: dict[int, int] = {}
-        self.tables = [
-            [list(range(first + 4 * group, first + 4 * group + 4)) for group in range(num_groups)]
-            for first in range(1, 33, 4 * num_groups)
-        ]
-        self.owned: dict[int, list[list[int]]] = {}
-        self.num_handles = 0
-
-    def step(self) -> list[Entry]:
-        entries: list[Entry] = []
-        for handle in [h for h in self.lengths if self.lengths[h] > 60 or self.random.random() < 0.04]:
-            entries.append(Finish(handle))
-            self.tables.append(self.owned.pop(handle))
-            del self.lengths[handle], self.left[handle]
-        for handle in self.lengths:
-            left = self.left[handle]
-            count = 1 if left <= 1 else self.random.choice([1, left, self.random.randint(1, left)])
-            self.left[handle] = max(left - count, 0)
-            self.lengths[handle] += count
-            entries.append(Continue(handle, count, []))
-        if self.tables and self.random.random() < 0.4:
-            entries.append(self.arrival())
-        return entries
-
-    def arrival(self) -> Entry:
-        handle, self.num_handles = self.num_handles, self.num_handles + 1
-        length = self.random.randint(1, 24)
-        count = self.random.randint(1, length)
-        table = self.owned[handle] = self.tables.pop(0)
-        self.left[handle], self.lengths[handle] = length - count, count
-        entry = new_request(handle, make_prompt(length, seed=handle), [], num_tokens=count, sampling=WARM)
-        entry.block_ids[:] = table
-        return entry
-
-
-class Recorder:
-    """Keeps a copy of the logits of every step."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.logits: list[torch.Tensor] = []
-        runner = driver.worker.runner
-        inner = runner.forward.logits
-
-        def logits(inputs: StepInputs) -> torch.Tensor:
-            self.logits.append(inner(inputs).clone())
-            return self.logits[-1].clone()
-
-        runner.forward.logits = logits  # type: ignore[method-assign]
-
-
 def run_both(
     model: Path, seed: int, num_steps: int, on: Device | None = None, **settings: Any
 ) -> tuple[Driver, Driver]:
-    """The same steps eagerly and with graphs; the first step whose bits differ fails."""
-    eager, graphed = Driver(model, **settings), Driver(model, on=on or with_graphs(), **settings)
-    expected, got = Recorder(eager), Recorder(graphed)
-    play = Play(seed, len(eager.ready.groups))
-    for number in range(num_steps):
-        entries = play.step()
-        outputs = [without_step(driver.run(*entries)) for driver in (eager, graphed)]
-        assert outputs[0] == outputs[1], number
-        assert len(expected.logits) == len(got.logits)
-        if got.logits:
-            assert torch.equal(expected.logits[-1], got.logits[-1]), number
-        assert torch.equal(eager.pool, graphed.pool), f"step {number} left another cache"
-    return eager, graphed
-
-
-def without_step(output: ModelOutput) -> tuple[Any, ...]:
-    return (output.tokens, output.counts, output.failed)
+    """As plays.run_both, with a fake capture."""
+    return plays.run_both(model, seed, num_steps, on or with_graphs(), **settings)
 
 
 @pytest.mark.usefixtures("by_row")
@@ -244,7 +171,7 @@ def test_padding_of_a_larger_step_before_is_overwritten(tiny_checkpoint: Path, m
 
 def counts(driver: Driver) -> dict[int, int]:
     """Replays of each size."""
-    return {bucket.size: bucket.graph.count for bucket in graphs_of(driver)._buckets}  # type: ignore[attr-defined]
+    return {bucket.size: bucket.graph.count for bucket in graphs_of(driver)._buckets.values()}  # type: ignore[attr-defined]
 
 
 def test_each_step_takes_the_smallest_bucket_that_holds_it(tiny_checkpoint: Path) -> None:
@@ -273,7 +200,7 @@ def test_a_step_with_guesses_is_not_replayed(tiny_checkpoint: Path) -> None:
 
 def test_a_row_that_does_not_sample_is_left_out(tiny_checkpoint: Path) -> None:
     """A prompt's chunk of one token beside a decoding sequence: two rows, one token."""
-    eager, graphed = Driver(tiny_checkpoint), Driver(tiny_checkpoint, on=with_graphs())
+    eager, graphed = Driver(tiny_checkpoint, enforce_eager=True), Driver(tiny_checkpoint, on=with_graphs())
     for driver in (eager, graphed):
         driver.run(new_request(0, make_prompt(9), [1]))
         driver.run(new_request(1, make_prompt(4, seed=2), [2], num_tokens=2))
@@ -287,9 +214,9 @@ def test_the_largest_is_captured_first(tiny_checkpoint: Path, monkeypatch: pytes
     order: list[int] = []
     capture = DecodeGraphs._capture
 
-    def recorded(self: DecodeGraphs, how: Any, size: int) -> Any:
+    def recorded(self: DecodeGraphs, size: int) -> Any:
         order.append(size)
-        return capture(self, how, size)
+        return capture(self, size)
 
     monkeypatch.setattr(DecodeGraphs, "_capture", recorded)
     driver = Driver(tiny_checkpoint, on=with_graphs(), cudagraph_capture_sizes=[4, 1, 2])
@@ -301,12 +228,13 @@ def test_capturing_writes_nothing(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, on=with_graphs())
     driver.pool.normal_()
     before = driver.pool.clone()
-    graphs_of(driver).capture(FakeCapture())
+    graphs_of(driver).capture_all()
     assert torch.equal(driver.pool, before)
     driver.pool[0] = 0
 
 
-def test_without_capture_steps_are_eager(driver: Driver) -> None:
+def test_without_capture_steps_are_eager(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, enforce_eager=True)
     assert isinstance(driver.worker.runner.forward, EagerForward)
     assert driver.worker.graph_sizes == ()
 

@@ -215,8 +215,8 @@ def test_a_sequence_whose_logits_are_not_finite_fails_alone(
     prompts = [make_prompt(length, seed=9) for length in (10, 11, 12)]
     logits = driver.worker.model.logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        result = logits(hidden)
+    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = logits(hidden, out)
         result[1, 5] = float("nan")
         return result
 

@@ -82,8 +82,8 @@ def test_what_is_not_finite_behind_a_guess_fails_when_its_turn_comes(
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
     logits = driver.worker.model.logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        result = logits(hidden)
+    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = logits(hidden, out)
         result[2 if len(result) > 2 else 0] = float("nan")
         return result
 

@@ -74,6 +74,23 @@ def test_mixed_batch_of_several_sequences(oracle):
         assert oracle.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
 
 
+def test_hidden_states_of_wanted_tokens_are_those_of_all(oracle, monkeypatch):
+    forward = oracle.model.forward
+
+    def compared(*args):
+        every = forward(*args).clone()
+        last = len(every) - 1
+        for wanted in ([last], [last, 0, last // 2], [], list(range(len(every)))):
+            few = forward(*args, torch.tensor(wanted, dtype=torch.int64))
+            assert few.shape == (len(wanted), every.shape[1])
+            assert torch.allclose(few, every[wanted], rtol=0, atol=1e-4)
+        return every
+
+    monkeypatch.setattr(oracle.model, "forward", compared)
+    logits = Paged(oracle).run(oracle.tokens, 64)
+    assert oracle.difference(logits) < MAX_DIFFERENCE
+
+
 def test_moved_to_other_blocks_it_goes_on_as_before(llama):
     paged = Paged(llama)
     sequence = paged.sequence(llama.tokens)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_graphs import Play, graphs_of
 from tests.driver import EPOCH, Driver, make_prompt, new_request
+from tests.plays import Play, graphs_of
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol.control import Start

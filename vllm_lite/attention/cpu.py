@@ -31,6 +31,8 @@ class _Plan:
     groups: tuple[_Group, ...]
     memory: Any
     """What the addresses point into."""
+    scratch: Any
+    """What else the kernels are given while this is the plan."""
 
 
 class CpuBackend:
@@ -72,16 +74,16 @@ class CpuBackend:
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """Partial results of split sequences, and each thread's scratch memory."""
         shape = self.shape
-        num_splits = min(kernels.MAX_SPLITS, -(-max_seq_len // kernels.SPLIT_KEYS))
-        rows = min(kernels.MAX_PARTIAL_ROWS, num_splits * kernels.MAX_ROWS)  # of a sequence and KV head, at most
-        num_rows = min(rows * max_num_seqs, num_splits * max_num_tokens * (shape.num_heads // shape.num_kv_heads))
-        partials = num_rows * shape.num_kv_heads * (shape.head_size + 2) * 4 if num_splits > 1 else 0
+        group = shape.num_heads // shape.num_kv_heads
+        num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, group)
+        partials = num_rows * shape.num_kv_heads * (shape.head_size + 2) * 4
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
     def prepare(self, metadata: AttentionMetadata) -> None:
+        """Recordable: a program that does this again cuts the lengths that it then finds in memory."""
         starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
         plans = {
-            window: self.kernels.plan(starts, seq_lens, metadata.num_tokens, window)
+            window: self.kernels.plan(starts, seq_lens, metadata.num_tokens, metadata.max_seq_len, window)
             for window in set(self.shape.windows)
         }
         groups = [
@@ -90,7 +92,8 @@ class CpuBackend:
                 self.shape.windows, metadata.block_tables, metadata.slot_mapping, strict=True
             )
         ]
-        metadata.plan = _Plan(tuple(groups), (plans, metadata.block_tables, metadata.slot_mapping))
+        memory = (plans, metadata.block_tables, metadata.slot_mapping)
+        metadata.plan = _Plan(tuple(groups), memory, self.kernels.scratch)
 
     def write_kv(self, heads: Heads, kv: torch.Tensor, metadata: AttentionMetadata, group: int) -> None:
         slots = metadata.plan.groups[group].slots

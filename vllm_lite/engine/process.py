@@ -138,9 +138,9 @@ class EngineProcess:
                 watched.poll(self._patience_ms(core))
                 for peer, message in self._port.receive():
                     self._handle(core, peer, message)
-                output = executor.poll()
                 produced = core.expire()
-                if output is not None:
+                # All there are: with the last of them out of the socket, nothing would end the next wait early.
+                while (output := executor.poll()) is not None:
                     produced += core.finish(output)
                 try:
                     while core.begin():  # before the clients are told: workers should not wait for that

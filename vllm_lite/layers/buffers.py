@@ -56,6 +56,14 @@ class Buffers:
             self._last = (n, self._slice(n))
         return self._last[1]
 
+    def gather(self, rows: Rows, wanted: torch.Tensor) -> Rows:  # wanted: int64 [k], k <= n
+        """The residual stream and attention's result of some rows, moved together; all else of them is lost."""
+        residual, attended = rows.residual[wanted], rows.attended[wanted]
+        few = self.rows(len(wanted))
+        few.residual.copy_(residual)
+        few.attended.copy_(attended)
+        return few
+
     def _slice(self, n: int) -> Rows:
         if n > self.max_num_tokens:
             raise ValueError(f"a step of {n} tokens exceeds the {self.max_num_tokens} that the buffers were made for")

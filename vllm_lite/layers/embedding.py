@@ -2,7 +2,8 @@
 
 import torch
 
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
 from vllm_lite.layers.weight_form import DenseForm, NativeForm, Quantization, WeightForm, weight_form
 
 
@@ -12,6 +13,7 @@ class Embedding:
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.packed: PackedWeight | None = None
+        self.native = device.type == "cpu" and cpu.available()
 
     def share(self, packed: PackedWeight) -> None:
         """From now on look up in the LM head's packed weight, which has the same rows, and give up the own one.
@@ -23,10 +25,10 @@ class Embedding:
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError."""
-        if self.packed is None:
-            torch.index_select(self.weight, 0, token_ids, out=out)
-        else:
+        if self.packed is not None:
             self.packed.rows(token_ids, out)
+        elif not (self.native and look_up(self.weight, token_ids, out)):
+            torch.index_select(self.weight, 0, token_ids, out=out)
 
 
 class LMHead:
@@ -46,11 +48,6 @@ class LMHead:
         if self.tied and isinstance(self.form, NativeForm) and quantization is None:
             self.embedding.share(self.form.packed)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size] -> a new tensor float32 [num_rows, vocab_size].
-
-        New, not preallocated: the sampler works on it in place, and its number of rows is not that of the tokens.
-        """
-        logits = torch.empty(hidden.shape[0], self.vocab_size, dtype=torch.float32, device=hidden.device)
-        self.form.forward(hidden, logits)
-        return logits
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]."""
+        self.form.forward(hidden, out)

@@ -1,6 +1,6 @@
 """The Llama family of decoder-only models: Llama, Mistral and Qwen3, which differ only by what ModelSpec says.
 
-Read `Llama.forward`, then `DecoderLayer.forward`. Activations live in `Buffers`: `residual` is the stream that every
+Read `Llama.forward`, then `DecoderLayer`. Activations live in `Buffers`: `residual` is the stream that every
 block adds to; `hidden` is what a block reads (normed) and then what it gives back, which the next norm adds.
 """
 
@@ -46,13 +46,16 @@ class DecoderLayer:
         self.activation = SiluAndMul(device)
         self.down = linear(inner, hidden, bias=spec.mlp_bias)
 
-    def forward(self, rows: Rows, kv: torch.Tensor, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
-        """rows.hidden, behind `input_norm`, -> this layer's MLP output, which is still to be added to rows.residual."""
+    def attend(self, rows: Rows, kv: torch.Tensor, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
+        """rows.hidden, behind `input_norm`, -> rows.attended, and K and V to the cache."""
         self.qkv.forward(rows.hidden, out=rows.qkv)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward(rows.query, out=rows.query)
             self.key_norm.forward(rows.key, out=rows.key)
         self.attention.forward(rows, kv, metadata, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """rows.attended -> rows.hidden: this layer's MLP output, which is still to be added to rows.residual."""
         self.output.forward(rows.attended, out=rows.hidden)
 
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
@@ -111,21 +114,33 @@ class Llama:
         kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         metadata: AttentionMetadata,  # prepared by `backend`
         backend: AttentionBackend,
+        wanted: torch.Tensor | None = None,  # int64 [num_wanted], rows of the step; None = all
     ) -> torch.Tensor:
-        """Every token's hidden state after the final norm: [num_tokens, hidden_size], overwritten by the next call."""
+        """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
+        call. The last layer's attention is needed of all tokens, for the cache; what follows it of the wanted only.
+        """
         rows = self.buffers.rows(input_ids.shape[0])
         self.embedding.forward(input_ids, out=rows.residual)
         self.rope.select(positions, rows.rotation)
         self.layers[0].input_norm.forward(rows.residual, out=rows.hidden)
         for layer, norm_behind, kv in zip(self.layers, self.norms_behind, kv_caches, strict=True):
-            layer.forward(rows, kv, metadata, backend)
+            layer.attend(rows, kv, metadata, backend)
+            if wanted is not None and layer is self.layers[-1]:
+                if len(wanted) == 0:
+                    return rows.hidden[:0]
+                rows = self.buffers.gather(rows, wanted)
+            layer.combine(rows)
             norm_behind.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         return rows.hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> new float32 [num_rows, vocab_size]."""
-        return self.lm_head.forward(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out` or a new tensor, float32 [num_rows,
+        vocab_size]."""
+        if out is None:
+            out = torch.empty(hidden.shape[0], self.spec.vocab_size, dtype=torch.float32, device=hidden.device)
+        self.lm_head.forward(hidden, out)
+        return out
 
     def weight_table(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint must have, and the weight that it fills."""

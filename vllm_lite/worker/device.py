@@ -8,7 +8,7 @@ import torch
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
-from vllm_lite.worker.graphs import Capture, CudaCapture
+from vllm_lite.worker.graphs import Capture, CpuCapture, CudaCapture
 from vllm_lite.worker.memory import CudaMemory, DeviceMemory
 
 KV_DTYPES = {
@@ -37,7 +37,8 @@ class Device:
 def open_device(config: EngineConfig, rank: int) -> Device:
     """The device of worker `rank`, made current. Raises ConfigError if torch does not see it."""
     if config.device == "cpu":
-        return Device(torch.device("cpu"))
+        recordable = cpu.available() and not config.enforce_eager
+        return Device(torch.device("cpu"), capture=CpuCapture() if recordable else None)
     if not torch.cuda.is_available() or rank >= torch.cuda.device_count():
         raise ConfigError(
             f"device is cuda, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices and worker "

@@ -40,12 +40,9 @@ class EagerForward:
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits are made of those rows only whose next token is wanted."""
-        hidden = self.hidden(inputs)
-        if inputs.num_samples.sum() < inputs.num_tokens:
-            hidden = hidden[self._to_device(inputs.sample_tokens)]
-        return self.model.logits(hidden).float()
+        return self.model.logits(self.hidden(inputs))
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_tokens, hidden_size]
+    def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_samples, hidden_size]
         metadata = AttentionMetadata(
             num_tokens=inputs.num_tokens,
             num_seqs=len(inputs.rows),
@@ -58,7 +55,9 @@ class EagerForward:
         )
         self.backend.prepare(metadata)
         input_ids, positions = self._to_device(inputs.input_ids), self._to_device(inputs.positions)
-        return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend)
+        some = inputs.num_samples.sum() < inputs.num_tokens
+        wanted = self._to_device(inputs.sample_tokens) if some else None
+        return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend, wanted)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, self.device)

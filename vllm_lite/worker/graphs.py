@@ -1,9 +1,12 @@
-"""CUDA graphs of decode steps: the model's kernels are recorded once per batch size and then launched by one call.
+"""Graphs of decode steps: the model's kernels are recorded once per batch size and then launched by one call.
 
 A decode step computes one token of each sequence, so its kernels depend on the number of sequences only. That number is
-rounded up to one of a few sizes ("buckets"); a graph is captured for each, the largest first, so that the others find
-their memory in the same pool. (A backend that keeps one scratch memory and makes it larger when `prepare` needs more
-then makes it once.)
+rounded up to one of a few sizes ("buckets"), and a graph is captured for each.
+
+- On CUDA all are captured at the start, the largest first, so that the others find their memory in the same pool. (A
+  backend that keeps one scratch memory and makes it larger when `prepare` needs more then makes it once.)
+- On a CPU a graph is a program of native calls. Padding would cost there what a sequence costs, and capturing takes a
+  millisecond, so every number of sequences is a bucket, captured when a step first has that many.
 
 Inside a graph: `model.forward` with the attention backend's `write_kv` and `attend`, and the logits of all rows. Every
 address and every grid in it is that of the capture, so all that changes from step to step is read from memory which a
@@ -15,10 +18,10 @@ graph shares with the next step:
 Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
 They write nothing, their attention is zero and nobody reads their logits.
 
-Outside: those copies; `backend.prepare`, which runs once, before the capture, on the bucket's own metadata (there
-max_seq_len is max_model_len, and a backend must keep in `metadata.plan`, and read from device memory, all that the
-captured kernels need); sampling; and every step that is not pure decoding or has more sequences than the largest
-bucket. Such steps run eagerly.
+Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own metadata
+(there max_seq_len is max_model_len, and a backend must keep in `metadata.plan`, and read from device memory, all that
+the captured kernels need; on a CPU it is the program's first part); sampling; and every step that is not pure decoding
+or has more sequences than the largest bucket. Such steps run eagerly.
 """
 
 import gc
@@ -29,12 +32,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite import log
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.config import GIB
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.worker.forward import EagerForward, to_device
 from vllm_lite.worker.step_inputs import StepInputs
 
@@ -55,8 +61,14 @@ class Graph(Protocol):
 class Capture(Protocol):
     """What can record a graph."""
 
-    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
-        """Call `prepare`, then record what `run` does to the device. `run` may be called several times."""
+    on_demand: bool
+    """Capture every batch size when it is first needed, instead of a few at the start."""
+
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
+        """Call `prepare`, then record what `run` does to the device. `run` may be called several times.
+
+        None if what they do cannot be recorded; such a model is run eagerly.
+        """
         ...
 
     def used_bytes(self) -> int:
@@ -66,6 +78,8 @@ class Capture(Protocol):
 
 class CudaCapture:
     """torch.cuda.graph, on one stream and in one memory pool."""
+
+    on_demand = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,6 +102,25 @@ class CudaCapture:
         return int(total - free)
 
 
+class CpuCapture:
+    """Programs of native calls. What `prepare` does is part of them."""
+
+    on_demand = True
+
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
+        program = Program()
+        try:
+            program.record(prepare)
+            program.record(run)
+        except NotRecordable as error:
+            logger.debug("decode steps are not recorded: %s", error)
+            return None
+        return program
+
+    def used_bytes(self) -> int:
+        return 0
+
+
 class DecodeInputs:
     """The memory that graphs read: one buffer for what has a few bytes per row, and the block tables."""
 
@@ -98,6 +131,8 @@ class DecodeInputs:
         self._memory = torch.zeros(max_rows * self._row_bytes, dtype=torch.uint8, device=device)
         self._tables = [torch.zeros(max_rows, table_width, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._host_tables = [table.numpy() for table in self._tables] if device.type == "cpu" else None
+        self._staged: tuple[int, NDArray[np.int64], NDArray[np.int32]] | None = None
 
     def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of a bucket's part of the buffer: int64 [2 + num_groups, size] (input ids, positions, slots of each group)
@@ -123,20 +158,34 @@ class DecodeInputs:
 
     def load(self, inputs: StepInputs | None, size: int) -> None:
         """Bring a step, or none, to the device, padded to `size` rows."""
-        on_gpu = self.device.type != "cpu"
-        staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        staged_rows, staged_lens = _split(staging, self.num_groups, size)
-        rows, seq_lens = staged_rows.numpy(), staged_lens.numpy()
+        if self._host_tables is not None:
+            self._fill(inputs, *self._host_rows(size))
+            for host_table, used in zip(self._host_tables, inputs.block_tables if inputs else (), strict=False):
+                host_table[: used.shape[0], : used.shape[1]] = used
+            return
+        staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
+        rows, seq_lens = _split(staging, self.num_groups, size)
+        self._fill(inputs, rows.numpy(), seq_lens.numpy())
+        for table, used in zip(self._tables, inputs.block_tables if inputs else (), strict=False):
+            table[: used.shape[0], : used.shape[1]].copy_(to_device(used, self.device))
+        self._memory[: len(staging)].copy_(staging, non_blocking=True)
+
+    def _host_rows(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The views of a bucket on a CPU, kept until another one is asked for."""
+        if self._staged is None or self._staged[0] != size:
+            rows, seq_lens = self.views(size)
+            self._staged = size, rows.numpy(), seq_lens.numpy()
+        return self._staged[1:]
+
+    def _fill(self, inputs: StepInputs | None, rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> None:
         count = 0
         if inputs is not None:
             count = inputs.num_tokens
             rows[0, :count], rows[1, :count], seq_lens[:count] = inputs.input_ids, inputs.positions, inputs.seq_lens
-            for group, slots in enumerate(inputs.slot_mapping):
-                rows[2 + group, :count] = slots
-            for table, used in zip(self._tables, inputs.block_tables, strict=True):
-                table[:count, : used.shape[1]].copy_(to_device(used, self.device))
-        rows[:2, count:], rows[2:, count:], seq_lens[count:] = 0, PAD_SLOT, 0
-        self._memory[: len(staging)].copy_(staging, non_blocking=True)
+            for group, slots in enumerate(inputs.slot_mapping, start=2):
+                rows[group, :count] = slots
+        if count < len(seq_lens):
+            rows[:2, count:], rows[2:, count:], seq_lens[count:] = 0, PAD_SLOT, 0
 
 
 def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,53 +207,66 @@ class _Bucket:
 class DecodeGraphs:
     """A Forward that replays graphs where it has one, and is `eager` otherwise."""
 
-    def __init__(self, eager: EagerForward, sizes: Sequence[int], *, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, eager: EagerForward, capture: Capture, sizes: Sequence[int], *, max_model_len: int, block_size: int
+    ) -> None:
         """`sizes` ascend, as `bucket_sizes` gives them."""
         spec = eager.model.spec
         self.eager = eager
+        self.capture = capture
         self.sizes = tuple(sizes)
         self.max_model_len = max_model_len
         self.num_replays = 0
         num_groups = len(spec.kv_groups)
         self._inputs = DecodeInputs(self.sizes[-1], -(-max_model_len // block_size), num_groups, eager.device)
         self._logits = torch.zeros(self.sizes[-1], spec.vocab_size, dtype=torch.float32, device=eager.device)
-        self._buckets: list[_Bucket] = []
+        self._buckets: dict[int, _Bucket] = {}
+        self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
 
     @torch.inference_mode()
-    def capture(self, capture: Capture, progress: Callable[[], None] = lambda: None) -> None:
+    def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
         """Capture a graph for every size. `progress` is called after each."""
-        used_bytes, start_s = capture.used_bytes(), time.monotonic()
+        used_bytes, start_s = self.capture.used_bytes(), time.monotonic()
         logger.info("capturing CUDA graphs for %d batch sizes up to %d", len(self.sizes), self.sizes[-1])
         with _no_garbage_collection():
             for size in reversed(self.sizes):
                 self._inputs.load(None, size)
-                self._buckets.insert(0, self._capture(capture, size))
+                self._capture(size)
                 progress()
         logger.info(
             "captured %d CUDA graphs in %.1f s; they take %.2f GiB",
             len(self.sizes),
             time.monotonic() - start_s,
-            (capture.used_bytes() - used_bytes) / GIB,
+            (self.capture.used_bytes() - used_bytes) / GIB,
         )
 
-    def _capture(self, capture: Capture, size: int) -> _Bucket:
+    def _capture(self, size: int) -> _Bucket | None:
         eager = self.eager
         metadata = self._inputs.metadata(size, self.max_model_len)
         rows, _ = self._inputs.views(size)
+        logits = self._logits[:size]
 
         def run() -> None:
             hidden = eager.model.forward(rows[0], rows[1], eager.kv_caches, metadata, eager.backend)
-            self._logits[:size].copy_(eager.model.logits(hidden))
+            eager.model.logits(hidden, logits)
 
-        return _Bucket(size, metadata, capture(lambda: eager.backend.prepare(metadata), run))
+        graph = self.capture(lambda: eager.backend.prepare(metadata), run)
+        if graph is None:
+            self._largest = 0
+            return None
+        self._buckets[size] = bucket = _Bucket(size, metadata, graph)
+        return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """As Forward.logits."""
         num_seqs = len(inputs.rows)
-        if inputs.num_tokens > num_seqs or num_seqs > self.sizes[-1]:
+        if inputs.num_tokens > num_seqs or num_seqs > self._largest:
             return self.eager.logits(inputs)
-        bucket = self._buckets[bisect_left(self.sizes, num_seqs)]
-        self._inputs.load(inputs, bucket.size)
+        size = self.sizes[bisect_left(self.sizes, num_seqs)]
+        bucket = self._buckets.get(size) or self._capture(size)
+        if bucket is None:
+            return self.eager.logits(inputs)
+        self._inputs.load(inputs, size)
         bucket.graph.replay()
         self.num_replays += 1
         logits = self._logits[:num_seqs]
@@ -213,13 +275,17 @@ class DecodeGraphs:
         return logits
 
 
-def bucket_sizes(max_rows: int, wanted: Sequence[int] | None = None, largest: int | None = None) -> tuple[int, ...]:
-    """Ascending batch sizes to capture: `wanted`, or 1, 2, 4, then in steps of 8 and beyond 256 of 16.
+def bucket_sizes(
+    max_rows: int, wanted: Sequence[int] | None = None, largest: int | None = None, *, every: bool = False
+) -> tuple[int, ...]:
+    """Ascending batch sizes to capture: `wanted`, or `every` one, or 1, 2, 4, then in steps of 8 and beyond 256 of 16.
 
     None is above `max_rows`, the most sequences that a step can have, nor above `largest`; unless sizes are wanted,
     that limit is one of them. Raises ConfigError if nothing is left.
     """
     limit = min(max_rows, LARGEST if largest is None and wanted is None else largest or max_rows)
+    if wanted is None and every:
+        return tuple(range(1, limit + 1))
     if wanted is None:
         regular = (1, 2, 4, *range(8, 256, 8), *range(256, limit, 16))
         return (*(size for size in regular if size < limit), limit)

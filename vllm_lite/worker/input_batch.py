@@ -293,19 +293,23 @@ class InputBatch:
     def build(self) -> StepInputs:
         """The inputs of what `apply` scheduled. Raises ProtocolError if a sequence has not the tokens or the blocks."""
         handles = list(self._scheduled)
-        rows = np.fromiter((self._rows[handle] for handle in handles), np.int64, len(handles))
-        counts = np.fromiter(self._scheduled.values(), np.int64, len(handles))
-        starts = self.num_computed[rows]
+        rows = np.array([self._rows[handle] for handle in handles], np.int64)
+        counts = np.array(list(self._scheduled.values()), np.int64)
+        starts, num_tokens = self.num_computed[rows], self.num_tokens[rows]
         ends = starts + counts
-        num_guesses = np.fromiter((self._num_guesses.get(handle, 0) for handle in handles), np.int64, len(handles))
-        num_tokens = self.num_tokens[rows] + num_guesses
-        self._check_ranges(handles, rows, counts, num_tokens)
-        sampling = np.flatnonzero(ends == num_tokens)
+        num_guesses = self._guesses_of(handles)
+        if num_guesses is not None:
+            num_tokens += num_guesses
+        table_lens = self.table_lens[rows]  # [num_seqs, num_groups]
+        self._check_ranges(handles, ends, num_tokens, table_lens)
+        (sampling,) = (ends == num_tokens).nonzero()
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_start_loc[1:])
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
+        counts.cumsum(out=query_start_loc[1:])
+        token_rows, positions = rows, starts
+        if query_start_loc[-1] > len(rows):  # not one token each, as in decoding
+            token_rows = rows.repeat(counts)
+            positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= self.num_cached[token_rows]
         return StepInputs(
             handles=handles,
@@ -314,19 +318,26 @@ class InputBatch:
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slot_mapping=tuple(self._slots(table, token_rows, positions, written) for table in self.block_tables),
-            block_tables=self._tables_of(rows),
+            block_tables=self._tables_of(rows, table_lens),
             query_start_loc=query_start_loc,
             seq_lens=ends.astype(np.int32),
             sampling=sampling,
-            num_samples=1 + num_guesses[sampling],
+            num_samples=np.ones(len(sampling), np.int64) if num_guesses is None else 1 + num_guesses[sampling],
+            guessed=num_guesses is not None,
         )
 
-    def _check_ranges(self, handles: list[Handle], rows: Int64s, counts: Int64s, num_tokens: Int64s) -> None:
-        ends = self.num_computed[rows] + counts
-        room = self.table_lens[rows].min(axis=1) * self.block_size
-        fits = (counts > 0) & (ends <= num_tokens) & (ends <= room)
-        if not fits.all():
-            i = int(np.argmin(fits))
+    def _guesses_of(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
+        """How many tokens of each are guesses; None, which spares much, if nothing was guessed."""
+        if not any(self._num_guesses.values()):
+            return None
+        return np.array([self._num_guesses.get(handle, 0) for handle in handles], np.int64)
+
+    def _check_ranges(self, handles: list[Handle], ends: Int64s, num_tokens: Int64s, table_lens: Int32s) -> None:
+        room = np.minimum.reduce(table_lens, axis=1) * self.block_size
+        excess = ends > np.minimum(num_tokens, room)
+        if excess.any() or min(self._scheduled.values(), default=1) < 1:
+            counts = list(self._scheduled.values())
+            i = next(i for i, exceeds in enumerate(excess) if exceeds or counts[i] < 1)
             raise ProtocolError(
                 f"handle {handles[i]} cannot compute {counts[i]} tokens up to {ends[i]}: "
                 f"it has {num_tokens[i]} tokens, and blocks for {room[i]}"
@@ -335,22 +346,26 @@ class InputBatch:
     def _slots(self, table: Int32s, rows: Int64s, positions: Int64s, written: NDArray[np.bool_]) -> Int64s:
         """Slot of each token: block id * block size + offset, PAD_SLOT where nothing is written. [num_tokens]"""
         block_index, offsets = np.divmod(positions, self.block_size)
-        blocks = table[rows, block_index].astype(np.int64)
-        if (written & (blocks == NULL_BLOCK)).any():
-            row = rows[np.argmax(written & (blocks == NULL_BLOCK))]
-            raise ProtocolError(f"handle {self._handles[row]} would write to the null block")
-        return np.where(written, blocks * self.block_size + offsets, PAD_SLOT)
+        blocks = table[rows, block_index]
+        lost = written & (blocks == NULL_BLOCK)
+        if lost.any():
+            raise ProtocolError(f"handle {self._handles[rows[lost.argmax()]]} would write to the null block")
+        return np.where(written, blocks * np.int64(self.block_size) + offsets, PAD_SLOT)
 
-    def _tables_of(self, rows: Int64s) -> tuple[Int32s, ...]:
-        widths = self.table_lens[rows].max(axis=0, initial=0)
+    def _tables_of(self, rows: Int64s, table_lens: Int32s) -> tuple[Int32s, ...]:
+        widths = np.maximum.reduce(table_lens, axis=0, initial=0).tolist()
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
         """What the sampler needs for the sequences that are caught up in this step. Ask before `commit`."""
-        rows = np.repeat(inputs.rows[inputs.sampling], inputs.num_samples)
+        rows = inputs.rows[inputs.sampling]
+        if inputs.guessed:
+            rows = rows.repeat(inputs.num_samples)
         params = self.params[rows]
-        positions = self.num_tokens[rows] + inputs.sample_places
-        ruled = np.flatnonzero(params["min_tokens_until"] > positions)
+        positions = self.num_tokens[rows]
+        if inputs.guessed:
+            positions += inputs.sample_places
+        (ruled,) = (params["min_tokens_until"] > positions).nonzero()
         return SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
 
     def _banned(self, rows: Int64s, ruled: Int64s) -> tuple[Int64s, Int64s]:
@@ -365,8 +380,13 @@ class InputBatch:
         nothing was guessed) are its tokens; guesses before the last of these have proved right, so they are computed.
         """
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
-        num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[inputs.rows] += inputs.num_scheduled
+        if not inputs.guessed:
+            ends = self.num_tokens[rows]
+            self.token_ids[rows, ends] = sampled
+            self.num_tokens[rows] = ends + 1
+            return
+        num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[rows] -= num_samples - num_kept
         kept = inputs.sample_places < np.repeat(num_kept, num_samples)
         sample_rows = np.repeat(rows, num_kept)

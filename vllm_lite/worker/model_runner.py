@@ -93,8 +93,11 @@ class ModelRunner:
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
         limits = self.limits
-        graphs = DecodeGraphs(self.eager, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size)
-        graphs.capture(capture, progress.advance)
+        graphs = DecodeGraphs(
+            self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
+        )
+        if not capture.on_demand:
+            graphs.capture_all(progress.advance)
         self.forward = graphs
 
     @torch.inference_mode()
@@ -130,7 +133,7 @@ def warm_up_step(
 
 def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]
     """How many samples of each sequence are its tokens."""
-    if len(inputs.sampling) == len(sampled.tokens):
+    if not inputs.guessed:
         return inputs.num_samples
     guesses, places = inputs.guesses, inputs.sample_places
     for (
@@ -147,8 +150,10 @@ def _answer(step: SchedulerOutput, inputs: StepInputs, sampled: Sampled, kept: N
         chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
-    sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
-    failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
+    failed = []
+    if sampled.failed:
+        sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
+        failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
     return ModelOutput(
         step.epoch,
         step.step,

@@ -119,7 +119,7 @@ class Sampler:
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
-        wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
+        (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
         if inputs.banned is not None:
             samples, ids = (self._index(array) for array in inputs.banned)
@@ -208,6 +208,8 @@ def draw_records(
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
     """What kernels are told of each row; whatever filters nothing is off."""
+    if params["temperature"].max(initial=0) < GREEDY_BELOW:
+        return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
     for name in ("seed", "child", "top_p"):
         draws[name] = params[name]

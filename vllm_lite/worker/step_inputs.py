@@ -28,6 +28,8 @@ class StepInputs:
     seq_lens: Int32s  # [num_seqs], guesses included
     sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
     num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every guess
+    guessed: bool = False
+    """Whether some sequence has guesses, so more than one sample."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,11 +38,15 @@ class StepInputs:
     @property
     def sample_starts(self) -> Int64s:  # [num_sampling]
         """Where among the samples those of each sequence begin."""
+        if not self.guessed:
+            return np.arange(len(self.sampling))
         return np.cumsum(self.num_samples) - self.num_samples
 
     @property
     def sample_places(self) -> Int64s:  # [num_samples]
         """Of each sample how many guesses of its sequence stand before it."""
+        if not self.guessed:
+            return np.zeros(len(self.sampling), np.int64)
         return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
 
     @property

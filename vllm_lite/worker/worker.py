@@ -184,11 +184,12 @@ class Worker:
         )
 
     def _graph_sizes(self) -> tuple[int, ...]:
-        config, limits = self.config, self.limits
-        if self.device.capture is None:
+        config, limits, capture = self.config, self.limits, self.device.capture
+        if capture is None:
             return ()
         max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
-        return bucket_sizes(max_rows, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
+        sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
+        return bucket_sizes(max_rows, sizes, largest, every=capture.on_demand)
 
     def _memory(self) -> DeviceMemory:
         if self.device.memory is None:

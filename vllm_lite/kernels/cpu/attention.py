@@ -16,8 +16,8 @@ MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp."""
 THREAD_BYTES = 512 << 10
 """Scratch memory of each thread."""
-_PLAN_HEADER = 6
-_NUM_PARTIAL_ROWS, _NUM_COUNTERS = 3, 4
+_PLAN_INTS, _ITEM_INTS = 6, 11
+"""Of the records Plan and AttentionItem in csrc/cpu."""
 
 
 class Shape(ctypes.Structure):
@@ -43,6 +43,19 @@ def floats(values: Sequence[float] | None) -> Any:
     return None if values is None else (float32 * len(values))(*values)
 
 
+def max_splits(max_seq_len: int) -> int:
+    """Into how many parts a sequence is split, at most."""
+    return min(MAX_SPLITS, -(-max_seq_len // SPLIT_KEYS))
+
+
+def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: int) -> int:
+    """Rows of partial results that a step has at most, for each KV head; `group` heads share one."""
+    num_splits = max_splits(max_seq_len)
+    if num_splits <= 1:
+        return 0
+    return min(num_seqs * min(MAX_PARTIAL_ROWS, num_splits * MAX_ROWS), num_splits * num_tokens * group)
+
+
 class Kernels:
     """The kernels for one shape of attention, with the scratch memory that its calls share; they must not overlap.
 
@@ -57,46 +70,61 @@ class Kernels:
         self._partial_floats = shape.num_kv_heads * (shape.head_size + 2)
         self._strides: dict[tuple[int, ...], Any] = {}
         self._plan = function(
-            "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64), int64
+            "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64, int64), int64
         )
         attend_types = (pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
         self._attend = function("vllm_lite_attend", (*attend_types, pointer, pointer))
         write_types = (pointer, pointer, int64, pointer, int64, pointer, int64, pointer, pointer, int64)
         self._write = function("vllm_lite_write_kv", (*write_types, pointer, int64, pointer, pointer))
-        self._plan_ints = 1024  # what the largest plan so far took
         self._partials = np.empty(0, np.float32)
         self._counters = np.zeros(0, np.int32)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory for the results of splits, as much as the largest step so far has asked for."""
+        """Memory for the results of splits, as much as the largest step so far could have needed."""
         return self._partials.nbytes + self._counters.nbytes
 
-    def plan(self, starts: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, window: int | None) -> Any:
-        """How a step's attention is cut into tasks: int32 []. starts: int32 [num_seqs + 1], seq_lens: [num_seqs]."""
-        while True:
-            plan = np.empty(self._plan_ints, np.int32)
-            needed = self._plan(
-                self._shape_address,
-                starts.data_ptr(),
-                seq_lens.data_ptr(),
-                len(seq_lens),
-                num_tokens,
-                window or 0,
-                plan.ctypes.data,
-                len(plan),
-            )
-            if needed <= len(plan):
-                break
-            self._plan_ints = 2 * needed
-        num_partials = int(plan[_NUM_PARTIAL_ROWS]) * self._partial_floats
-        if num_partials > len(self._partials):
-            self._partials = np.empty(2 * num_partials, np.float32)
-        num_counters = int(plan[_NUM_COUNTERS]) * self._shape.num_kv_heads
-        if num_counters > len(self._counters):
-            self._counters = np.zeros(2 * num_counters, np.int32)
-        self._partials_address, self._counters_address = self._partials.ctypes.data, self._counters.ctypes.data
+    @property
+    def scratch(self) -> tuple[Any, Any]:
+        """That memory. It is replaced when a step needs more, so whoever keeps a call's addresses keeps it, too."""
+        return self._partials, self._counters
+
+    def plan(
+        self,
+        starts: torch.Tensor,  # int32 [num_seqs + 1]
+        seq_lens: torch.Tensor,  # int32 [num_seqs], at most max_seq_len
+        num_tokens: int,
+        max_seq_len: int,
+        window: int | None,
+    ) -> Any:
+        """How a step's attention is cut into tasks: int32 [], with room for any lengths up to max_seq_len."""
+        num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
+        group = self._shape.num_heads // num_kv_heads
+        num_items = num_seqs * max(1, max_splits(max_seq_len)) + num_tokens * group // MAX_ROWS
+        plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
+        num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)
+        self._reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
+        needed = self._plan(
+            self._shape_address,
+            starts.data_ptr(),
+            seq_lens.data_ptr(),
+            num_seqs,
+            num_tokens,
+            window or 0,
+            plan.ctypes.data,
+            len(plan),
+            num_rows,
+        )
+        if needed >= 0:
+            raise RuntimeError(f"a sequence of the step is longer than {max_seq_len}")
         return plan
+
+    def _reserve(self, num_partials: int, num_counters: int) -> None:
+        if num_partials > len(self._partials):
+            self._partials = np.empty(max(num_partials, 2 * len(self._partials)), np.float32)
+        if num_counters > len(self._counters):
+            self._counters = np.zeros(max(num_counters, 2 * len(self._counters)), np.int32)
+        self._partials_address, self._counters_address = self._partials.ctypes.data, self._counters.ctypes.data
 
     def attend(
         self,

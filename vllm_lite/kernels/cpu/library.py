@@ -1,14 +1,15 @@
 """The compiled library of csrc/cpu, opened once and called through ctypes on raw data pointers."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import as_file, files
 from typing import Any
 
 from vllm_lite import log
 
-ABI = 3
+ABI = 4
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets that kernels are compiled for, each with all that the ones before it have."""
@@ -49,15 +50,44 @@ def available() -> bool:
     return library() is not None
 
 
+class Function:
+    """A function of the library. Calling it calls that, or while calls are recorded tells the recorder alone."""
+
+    __slots__ = ("_call", "argtypes", "name")
+
+    def __init__(self, name: str, call: Any) -> None:
+        self.name = name
+        self.argtypes: Sequence[Any] = call.argtypes
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args) if _recorder is None else _recorder(self, args)
+
+
 @cache
-def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Any:
+def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Function:
     """A function of the library with its argument types, which are a tuple. Raises RuntimeError without a library."""
     opened = library()
     if opened is None:
         raise RuntimeError("no native CPU kernels; ask available() first")
     found = opened[name]  # a function object of its own, unlike getattr's, which is shared
     found.argtypes, found.restype = argtypes, restype
-    return found
+    return Function(name, found)
+
+
+Recorder = Callable[[Function, tuple[Any, ...]], int]
+_recorder: Recorder | None = None
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Meanwhile no function is called, by any thread: `recorder` gets the call and answers in its place."""
+    global _recorder  # the callers of kernels do not know that they are recorded, as with CUDA graphs
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
 
 
 def isa() -> str:

@@ -14,6 +14,7 @@ _ROWS_AT_A_TIME = 256  # quantized in one go, in the cache
 
 _PACK_TYPES = (pointer, int64, int64, int64, int64, int32, pointer)
 _UNPACK_TYPES = (pointer, pointer, int64, pointer, int64)
+_LOOK_UP_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64)
 _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
 
 
@@ -80,10 +81,34 @@ class PackedWeight:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
         if out.shape != (len(outputs), self.num_inputs):
             raise ValueError(f"out must be [{len(outputs)}, {self.num_inputs}], got {list(out.shape)}")
-        ids = outputs.to(torch.int64).contiguous()
-        unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int32)
-        if not unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0)):
-            raise IndexError(f"ids must lie in [0, {self.num_outputs}), got {ids.tolist()}")
+        ids = int64_ids(outputs)
+        unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int64)
+        bad = unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0))
+        if bad >= 0:
+            raise IndexError(f"ids must lie in [0, {self.num_outputs}), got {int(ids[bad])}")
+
+
+def int64_ids(ids: torch.Tensor) -> torch.Tensor:
+    """ids: int [n], as kernels take them."""
+    return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
+
+
+def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> bool:
+    """out[i] = table[ids[i]]: an embedding. ids: int [n], out: [n, size]. False, and nothing is done, if the tensors
+    are not on the CPU or their rows not contiguous and alike. Raises IndexError for an id that is not in the table.
+    """
+    size = table.shape[1]
+    if table.device.type != "cpu" or table.dtype != out.dtype or out.shape != (len(ids), size):
+        return False
+    if not table.is_contiguous() or out.stride(1) != 1 or size == 0:
+        return False
+    ids, width = int64_ids(ids), table.itemsize
+    bad = function("vllm_lite_look_up", _LOOK_UP_TYPES, int64)(
+        table.data_ptr(), len(table), size * width, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0) * width
+    )
+    if bad >= 0:
+        raise IndexError(f"ids must lie in [0, {len(table)}), got {int(ids[bad])}")
+    return True
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,16 @@
+// Runs programs.
+#include "program.h"
+
+using vllm_lite::from_word;
+using vllm_lite::RecordedCall;
+
+// Makes the calls of a program one after the other: for each the address of its `_recorded` function, the number of its
+// words, and these. Returns -1; or the index of the first call that could not do its work, and no later one is made.
+VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num_calls) {
+  for (int64_t i = 0; i < num_calls; ++i) {
+    const RecordedCall call = from_word<RecordedCall>(program[0]);
+    if (call(program + 2) != -1) return i;
+    program += 2 + program[1];
+  }
+  return -1;
+}

@@ -1,0 +1,300 @@
+"""Recorded programs of native calls: the CPU's graphs of decode steps. Replays must have the bits of eager steps."""
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from tests.cpu.test_attention_reference import Batch
+from tests.driver import Driver, make_prompt, new_request
+from tests.plays import graphs_of, run_both
+from vllm_lite.attention.backend import Heads
+from vllm_lite.attention.cpu import CpuBackend
+from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.fused import CpuOps
+from vllm_lite.kernels.cpu.library import int64, pointer
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up
+from vllm_lite.kernels.cpu.program import NotRecordable, Program
+from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.models.llama import Llama
+from vllm_lite.protocol.step import Continue, Draft
+from vllm_lite.worker.graphs import CpuCapture, Graph
+from vllm_lite.worker.worker import Worker
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
+
+
+def recorded(run: Callable[[], Any]) -> Program:
+    program = Program()
+    program.record(lambda: run() and None)
+    return program
+
+
+# ---- decode steps of whole models
+
+MIXED = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama, untied": ("llama", {}, {}),
+    "llama, tied, bfloat16": ("llama", {"tie_word_embeddings": True, "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    "llama, biases, float16": ("llama", {"attention_bias": True, "mlp_bias": True}, {"dtype": "float16"}),
+    "mistral with a window": ("mistral", {"sliding_window": 9}, {}),
+    "qwen3 with two KV groups": ("qwen3", MIXED, {"dtype": "bfloat16"}),
+    "float8 cache": ("llama", {}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
+    "int8, tied": ("llama", {"tie_word_embeddings": True}, {"quantization": "int8", "dtype": "bfloat16"}),
+    "padded to sizes": ("llama", {}, {"cudagraph_capture_sizes": [3, 8]}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -> None:
+    family, overrides, settings = MODELS[name]
+    model = make_checkpoint(tmp_path / "model", family, **overrides)
+    eager, graphed = run_both(model, seed=3, num_steps=120, on=None, **settings)
+    graphs = graphs_of(graphed)
+    assert graphs.num_replays > 30
+    assert set(graphs._buckets) <= set(graphs.sizes)
+    if "cudagraph_capture_sizes" not in settings:
+        assert graphs.sizes == tuple(range(1, 9))
+        assert len(graphs._buckets) >= 3
+    assert eager.got == graphed.got
+
+
+def test_a_replay_runs_no_python(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tiny_checkpoint)
+    driver.run(new_request(0, make_prompt(9), [1, 2]))
+    driver.decode(0, count=1)
+
+    def forbidden(*_args: Any) -> None:
+        raise AssertionError
+
+    for owner, name in ((Llama, "forward"), (Llama, "logits"), (CpuBackend, "prepare"), (CpuBackend, "attend")):
+        monkeypatch.setattr(owner, name, forbidden)
+    driver.decode(0, count=5)
+    assert len(driver.got[0]) == 7
+
+
+def test_each_size_is_captured_once_and_when_it_is_needed(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint)
+    graphs = graphs_of(driver)
+    for handle in range(3):
+        driver.run(new_request(handle, make_prompt(5, seed=handle), [1 + handle]))
+    assert not graphs._buckets, "prompts are not replayed"
+    driver.decode(0, 1, count=3)
+    assert list(graphs._buckets) == [2]
+    bucket = graphs._buckets[2]
+    driver.decode(0, 1, 2, count=1)
+    driver.decode(0, 1, count=1)
+    assert list(graphs._buckets) == [2, 3]
+    assert graphs._buckets[2] is bucket
+    assert graphs.num_replays == 5
+
+
+def test_steps_with_guesses_are_eager(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    driver.run(new_request(0, [5, 6, 7, 5, 6, 7, 5, 6], [1]))
+    driver.worker.runner.batch.tokens_of(0)[-1] = 7
+    driver.run(Draft(0, 2, []))
+    assert graphs_of(driver).num_replays == 0
+    driver.run(Continue(0, 1, []))
+    assert graphs_of(driver).num_replays == 1
+
+
+def test_what_cannot_be_recorded_stays_eager(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reference backend computes with torch."""
+    with caplog.at_level(logging.DEBUG, "vllm_lite"):
+        _, graphed = run_both(tiny_checkpoint, seed=4, num_steps=40, on=None, attention_backend="reference")
+    graphs = graphs_of(graphed)
+    assert graphs.num_replays == 0
+    lines = [line for line in caplog.messages if "not recorded" in line]
+    assert len(lines) == 1, "asked once, not for every size"
+    assert "aten" in lines[0]
+
+
+@pytest.mark.parametrize("what", ["linear", "norm", "embedding"])
+def test_an_operation_that_falls_back_to_torch_is_noticed(
+    tiny_checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "linear":
+        monkeypatch.setattr("vllm_lite.layers.linear.weight_form", lambda weight, bias, _: DenseForm(weight, bias))
+    elif what == "norm":
+        monkeypatch.setattr(CpuOps, "add_rms_norm", CpuOps.__mro__[1].add_rms_norm)  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr("vllm_lite.layers.embedding.look_up", lambda *_: False)
+    driver = Driver(tiny_checkpoint)
+    driver.run(new_request(0, make_prompt(9), [1]))
+    driver.decode(0, count=3)
+    assert graphs_of(driver).num_replays == 0
+    assert len(driver.got[0]) == 4
+
+
+def test_a_plan_that_is_not_made_again_shows(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the random steps: what is prepared once, for the lengths of the first step, does not do."""
+    capture = CpuCapture.__call__
+
+    def prepared_once(self: CpuCapture, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
+        prepare()
+        return capture(self, lambda: None, run)
+
+    monkeypatch.setattr(CpuCapture, "__call__", prepared_once)
+    with pytest.raises(AssertionError):
+        run_both(tiny_checkpoint, seed=3, num_steps=120, on=None)
+
+
+def test_enforce_eager_records_nothing(tiny_checkpoint: Path) -> None:
+    worker: Worker = Driver(tiny_checkpoint, enforce_eager=True).worker
+    assert worker.device.capture is None
+    assert worker.graph_sizes == ()
+
+
+# ---- attention with splits, whose memory grows
+
+
+def attention(batch: Batch, max_seq_len: int) -> tuple[Program, AttentionMetadata, torch.Tensor]:
+    """A program of one layer's attention on the batch's own memory."""
+    metadata = batch.metadata()
+    metadata.max_seq_len = max_seq_len
+    out = torch.full(batch.query.shape, 7.0, dtype=batch.query.dtype)
+
+    def run() -> None:
+        batch.backend.prepare(metadata)
+        batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, metadata, 0)
+        batch.backend.attend(batch.query, batch.kv, metadata, 0, out)
+
+    return recorded(run), metadata, out
+
+
+def test_lengths_may_grow_to_the_longest_after_recording() -> None:
+    long = Batch([(1, 5000), (1, 3), (1, 9000)], backend=CpuBackend, filler=0.0)
+    expected = long.run()
+    program, metadata, out = attention(long, max_seq_len=9000)
+    lengths = metadata.seq_lens.clone()
+    for lens in ([1, 3, 0], [600, 1, 1030], lengths.tolist()):
+        metadata.seq_lens.copy_(torch.tensor(lens))
+        program.replay()
+        assert out.isfinite().all()
+    assert torch.equal(out, expected)
+
+
+def test_memory_of_a_program_outlives_its_replacement() -> None:
+    """A larger step makes the backend take new scratch memory; a program goes on with its own."""
+    batch = Batch([(1, 2000), (1, 1500)], backend=CpuBackend)
+    expected = batch.run()
+    program, metadata, out = attention(batch, max_seq_len=2048)
+    before = batch.backend.kernels.scratch
+    batch.backend.kernels._reserve(*(2 * len(part) + 1 for part in before))
+    assert batch.backend.kernels.scratch[0] is not before[0]
+    assert all(any(kept is part for kept in metadata.plan.scratch) for part in before)
+    del before
+    gc.collect()
+    program.replay()
+    assert torch.equal(out, expected)
+
+
+def test_a_longer_sequence_than_was_prepared_for_is_an_error() -> None:
+    batch = Batch([(1, 400), (1, 400)], backend=CpuBackend)
+    program, metadata, _ = attention(batch, max_seq_len=400)
+    program.replay()
+    metadata.seq_lens.fill_(5000)
+    with pytest.raises(RuntimeError, match=r"call 0 of 3 .*vllm_lite_attention_plan"):
+        program.replay()
+    metadata.max_seq_len = 400
+    with pytest.raises(RuntimeError, match="longer than 400"):
+        batch.backend.prepare(metadata)
+
+
+# ---- programs
+
+
+def test_a_call_is_kept_and_not_made() -> None:
+    table, ids, out = torch.randn(5, 8), torch.tensor([4, 0]), torch.zeros(2, 8)
+    program = recorded(lambda: look_up(table, ids, out))
+    assert not out.any()
+    program.replay()
+    assert torch.equal(out, table[[4, 0]])
+    ids.copy_(torch.tensor([1, 1]))
+    program.replay()
+    assert torch.equal(out, table[[1, 1]])
+    look_up(table, torch.tensor([2, 3]), out)
+    assert torch.equal(out, table[[2, 3]]), "recording is over"
+
+
+def test_a_call_that_fails_ends_the_program() -> None:
+    table, ids, out, behind = torch.randn(5, 8), torch.tensor([4, 0]), torch.zeros(2, 8), torch.zeros(2, 8)
+
+    def run() -> None:
+        look_up(table, ids, out)
+        look_up(table, ids, behind)
+
+    program = recorded(run)
+    assert len(program) == 2
+    ids[1] = 5
+    with pytest.raises(RuntimeError, match=r"call 0 of 2 .* vllm_lite_look_up"):
+        program.replay()
+    assert not behind.any()
+
+
+def test_numbers_of_every_type_survive() -> None:
+    """A float (eps), sizes, strides and a null pointer (no bias)."""
+    x, weight, out = torch.randn(3, 40), torch.randn(40), torch.zeros(3, 40)
+    packed, product = PackedWeight(torch.randn(50, 40)), torch.zeros(3, 50)
+
+    def run() -> None:
+        CpuOps().rms_norm(x, weight, 0.0625, out)
+        linear(out, packed, product)
+
+    program = recorded(run)
+    program.replay()
+    got = out.clone(), product.clone()
+    out.zero_()
+    product.zero_()
+    run()
+    assert torch.equal(got[0], out)
+    assert torch.equal(got[1], product)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.add_(1),
+        lambda x: x + 1,
+        lambda x: torch.empty(len(x)),
+        lambda x: x.new_empty(0),
+        lambda x: x.t().contiguous(),
+        lambda x: x.t().reshape(6),
+        lambda x: x.to(torch.float64),
+        lambda x: torch.zeros(2, 3).copy_(x),
+        lambda x: torch.mm(x, x.t()),
+        lambda x: x[torch.tensor([0])],
+        lambda x: x.sum().item(),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_operations_of_torch_are_refused(operation: Callable[[torch.Tensor], Any], inference: bool) -> None:
+    x = torch.ones(2, 3)
+    with torch.inference_mode(inference), pytest.raises(NotRecordable, match="operation of torch"):
+        recorded(lambda: operation(x))
+    assert x.eq(1).all(), "refused before it is carried out"
+    assert torch.equal(x + 1, torch.full((2, 3), 2.0)), "and allowed again"
+
+
+def test_views_are_not_refused() -> None:
+    x = torch.ones(2, 6)
+    with torch.inference_mode():
+        assert len(recorded(lambda: x[:, 1:].view(2, 5, 1).transpose(0, 1)[0].t().unsqueeze(0).data_ptr())) == 0
+
+
+def test_what_is_no_part_of_a_program() -> None:
+    def copy_blocks() -> None:
+        cpu.library.function("vllm_lite_copy_blocks", (pointer, pointer, int64, pointer, int64))(0, 0, 0, 0, 0)
+
+    with pytest.raises(NotRecordable, match="vllm_lite_copy_blocks cannot be recorded"):
+        recorded(copy_blocks)
+    with pytest.raises(NotRecordable, match="vllm_lite_num_threads cannot be recorded"):
+        recorded(cpu.num_threads)
+    assert cpu.num_threads() >= 1

@@ -1,0 +1,45 @@
+"""The engine process's loop, with a core and an executor that the test makes."""
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.process import EngineProcess
+from vllm_lite.executor.base import Executor
+from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.wakeup import Wakeup
+
+
+def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps in flight may end together: one message wakes the loop, and none follows to wake it for the other."""
+    outputs = deque(ModelOutput(1, step, b"") for step in range(1, 4))
+    finished: list[int] = []
+    stop = Wakeup()
+
+    class Watched:
+        def poll(self, _timeout_ms: int) -> list[Any]:
+            assert not finished or not outputs
+            return []
+
+    def finish(output: ModelOutput) -> list[Any]:
+        finished.append(output.step)
+        if not outputs:
+            stop.set()
+        return []
+
+    monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: Watched())
+    scheduler = SimpleNamespace(requests={}, step=0, has_requests=lambda: True)
+    core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False)
+    executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
+    engine = EngineProcess(EngineSettings(EngineConfig(), f"ipc://{tmp_path}/engine", "none"), stop)
+    try:
+        assert engine._serve(cast("EngineCore", core), cast("Executor", executor)) == 0
+    finally:
+        engine._port.close()
+        stop.close()
+    assert finished == [1, 2, 3]

@@ -1,0 +1,116 @@
+"""Programs: kernel calls that are recorded once and made again by one call, without Python, torch or an allocation.
+
+Recording runs Python code as usual, only that native kernels are not called: their arguments are kept, addresses and
+numbers, and the code is told that all went well. So it must not look at anything that a kernel computes; memory whose
+address is kept must stay where it is, and what changes from one run to the next must be read from it.
+
+An operation of torch would be carried out once, while recording, and be missing in the program. So recording refuses
+all of them but those that only make views.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_lite.kernels.cpu.library import Function, float32, function, int32, int64, library, pointer, recorded_by
+
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "narrow",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+    )
+)
+_DONE = -1
+"""What a recordable function returns that has done its work."""
+
+
+class NotRecordable(RuntimeError):
+    """What was to be recorded is more than calls of recordable kernels."""
+
+
+class Program:
+    """Calls in their order. It knows addresses only: whoever keeps it keeps what they point to."""
+
+    def __init__(self) -> None:
+        self._words: list[int] = []
+        self._names: list[str] = []
+        self._packed = np.empty(0, np.uint64)
+        self._arguments = (0, 0)
+        self._run = function("vllm_lite_run_program", (pointer, int64), int64)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def record(self, run: Callable[[], None]) -> None:
+        """Append the calls that `run` makes. Raises NotRecordable at the first thing in it that cannot be a part."""
+        with recorded_by(self._add), _OnlyViews():  # type: ignore[no-untyped-call]
+            run()
+        self._packed = np.array(self._words, np.uint64)
+        self._arguments = (self._packed.ctypes.data, len(self._names))
+
+    def _add(self, called: Function, args: tuple[Any, ...]) -> int:
+        address = _recorded_address(called.name)
+        if len(args) != len(called.argtypes):
+            raise TypeError(f"{called.name} takes {len(called.argtypes)} arguments, got {len(args)}")
+        self._words += address, len(args)
+        self._words += map(_word, called.argtypes, args)
+        self._names.append(called.name)
+        return _DONE
+
+    def replay(self) -> None:
+        """Make the calls. RuntimeError if one could not do its work, as with an id that does not exist."""
+        failed = self._run(*self._arguments)
+        if failed != _DONE:
+            raise RuntimeError(f"call {failed} of {len(self)} of a recorded step failed, {self._names[failed]}")
+
+
+def _recorded_address(name: str) -> int:
+    opened = library()
+    try:
+        recorded = getattr(opened, f"{name}_recorded")
+    except AttributeError:
+        raise NotRecordable(f"{name} cannot be recorded") from None
+    address = ctypes.cast(recorded, pointer).value
+    if address is None:
+        raise NotRecordable(f"{name} cannot be recorded")
+    return address
+
+
+def _word(argtype: Any, value: Any) -> int:
+    """An argument as csrc/cpu/program.h reads it."""
+    if argtype is float32:
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    if argtype not in (pointer, int32, int64):
+        raise NotRecordable(f"arguments of type {argtype.__name__} cannot be recorded")
+    if value is not None and not isinstance(value, int):
+        raise NotRecordable(f"an argument is a {type(value).__name__}, not an address or a number")
+    return (value or 0) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses all operations but views. An allocation is refused, too: nothing would keep the memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name not in _VIEWS:  # noqa: SLF001 (torch has no public name for it)
+            raise NotRecordable(f"{func} is an operation of torch")
+        return func(*args, **kwargs or {})
