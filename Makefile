@@ -7,7 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NATIVE := $(wildcard csrc/cpu/*) $(wildcard csrc/cpu/isa/*)
+NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
 SOURCES := vllm_lite scripts tests
 
 .DEFAULT_GOAL := help
