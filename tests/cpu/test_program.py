@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +300,16 @@ def test_what_is_no_part_of_a_program() -> None:
     with pytest.raises(NotRecordable, match="vllm_lite_num_threads cannot be recorded"):
         recorded(cpu.num_threads)
     assert cpu.num_threads() >= 1
+
+
+def test_recording_loads_nothing_of_torch() -> None:
+    """Its compiler, for instance, which would take a second out of the first request."""
+    script = (
+        "import sys, torch\n"
+        "from vllm_lite.kernels.cpu.program import Program\n"
+        "x, loaded = torch.zeros(4, 4), set(sys.modules)\n"
+        "Program().record(lambda: x[:2].view(-1) is None)\n"
+        "print(sorted(set(sys.modules) - loaded))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -108,6 +108,11 @@ def _word(argtype: Any, value: Any) -> int:
 class _OnlyViews(TorchDispatchMode):
     """Refuses all operations but views. An allocation is refused, too: nothing would keep the memory."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What torch asks a mode: True would load its compiler with the first operation, one second of a request."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
