@@ -1,11 +1,14 @@
 """The worker under test and the truth it is held against."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.driver import Driver
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import ISAS
 
 
 @pytest.fixture
@@ -20,3 +23,13 @@ def oracle(tiny_checkpoint: Path) -> Any:
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture(params=ISAS)
+def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test once on each instruction set that this machine has."""
+    before = cpu.isa()
+    if not cpu.set_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    cpu.set_isa(before)

@@ -13,7 +13,7 @@ from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.library import ISAS, isa, num_threads, set_isa, set_num_threads
+from vllm_lite.kernels.cpu.library import num_threads, set_num_threads
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 
@@ -23,15 +23,6 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 RAGGED = [(1, t) for t in (1, 15, 16, 17, 100, 513)]
 MIXED = [(1, 513), (5, 17), (1, 0), (40, 40), (3, 200), (150, 230), (2, 3), (1, 1100)]
 """Decodes, a guess to be verified, chunks with and without prefix, of one tile of rows and of several; one is empty."""
-
-
-@pytest.fixture(params=ISAS)
-def each_isa(request):
-    used = isa()
-    if not set_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    set_isa(used)
 
 
 @pytest.fixture

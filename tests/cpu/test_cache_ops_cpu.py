@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cpu.test_attention_cpu import FLOAT8, FLOATS, each_isa, threads  # noqa: F401
+from tests.cpu.test_attention_cpu import FLOAT8, FLOATS, threads  # noqa: F401
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
@@ -69,7 +69,7 @@ class Write:
 
 @pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 120, 128, 256])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_turns_and_stores(each_isa, dtype, head_size):  # noqa: F811
+def test_turns_and_stores(each_isa, dtype, head_size):
     write = Write(37, head_size, dtype)
     rotation = rotation_of(37, head_size, dtype)
     query, key, value = (x.clone() for x in write.heads)
@@ -87,7 +87,7 @@ def test_turns_and_stores(each_isa, dtype, head_size):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tokens_without_a_slot_are_turned_but_not_stored(each_isa, dtype):  # noqa: F811
+def test_tokens_without_a_slot_are_turned_but_not_stored(each_isa, dtype):
     write = Write(4, 16, dtype, slots=[5, PAD_SLOT, 0, PAD_SLOT])
     rotation = rotation_of(4, 16, dtype)
     before = write.rows.clone()
@@ -97,7 +97,7 @@ def test_tokens_without_a_slot_are_turned_but_not_stored(each_isa, dtype):  # no
     assert slots[[1, 2, 3, 4, 6, 7]].isnan().all()
 
 
-def test_nothing_is_turned_without_a_rotation(each_isa):  # noqa: F811
+def test_nothing_is_turned_without_a_rotation(each_isa):
     write = Write(5, 16, torch.bfloat16)
     before = write.rows.clone()
     slots = write.run()
@@ -106,7 +106,7 @@ def test_nothing_is_turned_without_a_rotation(each_isa):  # noqa: F811
 
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
-def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):  # noqa: F811
+def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):
     """A sequence of one token attends to its own V alone; the 256 codes are the V of 32 sequences of 8 elements."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     for dtype in (torch.float32, torch.bfloat16):
@@ -135,7 +135,7 @@ def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):  # noqa: F811
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_float8_is_rounded_as_torch_does_but_saturates(each_isa, dtype, kv_dtype):  # noqa: F811
+def test_float8_is_rounded_as_torch_does_but_saturates(each_isa, dtype, kv_dtype):
     """Every bfloat16 or float16 there is, and what lies halfway between two float8, or next to that."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
     codes = codes[codes.isfinite()].sort().values

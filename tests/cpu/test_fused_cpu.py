@@ -1,7 +1,7 @@
 """`CpuOps` against exact arithmetic and against TorchOps, on each instruction set and in each dtype."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu import fused, library
+from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, ops_for
 from vllm_lite.layers.rope import RotaryEmbedding
@@ -21,16 +21,6 @@ CPU = torch.device("cpu")
 EPS = 1e-5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = [1, 3, 7, 8, 15, 16, 17, 31, 64, 100, 1024, 1025]
-
-
-@pytest.fixture(params=library.ISAS)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test once on each instruction set that this machine has."""
-    before = cpu.isa()
-    if not cpu.set_isa(request.param):
-        pytest.skip(f"no {request.param}")
-    yield
-    cpu.set_isa(before)
 
 
 @pytest.fixture(params=DTYPES)
@@ -81,7 +71,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # ---- norms
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("size", SIZES)
 def test_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     x, weight = values(5, size, dtype=dtype), values(size, dtype=dtype, seed=1)
@@ -94,7 +84,7 @@ def test_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     assert torch.equal(spread, out)
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 def test_rms_norm_of_heads_inside_wider_rows(dtype: torch.dtype, ops: CpuOps) -> None:
     rows, weight = values(7, 10 * 24, dtype=dtype), values(24, dtype=dtype, seed=1)
     heads, before = rows.view(7, 10, 24)[:, 2:6], rows.clone()
@@ -105,7 +95,7 @@ def test_rms_norm_of_heads_inside_wider_rows(dtype: torch.dtype, ops: CpuOps) ->
     assert torch.equal(rows.view(7, 10, 24)[:, others], before.view(7, 10, 24)[:, others])
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("size", SIZES)
 def test_add_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     residual, x = values(5, size, dtype=dtype), values(5, size, dtype=dtype, seed=2)
@@ -136,7 +126,7 @@ def test_norms_round_as_the_plain_ones(dtype: torch.dtype) -> None:
 # ---- activations
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["silu", "gelu"])
 def test_gated_activations(name: str, size: int, dtype: torch.dtype, ops: CpuOps) -> None:
@@ -151,7 +141,7 @@ def test_gated_activations(name: str, size: int, dtype: torch.dtype, ops: CpuOps
     assert_gaps_untouched(out)
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize(("name", "plain"), [("silu", silu), ("gelu", lambda x: gelu(x, approximate="tanh"))])
 def test_extreme_gates(
     name: str, plain: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, ops: CpuOps
@@ -177,7 +167,7 @@ def test_silu_over_its_whole_range(ops: CpuOps) -> None:
 # ---- rotary embedding
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("head_size", [2, 8, 24, 64, 128, 130])
 def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     rows = values(6, 5 * head_size, dtype=dtype)
@@ -195,7 +185,7 @@ def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     assert torch.equal(rows.view(6, 5, -1)[:, [0, 4]], before.view(6, 5, -1)[:, [0, 4]])
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("head_size", [2, 24, 64])
 def test_selected_rotations_are_those_of_plain_torch(head_size: int, dtype: torch.dtype) -> None:
     rope = RotaryEmbedding(Rope("default", 1e4), head_size, 50, device=CPU)

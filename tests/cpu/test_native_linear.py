@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.library import ISAS
 from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
 from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
 
@@ -16,15 +15,6 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 # outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
 SHAPES = [(1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)]
 WEIGHTS = [*FLOATS, torch.int8]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = cpu.isa()
-    if not cpu.set_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    cpu.set_isa(before)
 
 
 @pytest.fixture
@@ -52,7 +42,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, i
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("two_threads")
-def test_equals_float64(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_equals_float64(each_isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     int8 = weight_dtype == torch.int8
     for num_outputs, num_inputs, num_rows in SHAPES:
         weight = random(num_outputs, num_inputs, dtype=dtype if int8 else weight_dtype)
@@ -64,11 +54,11 @@ def test_equals_float64(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype)
             expected = exact(x, weight, given, int8=int8)
             # Errors of a sum grow with the sizes of its parts: float32 has 24 bits.
             size = exact(x.abs(), weight.abs(), None, int8=int8).max()
-            assert (out - expected).abs().max() < 2e-6 * size, (isa, num_outputs, num_inputs, num_rows)
+            assert (out - expected).abs().max() < 2e-6 * size, (each_isa, num_outputs, num_inputs, num_rows)
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
-def test_results_do_not_depend_on_other_rows_or_threads(isa: str, weight_dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, weight_dtype: torch.dtype) -> None:
     """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
     int8 = weight_dtype == torch.int8
     packed = PackedWeight(random(300, 600, dtype=torch.bfloat16 if int8 else weight_dtype), int8=int8)
@@ -80,13 +70,13 @@ def test_results_do_not_depend_on_other_rows_or_threads(isa: str, weight_dtype: 
             cpu.set_num_threads(1 + num_rows % 3)
             part = torch.empty(num_rows, 300)
             linear(x[-num_rows:], packed, part)
-            assert torch.equal(part, whole[-num_rows:]), (isa, dtype, num_rows)
+            assert torch.equal(part, whole[-num_rows:]), (each_isa, dtype, num_rows)
         cpu.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_rows", [1, 13])
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num_rows: int) -> None:
     """Not with what the call before has left on the stack."""
     out = torch.empty(num_rows, 32)
@@ -96,7 +86,7 @@ def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_may_be_strided_and_outputs_are_rounded(isa: str, dtype: torch.dtype) -> None:
+def test_rows_may_be_strided_and_outputs_are_rounded(each_isa: str, dtype: torch.dtype) -> None:
     packed, x = PackedWeight(random(72, 64, dtype=dtype)), random(9, 64, dtype=dtype)
     wide = torch.empty(9, 72)
     linear(x, packed, wide)

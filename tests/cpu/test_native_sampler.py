@@ -89,16 +89,6 @@ def assert_largest(tokens: NDArray[np.int64], logits: torch.Tensor, draws: NDArr
         assert scores[token] > scores.max() - 1e-4
 
 
-@pytest.fixture(params=library.ISAS)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test once on each instruction set that this machine has."""
-    before = cpu.isa()
-    if not cpu.set_isa(request.param):
-        pytest.skip(f"no {request.param}")
-    yield
-    cpu.set_isa(before)
-
-
 @pytest.fixture(autouse=True)
 def _restore_threads() -> Iterator[None]:
     if not cpu.available():
@@ -112,7 +102,7 @@ def _restore_threads() -> Iterator[None]:
 # ---- the hash and the noise
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize(("seed", "child", "position"), ROWS_OF_NOISE)
 def test_hash_is_equal_bit_for_bit(seed: int, child: int, position: int) -> None:
     hashes, _ = native.noise(seed, child, position, 500)
@@ -127,7 +117,7 @@ def test_noise_is_precise(seed: int, child: int, position: int) -> None:
     assert np.abs(noise - exact).max() < 2e-6
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 def test_noise_has_the_same_bits_everywhere() -> None:
     assert int(native.noise(7, 1, 3, 100_000)[1].view(np.uint32).sum(dtype=np.uint64)) == 185123506029127
 
@@ -172,7 +162,7 @@ def test_a_row_depends_on_nothing_around_it(vocab_size: int, num_threads: int) -
             assert np.array_equal(getattr(found, name), getattr(expected, name)[rows])
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_it_is_equal_to_its_plain_twin(num_threads: int) -> None:
     """Limits bit for bit; draws but for two scores that differ by less than the noise's error."""
@@ -269,7 +259,7 @@ def test_ruled_out_tokens_are_never_drawn() -> None:
     assert found.best.tolist() == [-50.0, -math.inf]
 
 
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("vocab_size", [1, 300, 40_000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.nan])
 def test_a_row_that_is_not_finite_harms_no_other(bad: float, vocab_size: int) -> None:

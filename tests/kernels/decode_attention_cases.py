@@ -8,48 +8,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tests.kernels.prefill_attention_cases import make_kv, store, to_device
+from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
 from vllm_lite.kernels.cuda import attention_simple as simple
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-UNTOUCHED = 7.0
-"""What `out` holds before; rows that are not the kernel's must keep it."""
-NO_BLOCK = 10**6
-"""What the table names where nothing may be looked up."""
 TOLERANCES = {BF16: 6e-3, FP16: 1e-3, FP32: 1e-5}
 """Largest error of a row, relative to its length. One key too many or too few of 100 makes 0.1."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(AttentionSetup):
     lens: tuple[int, ...]
     query_lens: tuple[int, ...] | None = None  # None: 1 each, and no query_start_loc is given
-    num_heads: int = 2
-    num_kv_heads: int = 1
-    head_size: int = 64
-    block_size: int = 16
-    dtype: torch.dtype = BF16
-    kv_dtype: torch.dtype | None = None
-    window: int | None = None
-    soft_cap: float = 0.0
-    alibi: bool = False
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    layout: str = "block-head-token"
     split_tokens: int = 512
     max_seq_len: int | None = None  # None: the longest
-    padding: int = 0  # rows after the last sequence's
-    fused_rows: bool = False  # query is a part of wider rows, and out too
-    query_scale: float = 1.0
-    sharpness: float = 1.0
-    """At 100 one token takes nearly all of a row, and scores differ by more than what exponents of floats hold."""
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        return self.kv_dtype or self.dtype
+    def lengths(self) -> list[tuple[int, int]]:
+        return list(zip(self.query_lens or (1,) * len(self.lens), self.lens, strict=True))
 
     @property
     def kernel(self) -> str:
@@ -57,63 +35,7 @@ class Setup:
         return decode.kernel_name(self.dtype, self.cache_dtype, self.head_size, group, self.block_size)
 
 
-@dataclass
-class Batch:
-    """The tensors of a setup, on the device; K and V of each sequence in float64 on the CPU besides."""
-
-    setup: Setup
-    query: torch.Tensor
-    kv: torch.Tensor
-    block_tables: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    slopes: torch.Tensor | None
-    contents: list[torch.Tensor]  # [2, num_kv_heads, seq_len, head_size]
-
-    @property
-    def scale(self) -> float:
-        return float(self.setup.head_size**-0.5) * self.setup.sharpness / self.setup.query_scale
-
-    def out(self) -> torch.Tensor:
-        num_tokens, num_heads, head_size = self.query.shape
-        wide = (num_tokens, num_heads + self.setup.fused_rows, head_size)
-        return torch.full(wide, UNTOUCHED, dtype=self.query.dtype, device=self.query.device)[:, :num_heads]
-
-
-def make_batch(setup: Setup, device: torch.device, seed: int = 0) -> Batch:
-    random = torch.Generator().manual_seed(seed)
-    query_lens = setup.query_lens or (1,) * len(setup.lens)
-    starts = torch.tensor((0, *query_lens)).cumsum(0)
-    counts = [-(-n // setup.block_size) for n in setup.lens]
-    ids = (torch.randperm(sum(counts), generator=random) + 1).split(counts)
-    tables = torch.full((len(counts), max(counts) + 2), NO_BLOCK, dtype=torch.int32)
-    storage = make_kv(setup, sum(counts) + 1)  # type: ignore[arg-type]
-    contents = []
-    for table, blocks, seq_len, query_len in zip(tables, ids, setup.lens, query_lens, strict=True):
-        table[: len(blocks)] = blocks
-        shape = (2, setup.num_kv_heads, seq_len, setup.head_size)
-        values = torch.randn(shape, generator=random).to(setup.cache_dtype)
-        # What no row sees is not in the cache, and its blocks are not in the table.
-        first = 0 if setup.window is None else max(0, seq_len - query_len - setup.window + 1)
-        store(storage, table, values, first)
-        table[: first // setup.block_size] = NO_BLOCK
-        contents.append(values.double() * torch.tensor([setup.k_scale, setup.v_scale]).view(2, 1, 1, 1))
-    wide = setup.num_heads + (2 * setup.num_kv_heads if setup.fused_rows else 0)
-    rows = torch.randn(int(starts[-1]) + setup.padding, wide, setup.head_size, generator=random) * setup.query_scale
-    slopes = torch.linspace(0.05, 0.7, setup.num_heads).to(device) if setup.alibi else None
-    return Batch(
-        setup,
-        rows.to(setup.dtype).to(device)[:, : setup.num_heads],
-        to_device(storage, device),
-        tables.to(device),
-        starts.to(torch.int32).to(device),
-        torch.tensor(setup.lens, dtype=torch.int32, device=device),
-        slopes,
-        contents,
-    )
-
-
-def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
+def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
     max_seq_len = setup.max_seq_len or max(setup.lens)
     splits = decode.num_splits(max_seq_len, setup.window, setup.split_tokens)
@@ -134,7 +56,7 @@ def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
     return out
 
 
-def run_simple(batch: Batch, launcher: Launcher) -> torch.Tensor:
+def run_simple(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
     simple.attention_simple(
         *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.query_start_loc, batch.seq_lens),
@@ -148,26 +70,7 @@ def run_simple(batch: Batch, launcher: Launcher) -> torch.Tensor:
     return out
 
 
-def reference(batch: Batch, sequence: int) -> torch.Tensor:
-    """[query_len, num_heads, head_size] in float64, from the definition."""
-    setup = batch.setup
-    start, end = batch.query_start_loc[sequence : sequence + 2].tolist()
-    query = batch.query[start:end].cpu().double()
-    keys, values = batch.contents[sequence].repeat_interleave(setup.num_heads // setup.num_kv_heads, 1)
-    scores = torch.einsum("qhd,hkd->hqk", query, keys) * batch.scale
-    if setup.soft_cap:
-        scores = setup.soft_cap * torch.tanh(scores / setup.soft_cap)
-    seq_len = keys.shape[1]
-    distance = torch.arange(seq_len) - torch.arange(seq_len - (end - start), seq_len)[:, None]
-    if batch.slopes is not None:
-        scores = scores + batch.slopes.cpu().double()[:, None, None] * distance
-    hidden = distance > 0
-    if setup.window is not None:
-        hidden |= distance <= -setup.window
-    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
-
-
-def check_rows(batch: Batch, out: torch.Tensor, *, decodes_only: bool = True) -> None:
+def check_rows(batch: Batch[Setup], out: torch.Tensor, *, decodes_only: bool = True) -> None:
     """Every row of `out` is right: zero where there is nothing to see, untouched where it is not the kernel's."""
     setup, out = batch.setup, out.cpu()
     starts = batch.query_start_loc.tolist()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
 from vllm_lite.kernels.cuda.gather_kv import gather_kv
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.prefill_attention import kernel_name, prefill_attention
@@ -15,133 +16,24 @@ from vllm_lite.kernels.cuda.varlen import make_plan, varlen_prefill
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-UNTOUCHED = 7.0
-"""What `out` holds before; rows that are not the kernel's must keep it."""
-
 TOLERANCES = {BF16: 8e-3, FP16: 1.2e-3}
 """Largest error of a row, relative to its length. One key too many or too few of 600 makes 0.04."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(AttentionSetup):
     chunks: tuple[tuple[int, int], ...]  # (query_len, tokens before it) of each sequence
-    num_heads: int = 2
-    num_kv_heads: int = 1
-    head_size: int = 64
-    block_size: int = 16
-    dtype: torch.dtype = BF16
-    kv_dtype: torch.dtype | None = None
-    window: int | None = None
-    soft_cap: float = 0.0
-    alibi: bool = False
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    layout: str = "block-head-token"
     min_query_len: int = 2
-    padding: int = 0  # rows after the last sequence's
-    fused_rows: bool = False  # query is a part of wider rows
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        return self.kv_dtype or self.dtype
+    def lengths(self) -> list[tuple[int, int]]:
+        return [(query_len, query_len + before) for query_len, before in self.chunks]
 
     @property
     def kernel(self) -> str:
         return kernel_name(self.dtype, self.cache_dtype, self.head_size)
 
 
-@dataclass
-class Batch:
-    """The tensors of a setup, on the device; K and V of each sequence in float64 on the CPU besides."""
-
-    setup: Setup
-    query: torch.Tensor
-    kv: torch.Tensor
-    block_tables: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    slopes: torch.Tensor | None
-    contents: list[torch.Tensor]  # [2, num_kv_heads, seq_len, head_size]
-
-    @property
-    def scale(self) -> float:
-        return float(self.setup.head_size**-0.5)
-
-    def out(self) -> torch.Tensor:
-        shape = self.query.shape
-        return torch.full(shape, UNTOUCHED, dtype=self.query.dtype, device=self.query.device)
-
-
-def make_kv(setup: Setup, num_blocks: int) -> torch.Tensor:
-    """A cache full of NaN on the CPU, [num_blocks, 2, num_kv_heads, block_size, head_size] by strides."""
-    n, h, b, d = num_blocks, setup.num_kv_heads, setup.block_size, setup.head_size
-    views: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
-        "block-head-token": ((n, 2, h, b, d), lambda kv: kv),
-        "block-token-head": ((n, 2, b, h, d), lambda kv: kv.transpose(2, 3)),
-        "block-layer": ((n, 3, 2, h, b, d), lambda kv: kv[:, 1]),
-        "kv-block-token-head": ((2, n, b, h, d), lambda kv: kv.transpose(0, 1).transpose(2, 3)),
-    }
-    shape, view = views[setup.layout]
-    if setup.cache_dtype.itemsize == 1:
-        return view(torch.full(shape, 0x7F, dtype=torch.uint8).view(setup.cache_dtype))
-    return view(torch.full(shape, torch.nan, dtype=setup.cache_dtype))
-
-
-def store(kv: torch.Tensor, table: torch.Tensor, values: torch.Tensor, first: int) -> None:
-    """Put values [2, num_kv_heads, seq_len, head_size] from position `first` on into the blocks of `table`."""
-    kv, values = (x.view(torch.uint8) if kv.itemsize == 1 else x for x in (kv, values))
-    block_size = kv.shape[3]
-    for position in range(first, values.shape[2]):
-        kv[table[position // block_size], :, :, position % block_size] = values[:, :, position]
-
-
-def make_batch(setup: Setup, device: torch.device, seed: int = 0) -> Batch:
-    random = torch.Generator().manual_seed(seed)
-    starts = [0]
-    for query_len, _ in setup.chunks:
-        starts.append(starts[-1] + query_len)
-    lens = [query_len + before for query_len, before in setup.chunks]
-    per_sequence = [-(-n // setup.block_size) for n in lens]
-    max_blocks = max(per_sequence) + 2
-    ids = torch.randperm(sum(per_sequence), generator=random) + 1  # block 0 stays NaN
-    tables = torch.zeros(len(lens), max_blocks, dtype=torch.int32)
-    storage = make_kv(setup, len(ids) + 1)
-    contents = []
-    for i, seq_len in enumerate(lens):
-        shape = (2, setup.num_kv_heads, seq_len, setup.head_size)
-        values = torch.randn(shape, generator=random).to(setup.cache_dtype)
-        # What no row sees is not in the cache: its blocks belong to others by now.
-        first = 0 if setup.window is None else max(0, setup.chunks[i][1] - setup.window + 1)
-        skipped = first // setup.block_size
-        at = sum(per_sequence[:i])
-        tables[i, : per_sequence[i]] = ids[at : at + per_sequence[i]]
-        tables[i, :skipped] = 0
-        store(storage, tables[i], values, first)
-        scales = torch.tensor([setup.k_scale, setup.v_scale] if values.itemsize == 1 else [1.0, 1.0])
-        contents.append(values.double() * scales.view(2, 1, 1, 1))
-    wide = setup.num_heads + (2 * setup.num_kv_heads if setup.fused_rows else 0)
-    rows = torch.randn(starts[-1] + setup.padding, wide, setup.head_size, generator=random).to(setup.dtype)
-    slopes = torch.linspace(0.05, 0.7, setup.num_heads) if setup.alibi else None
-    return Batch(
-        setup,
-        rows.to(device)[:, : setup.num_heads],
-        to_device(storage, device),
-        tables.to(device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor(lens, dtype=torch.int32, device=device),
-        None if slopes is None else slopes.to(device),
-        contents,
-    )
-
-
-def to_device(view: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`view` with its strides: what lies between its elements goes along."""
-    base = view._base if view._base is not None else view
-    flat = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).to(device)
-    return flat.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
+def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
     prefill_attention(
         launcher,
@@ -164,26 +56,7 @@ def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
     return out
 
 
-def reference(batch: Batch, sequence: int) -> torch.Tensor:
-    """[query_len, num_heads, head_size] in float64, from the definition."""
-    setup = batch.setup
-    query_len, before = setup.chunks[sequence]
-    start = int(batch.query_start_loc[sequence])
-    query = batch.query[start : start + query_len].cpu().double()
-    keys, values = batch.contents[sequence].repeat_interleave(setup.num_heads // setup.num_kv_heads, 1)
-    scores = torch.einsum("qhd,hkd->hqk", query, keys) * batch.scale
-    if setup.soft_cap:
-        scores = setup.soft_cap * torch.tanh(scores / setup.soft_cap)
-    distance = torch.arange(before + query_len) - torch.arange(before, before + query_len)[:, None]
-    if batch.slopes is not None:
-        scores = scores + batch.slopes.cpu().double()[:, None, None] * distance
-    hidden = distance > 0
-    if setup.window is not None:
-        hidden |= distance <= -setup.window
-    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
-
-
-def check_rows(batch: Batch, out: torch.Tensor) -> None:
+def check_rows(batch: Batch[Setup], out: torch.Tensor) -> None:
     """Every row of `out` is right, or untouched where it is nobody's or a decode's."""
     setup, out = batch.setup, out.cpu()
     end = 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.attention_batch import make_batch
 from tests.kernels.decode_attention_cases import (
     BF16,
     CASES,
@@ -14,7 +15,6 @@ from tests.kernels.decode_attention_cases import (
     SETUPS,
     SIMPLE_SETUPS,
     Setup,
-    make_batch,
     run,
     run_simple,
 )

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.attention_batch import make_batch
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, make_batch, run
+from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, run
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.prefill_attention import SOURCE, prefill_attention, prefill_reason
 from vllm_lite.kernels.cuda.varlen import call_varlen, make_plan, torch_varlen, varlen_reason

@@ -39,6 +39,7 @@ def attention_simple(  # noqa: PLR0913, PLR0917
     """
     num_tokens, num_heads, head_size = query.shape
     num_seqs = len(seq_lens)
+    k_scale, v_scale = (k_scale, v_scale) if kv.itemsize == 1 else (1.0, 1.0)
     check_scoring(scale * k_scale, window, soft_cap, alibi_slopes, num_heads)
     require(out.shape == query.shape and out.dtype == query.dtype, "out must have the shape and type of query")
     fits = kv.dim() == 5 and kv.shape[1] == 2 and kv.shape[4] == head_size and kv.stride(4) == 1

@@ -86,11 +86,11 @@ def decode_attention(  # noqa: PLR0913, PLR0917
     Rows of sequences of length 0 and rows after the last sequence become zero. With a window only the last `window`
     tokens are seen; table entries of blocks before it or past the length are not read. Scores: scale * k_scale * q.k,
     then soft_cap * tanh(score / soft_cap), then + slope * (key position - query position). A row's bits depend on its
-    sequence and on `split_tokens` (a multiple of 16) alone. No length may be above `max_seq_len`. Raises ValueError for
-    shapes, types or strides that the kernel does not take.
+    sequence and on `split_tokens` (a multiple of 16) alone. No length may exceed `max_seq_len`. ValueError: bad input.
     """
     _check_rows(out, query, kv)
     _check_indices(block_tables, seq_lens, query_start_loc)
+    k_scale, v_scale = (k_scale, v_scale) if kv.itemsize == 1 else (1.0, 1.0)
     check_scoring(scale * k_scale, window, soft_cap, alibi_slopes, query.shape[1])
     require(
         split_tokens > 0 and split_tokens % TILE == 0, f"a split of {split_tokens} tokens: not a multiple of {TILE}"
