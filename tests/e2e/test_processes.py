@@ -53,7 +53,7 @@ class Engine:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate(timeout=START_S)
+        print(self.process.communicate(timeout=START_S)[1])  # its log, shown if the test fails
 
 
 @pytest.fixture

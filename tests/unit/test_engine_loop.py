@@ -43,3 +43,22 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         engine._port.close()
         stop.close()
     assert finished == [1, 2, 3]
+
+
+def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[Any]:
+        raise RuntimeError("the scheduler lost a block")
+
+    stop = Wakeup()
+    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0, has_requests=lambda: True), expire=fail)
+    engine = EngineProcess(EngineSettings(EngineConfig(), f"ipc://{tmp_path}/engine", "none"), stop)
+    told: list[str] = []
+    monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))
+    monkeypatch.setattr(engine._port, "say_dying", told.append)
+    try:
+        with pytest.raises(RuntimeError, match="lost a block"):
+            engine._serve(cast("EngineCore", core), cast("Executor", None))
+    finally:
+        engine._port.close()
+        stop.close()
+    assert told == ["the engine failed: RuntimeError('the scheduler lost a block')"]

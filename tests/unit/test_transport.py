@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -131,3 +133,33 @@ def test_reader_that_does_not_read_makes_sends_busy(tmp_path: Path) -> None:
     assert Delivery.BUSY in deliveries
     connection.close()
     listener.close()
+
+
+LAST_WORDS = """
+import os, sys
+from vllm_lite import transport
+listener = transport.bind(sys.argv[1])
+while (hello := listener.recv()) is None:
+    transport.wait(10, listener)
+for _ in range(32):
+    listener.send(hello[0], bytes(1 << 20))
+listener.close()
+transport.finish()
+os._exit(0)
+"""
+
+
+def test_last_words_of_a_process_arrive(tmp_path: Path) -> None:
+    """More than a socket's buffer holds: what finish() had not waited for would be lost."""
+    address = f"ipc://{tmp_path}/s"
+    connection = transport.connect(address, b"me")
+    connection.send(b"hello")
+    with subprocess.Popen([sys.executable, "-c", LAST_WORDS, address]) as process:
+        assert [len(receive(connection)) for _ in range(32)] == [1 << 20] * 32
+        assert process.wait(DEADLINE_S) == 0
+    connection.close()
+
+
+def test_finish_does_not_wait_for_an_open_channel(tmp_path: Path) -> None:
+    code = f"from vllm_lite import transport; left = transport.bind('ipc://{tmp_path}/s'); transport.finish()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)

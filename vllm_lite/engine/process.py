@@ -153,6 +153,9 @@ class EngineProcess:
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request
             return 1
+        except Exception as error:  # a fault of ours: those who wait hear of it before it is raised
+            self._port.say_dying(f"the engine failed: {error!r}")
+            raise
         logger.info("stopping")
         self._abort_all(core)
         return 0
@@ -272,7 +275,14 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     return engine.run()
 
 
+def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
+    try:
+        return main(settings, stop)
+    finally:
+        transport.finish()
+
+
 if __name__ == "__main__":
     supervise.run_child(
-        main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
+        _process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
     )

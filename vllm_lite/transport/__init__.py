@@ -7,7 +7,7 @@ inproc.py     queues in one process: unit tests and --single-process
 
 from vllm_lite.transport.interface import Connection, Delivery, Listener, Wakeup, wait
 
-__all__ = ["Connection", "Delivery", "Listener", "Wakeup", "bind", "connect", "wait"]
+__all__ = ["Connection", "Delivery", "Listener", "Wakeup", "bind", "connect", "finish", "wait"]
 
 
 def bind(address: str) -> Listener:
@@ -30,3 +30,10 @@ def connect(address: str, identity: bytes) -> Connection:
     from vllm_lite.transport.zmq import ZmqConnection
 
     return ZmqConnection(address, identity)
+
+
+def finish() -> None:
+    """Before a process ends: wait, for a bounded time, until what its closed channels sent has left."""
+    from vllm_lite.transport import zmq
+
+    zmq.finish()

@@ -1,6 +1,7 @@
 """ZeroMQ channels: ROUTER on the engine's side, DEALER on the others', never blocking, with every limit set."""
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,6 +121,18 @@ class ZmqConnection:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close()
+
+
+def finish() -> None:
+    """The last thing a process does with its closed channels: wait, at most LINGER_MS, until what they sent has left.
+
+    Linger counts only while a context is terminated, and the interpreter's own exit does not terminate it: last words
+    would be lost whenever the process ends before ZeroMQ's thread has written them.
+    """
+    # On a thread, because term() would wait for ever for a channel somebody left open.
+    term = threading.Thread(target=zmq.Context.instance().term, name="last words", daemon=True)
+    term.start()
+    term.join(1.5 * LINGER_MS / 1000)
 
 
 def answers(address: str) -> bool:

@@ -19,7 +19,7 @@ from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, wor
 from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import SchedulerOutput
 from vllm_lite.supervise import run_child
-from vllm_lite.transport import Connection, Delivery, connect
+from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
 from vllm_lite.wakeup import Wakeup
 from vllm_lite.worker.progress import Progress
@@ -151,7 +151,10 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # busy cores: 7 ms a step instead of 90).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     log.setup(f"worker {settings.rank}", settings.config.log_level)
-    return main(settings, stop)
+    try:
+        return main(settings, stop)
+    finally:
+        finish()
 
 
 if __name__ == "__main__":
