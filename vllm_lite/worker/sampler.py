@@ -58,6 +58,7 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import GREEDY_BELOW
+from vllm_lite.protocol.step import Sampling
 
 NO_LOGPROBS = -1
 ROW_PARAMS = np.dtype(
@@ -91,6 +92,8 @@ class SampleInputs:
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
     banned: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # (sample, token id) pairs, both [num_banned]
+    plain: bool = False
+    """`is_plain(params)`, known beforehand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,9 @@ class Sampler:
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
+        if inputs.plain and inputs.banned is None:
+            picked = self.pick(logits, np.zeros(len(params), DRAW))
+            return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
         if inputs.banned is not None:
@@ -200,6 +206,25 @@ class Sampler:
 
     def _column(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
+
+
+def row_params(sampling: Sampling) -> tuple[Any, ...]:
+    """`sampling` as one record of ROW_PARAMS."""
+    return (
+        sampling.temperature,
+        max(sampling.top_k, 0),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.child,
+        NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
+        sampling.min_tokens_until,
+    )
+
+
+def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
+    """Whether every row takes its best token, and nobody wants logprobs."""
+    return bool((params["temperature"] < GREEDY_BELOW).all() and (params["logprobs"] == NO_LOGPROBS).all())
 
 
 def draw_records(
