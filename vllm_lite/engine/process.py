@@ -275,7 +275,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     return engine.run()
 
 
-def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
+def process_main(settings: EngineSettings, stop: Wakeup) -> int:
     try:
         return main(settings, stop)
     finally:
@@ -284,5 +284,5 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 if __name__ == "__main__":
     supervise.run_child(
-        _process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
+        process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
     )
