@@ -83,7 +83,7 @@ def _add_bench_step(
     parser = commands.add_parser("step", help="where the time of one decode step goes, in all processes")
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder [demo]")
     parser.add_argument("--streams", type=int, default=1, help="sequences that decode together [1]")
-    parser.add_argument("--context", type=int, default=192, help="tokens of each in the middle of the measurement [192]")
+    parser.add_argument("--context", type=int, default=192, help="tokens of each, in the middle of its decoding [192]")
     parser.add_argument("--steps", type=int, default=128, help="tokens that each generates, twice [128]")
     _add_engine_flags(parser)
     parser.set_defaults(run=_bench_step)

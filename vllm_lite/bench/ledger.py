@@ -20,6 +20,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self._parts: set[str] = set()
         self._step: Step = {}
         self._inside = [0]  # for each wrapped call that runs, time spent in wrapped calls inside it
         self._began_ns = time.perf_counter_ns()
@@ -27,6 +28,7 @@ class Ledger:
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose time is charged to `part`."""
+        self._parts.add(part)
 
         def wrapped(*args: Any, **named: Any) -> Any:
             self._inside.append(0)
@@ -50,7 +52,8 @@ class Ledger:
 
     def end_step(self, **notes: int) -> None:
         """From now on it is the next step. Outside of wrapped calls."""
-        step, now_ns, cpu_ns = self._step, time.perf_counter_ns(), time.process_time_ns()
+        now_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
+        step = dict.fromkeys(self._parts, 0) | self._step
         step[WHOLE], step[CPU] = now_ns - self._began_ns, cpu_ns - self._cpu_ns
         step[REST] = step[WHOLE] - self._inside[0]
         self.steps.append(step | notes)

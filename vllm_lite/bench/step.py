@@ -1,13 +1,13 @@
 """`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
 
 The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs tell the
-time of each kernel. Shown are means over the quicker half of the steps in which all streams decode.
+time of each kernel. Shown are means over the steps in which all streams decode, without the slowest tenth.
 """
 
+import math
 import os
 import queue
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -128,25 +128,22 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
 
 
 def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
-    """Of each part, in microseconds (calls: as they are), over the quicker half of the second round's full steps."""
+    """Of each part, in microseconds (calls: as they are), over the second round's full steps but the slowest tenth."""
     full = [step for step in steps if step["streams"] == num_streams]
     full = full[len(full) // 2 + 1 : -2]
     if not full:
         raise EngineError("the streams never decoded all together; let them decode more tokens")
-    middle = statistics.median(step[WHOLE] for step in full)
-    quick = [step for step in full if step[WHOLE] <= middle]
-    names = sorted({name for step in quick for name in step} - {"streams"}, key=lambda name: name == REST)
+    full = sorted(full, key=lambda step: step[WHOLE])[: math.ceil(0.9 * len(full))]
+    names = sorted({name for step in full for name in step} - {"streams"}, key=lambda name: name == REST)
     scale = {name: 1 if name.startswith("calls ") else 1000 for name in names}
-    return {name: sum(step.get(name, 0) for step in quick) / len(quick) / scale[name] for name in names}
+    return {name: sum(step.get(name, 0) for step in full) / len(full) / scale[name] for name in names}
 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures, one part a line, with its share of the step."""
     step_us, bound = figures["step_us"], figures["bound"]
-    lines = [
-        f"{figures['model']}, streams: {figures['streams']}, context: {figures['context']}, threads: "
-        f"{figures['threads']}: {step_us:.0f} us a step, {figures['tokens_per_s']:.0f} tokens/s"
-    ]
+    what = f"streams: {figures['streams']}, context: {figures['context']}, threads: {figures['threads']}"
+    lines = [f"{figures['model']}, {what}: {step_us:.0f} us a step, {figures['tokens_per_s']:.0f} tokens/s"]
 
     def line(name: str, value_us: float, remark: str = "") -> None:
         lines.append(f"  {name:<28}{value_us:>10.1f} us {100 * value_us / step_us:>6.1f} %  {remark}".rstrip())

@@ -24,7 +24,7 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
         if produced:
             ledger.end_step(streams=len(produced))
 
-    EngineProcess._publish = publish_and_turn  # type: ignore[method-assign]  # noqa: SLF001
+    EngineProcess._publish = publish_and_turn  # type: ignore[method-assign,assignment]  # noqa: SLF001
     try:
         return process_main(settings, stop)
     finally:

@@ -63,8 +63,8 @@ def _watch_send(ledger: Ledger) -> None:
             ledger.end_step(streams=len(latest.entries))
 
     execute = Worker.execute
-    Worker.execute = receive_step  # type: ignore[method-assign]
-    process.Session.send = send_and_turn  # type: ignore[method-assign]
+    Worker.execute = receive_step  # type: ignore[method-assign,assignment]
+    process.Session.send = send_and_turn  # type: ignore[method-assign,assignment]
 
 
 def call_names(functions: list[str]) -> list[str]:

@@ -106,12 +106,13 @@ class Sampled:
 
 
 class Sampler:
-    """Samples rows of logits over one vocabulary. Keeps nothing between calls but a table of the token ids."""
+    """Samples rows of logits over one vocabulary. No result depends on the calls before it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._launcher = default_launcher() if device.type == "cuda" else None
+        self._best_of: native.BestOf | None = None
         tokens = np.arange(vocab_size, dtype=np.uint32)
         self._token_keys = torch.from_numpy(scramble(tokens).view(np.int32)).to(device)  # int32 [vocab]
 
@@ -123,7 +124,7 @@ class Sampler:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
         if inputs.plain and inputs.banned is None:
-            picked = self.pick(logits, np.zeros(len(params), DRAW))
+            picked = self._pick_best(logits)
             return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
@@ -139,6 +140,14 @@ class Sampler:
         for sample, report in zip(wanted.tolist(), reports, strict=True):
             logprobs[sample] = None if sample in failed else report
         return Sampled(picked.tokens, failed, logprobs)
+
+    def _pick_best(self, logits: torch.Tensor) -> Picked:
+        """Of each row the best token. The result is overwritten by the next one of the same logits."""
+        if self.device.type != "cpu" or not cpu.available():
+            return self.pick(logits, np.zeros(len(logits), DRAW))
+        if self._best_of is None or self._best_of.logits is not logits:  # decode steps come with the same memory
+            self._best_of = native.BestOf(logits)
+        return self._best_of()
 
     def pick(
         self,
