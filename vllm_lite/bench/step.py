@@ -1,13 +1,13 @@
 """`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
 
 The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs tell the
-time of each kernel. Shown are means over the steps in which all streams decode, without the slowest tenth.
+time of each kernel. Shown are means over the steps in which all streams decode.
 """
 
-import math
 import os
 import queue
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -128,15 +128,18 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
 
 
 def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
-    """Of each part, in microseconds (calls: as they are), over the second round's full steps but the slowest tenth."""
+    """What a step cost of each part, in microseconds (calls: how many): a mean over the later half of those in which
+    all streams decoded, without what took three times as long as usual."""
     full = [step for step in steps if step["streams"] == num_streams]
     full = full[len(full) // 2 + 1 : -2]
     if not full:
         raise EngineError("the streams never decoded all together; let them decode more tokens")
-    full = sorted(full, key=lambda step: step[WHOLE])[: math.ceil(0.9 * len(full))]
-    names = sorted({name for step in full for name in step} - {"streams"}, key=lambda name: name == REST)
+    usual = statistics.median(step[WHOLE] / step["steps"] for step in full)
+    full = [step for step in full if step[WHOLE] <= 3 * usual * step["steps"]]
+    names = sorted({name for step in full for name in step} - {"streams", "steps"}, key=lambda name: name == REST)
+    num_steps = sum(step["steps"] for step in full)
     scale = {name: 1 if name.startswith("calls ") else 1000 for name in names}
-    return {name: sum(step.get(name, 0) for step in full) / len(full) / scale[name] for name in names}
+    return {name: sum(step.get(name, 0) for step in full) / num_steps / scale[name] for name in names}
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """The worker's process with a ledger, in which recorded programs tell the time of each call. Entry point of a child."""
 
-from typing import Any
-
 from vllm_lite.bench.ledger import Ledger
 from vllm_lite.config import WorkerSettings
 from vllm_lite.kernels.cpu.program import Program
@@ -22,14 +20,14 @@ LINEARS = ("qkv", "output", "gate-up", "down")
 def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     ledger = Ledger()
     ledger.watch(type(poller()), {"poll": "wait"})
-    ledger.watch(process.Session, {"receive": "receive"})
+    ledger.watch(process.Session, {"receive": "receive", "send": "send"})
     ledger.watch(InputBatch, dict.fromkeys(("apply", "build", "sample_inputs", "commit"), "batch"))
     ledger.watch(DecodeInputs, {"load": "batch"})
     ledger.watch(DecodeGraphs, {"logits": "graph"})
     ledger.watch(Sampler, {"sample": "sampler"})
     ledger.watch(Worker, {"execute": "runner"})
     _watch_programs(ledger)
-    _watch_send(ledger)
+    _end_steps(ledger)
     try:
         return process.process_main(settings, stop)
     finally:
@@ -48,23 +46,16 @@ def _watch_programs(ledger: Ledger) -> None:
     Program.replay = ledger.timed("program", profile)  # type: ignore[method-assign]
 
 
-def _watch_send(ledger: Ledger) -> None:
-    send = ledger.timed("send", process.Session.send)
-    latest = SchedulerOutput(0, 0, [], [])
-
-    def receive_step(worker: Worker, step: SchedulerOutput) -> Any:
-        nonlocal latest
-        latest = step
-        return execute(worker, step)
-
-    def send_and_turn(session: process.Session, message: Any) -> None:
-        send(session, message)
-        if isinstance(message, ModelOutput):
-            ledger.end_step(streams=len(latest.entries))
-
+def _end_steps(ledger: Ledger) -> None:
+    """Behind each step: what it costs to send its results counts for the next one."""
     execute = Worker.execute
-    Worker.execute = receive_step  # type: ignore[method-assign,assignment]
-    process.Session.send = send_and_turn  # type: ignore[method-assign,assignment]
+
+    def execute_and_turn(worker: Worker, step: SchedulerOutput) -> ModelOutput:
+        output = execute(worker, step)
+        ledger.end_step(streams=len(step.entries), steps=1)
+        return output
+
+    Worker.execute = execute_and_turn  # type: ignore[method-assign,assignment]
 
 
 def call_names(functions: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
 from vllm_lite.supervise import run_child
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
@@ -79,9 +79,7 @@ class Session:
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
             self.send(started)
             while (message := self.receive()) is not None:
-                if not isinstance(message, SchedulerOutput):
-                    raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
-                self.send(worker.execute(message))
+                self.send(_execute(worker, message))
 
     def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
         """The engine's next message; None when it is time to go. Raises EngineError after `timeout_s`."""
@@ -103,6 +101,14 @@ class Session:
     def send(self, message: FromWorker) -> None:
         if self.connection.send(worker_to_engine.encode(message)) is not Delivery.SENT:
             raise EngineError("the engine does not read what its worker sends")
+
+
+def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | TurnOutput:
+    if isinstance(message, SchedulerOutput):
+        return worker.execute(message)
+    if isinstance(message, Turn):
+        return TurnOutput([worker.execute(step) for step in message.steps])
+    raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
 
 
 class _Heartbeat:
