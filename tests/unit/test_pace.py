@@ -101,12 +101,13 @@ def test_an_arrival_comes_in_behind_what_is_under_way() -> None:
     rig = Rig(TURN_S / 4.5)
     rig.add("a", [1, 2, 3])
     rig.run(2 * MEASURED_STEPS)
-    assert rig.core.num_in_flight == 2 * MAX_STEPS
+    assert [len(steps) for steps in rig.sent[-4:]] == [MAX_STEPS] * 4
     num_sent = len(rig.sent)
     rig.add("b", [4, 5, 6, 7, 8])
-    rig.run(2)
+    rig.run(1)
     assert not rig.core.scheduler.waiting
     assert len(rig.sent[num_sent]) == 1, "its first step"
+    assert rig.core.num_in_flight == MAX_STEPS + 1
     rig.run()
     assert rig.tokens["a"] == continuation([1, 2, 3], 200)
     assert rig.tokens["b"] == continuation([4, 5, 6, 7, 8], 200)

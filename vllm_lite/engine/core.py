@@ -212,20 +212,22 @@ class EngineCore:
         """Schedule a step for the workers, if there is anything to compute and not too much under way. Call it until
         it says no: only then have all steps been sent."""
         now_s = self._clock()
-        plan = self._schedule(now_s) if self.num_in_flight < self._most_in_flight() else None
+        plan = self._schedule(now_s) if self._may_begin() else None
+        only_decodes = True
         if plan is not None:
+            num_tokens = self.scheduler.num_scheduled_tokens
+            only_decodes = num_tokens <= len(self.scheduler.running)
             self._unsent.append(plan)
             self.num_in_flight += 1
-            num_tokens = self.scheduler.num_scheduled_tokens
-            self._steps_sent.append(_Step(now_s, num_tokens, num_tokens <= len(self.scheduler.running)))
-        if self._unsent and (plan is None or len(self._unsent) >= self._pace.steps):
+            self._steps_sent.append(_Step(now_s, num_tokens, only_decodes))
+        if self._unsent and (plan is None or not only_decodes or len(self._unsent) >= self._pace.steps):
             unsent, self._unsent = self._unsent, []
             self._executor.submit(*unsent)
         return plan is not None
 
-    def _most_in_flight(self) -> int:
-        """One message of steps is computed while the next one is made. Who waits is not to wait for many."""
-        return self.max_in_flight if self.scheduler.waiting else self.max_in_flight * self._pace.steps
+    def _may_begin(self) -> bool:
+        """Whether a message of steps is to be continued, or begun: it is computed while the one behind it is made."""
+        return bool(self._unsent) or self.num_in_flight <= (self.max_in_flight - 1) * self._pace.steps
 
     def _schedule(self, now_s: float) -> SchedulerOutput | None:
         if not self.scheduler.has_requests():
