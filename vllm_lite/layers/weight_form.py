@@ -14,7 +14,7 @@ from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
 from vllm_lite.layers import onednn
 
 Quantization = Literal["int8"]
-"""int8: one scale for each output, activations as they are."""
+"""int8: one scale for each output; activations as the machine multiplies fastest (kernels/cpu/linear.py)."""
 
 
 class WeightForm(Protocol):
