@@ -175,7 +175,9 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   int64_t width = num_blocks * parts.count / wanted;
   width = width < least ? least : width;
   width = width < 1 ? 1 : width > kMaxBlocks ? kMaxBlocks : width;
-  const int64_t column_parts = ceil_div(num_blocks, width);
+  // As many for one thread as for the other.
+  int64_t column_parts = ceil_div(ceil_div(num_blocks, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
+  column_parts = column_parts < num_blocks ? column_parts : num_blocks;
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them.
   vllm_lite::parallel_for(column_parts * parts.count, [&](int64_t number) {
     const int64_t part = number / parts.count, rows = number % parts.count;
