@@ -24,6 +24,7 @@ from runners import machine
 HERE = Path(__file__).resolve().parent
 SAMPLE_S = 0.5
 """How often memory is looked at, which takes some milliseconds."""
+ALONE = "W1"
 SPARE_REPEATS = 1
 """A round goes on for so many repeats more if others disturbed the first ones."""
 BUSY_TOKENS = {"small": {"W1": 128, "W2": 32}, "medium": {"W1": 32}}
@@ -191,15 +192,21 @@ def covers(known: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def quiet_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator[Pass]:
-    """Round by round, all engines in turn; every repeat has its own token ids."""
-    begin = 0
-    for index in range(args.rounds):
-        need = args.repeats // args.rounds + (index < args.repeats % args.rounds)
-        reps = [(begin + i) % num_reps for i in range(min(need + SPARE_REPEATS, num_reps))]
-        begin += need
-        for engine in [name for name in args.engines if index == 0 or name not in args.once]:
-            name, wait_s = f"{model}.{engine}.r{index}", args.quiet_wait
-            yield Pass(name, model, engine, args.workloads, reps, need, quiet_wait_s=wait_s, memory=True)
+    """Round by round, all engines in turn; every repeat has its own token ids.
+
+    One stream measures how fast memory is, and on a shared host that changes by the minute: its turns come first, by
+    themselves, so that engines are compared within a minute or two.
+    """
+    alone = [name for name in args.workloads if name == ALONE]
+    for suffix, only in ((f".{ALONE}", alone), ("", [name for name in args.workloads if name != ALONE])):
+        begin = 0
+        for index in range(args.rounds if only else 0):
+            need = args.repeats // args.rounds + (index < args.repeats % args.rounds)
+            reps = [(begin + i) % num_reps for i in range(min(need + SPARE_REPEATS, num_reps))]
+            begin += need
+            for engine in [name for name in args.engines if index == 0 or name not in args.once]:
+                name, wait_s = f"{model}.{engine}{suffix}.r{index}", args.quiet_wait
+                yield Pass(name, model, engine, only, reps, need, quiet_wait_s=wait_s, memory=True)
 
 
 def startup_passes(args: argparse.Namespace, model: str) -> Iterator[Pass]:

@@ -34,27 +34,27 @@ bool short_words(int32_t type) {
 template <class Word>
 void pack_block(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes, char* block) {
   constexpr int64_t kSize = sizeof(Word), kLine = 64 / kSize;
-  const int64_t num_words = ceil_div(row_bytes, kSize);
+  const int64_t num_words = row_bytes / kSize, rest = row_bytes % kSize;
   for (int64_t first = 0; first < num_words; first += kLine) {  // a cache line of each row: read once, not once a word
     const int64_t end = first + kLine < num_words ? first + kLine : num_words;
     for (int64_t row = 0; row < num_rows; ++row) {
       for (int64_t i = first; i < end; ++i) {
-        const int64_t left = row_bytes - i * kSize;
-        Word word = 0;
-        std::memcpy(&word, rows + row * stride + i * kSize, left < kSize ? static_cast<size_t>(left) : sizeof word);
-        std::memcpy(block + (i * kBlock + row) * kSize, &word, sizeof word);
+        std::memcpy(block + (i * kBlock + row) * kSize, rows + row * stride + i * kSize, kSize);
       }
     }
+  }
+  for (int64_t row = 0; rest > 0 && row < num_rows; ++row) {
+    const char* last = rows + row * stride + num_words * kSize;
+    std::memcpy(block + (num_words * kBlock + row) * kSize, last, static_cast<size_t>(rest));
   }
 }
 
 template <class Word>
 void unpack_row(const char* column, int64_t row_bytes, char* row) {
   constexpr int64_t kSize = sizeof(Word);
-  for (int64_t at = 0; at < row_bytes; at += kSize, column += kBlock * kSize) {
-    const int64_t left = row_bytes - at;
-    std::memcpy(row + at, column, static_cast<size_t>(left < kSize ? left : kSize));
-  }
+  const int64_t num_words = row_bytes / kSize;
+  for (int64_t i = 0; i < num_words; ++i) std::memcpy(row + i * kSize, column + i * kBlock * kSize, kSize);
+  std::memcpy(row + num_words * kSize, column + num_words * kBlock * kSize, static_cast<size_t>(row_bytes % kSize));
 }
 
 // Memory of one thread that grows to what its largest call needs and is kept for the next one.

@@ -129,7 +129,9 @@ def test_equality_is_counted_over_the_same_repeats():
 
 def test_engines_take_turns_and_the_figures_are_written(bench):
     summary, calls = bench("--repeats", "2")
-    assert calls == [f"{speed} W1,W2 {reps}" for reps in ("0,1", "1,2") for speed in ("100.0", "50.0")]
+    one_workload = [f"{{}} {reps}" for reps in ("0,1", "1,2")]
+    turns = [turn.format(only) for only in ("W1", "W2") for turn in one_workload]
+    assert calls == [f"{speed} {turn}" for turn in turns for speed in ("100.0", "50.0")]
     assert summary["rows"][1] | {"ours": 0} == {
         "model": "tiny",
         "dtype": "bf16",
@@ -151,13 +153,13 @@ def test_engines_take_turns_and_the_figures_are_written(bench):
 
 def test_a_round_may_hold_several_repeats(bench):
     _, calls = bench("--repeats", "3", "--rounds", "2")
-    assert [call.split()[2] for call in calls] == ["0,1,2", "0,1,2", "2,3", "2,3"]
+    assert [call.split()[2] for call in calls] == ["0,1,2", "0,1,2", "2,3", "2,3"] * 2
 
 
 def test_slow_engines_are_measured_once(bench, monkeypatch):
     monkeypatch.setitem(peers.BUSY_TOKENS, "tiny", {"W2": 1})
     _, calls = bench("--repeats", "2", "--once", "other-bf16", "--busy", "1")
-    assert [call.split()[0] for call in calls] == ["100.0", "50.0", "100.0", "100.0"]
+    assert [call.split()[0] for call in calls] == ["100.0", "50.0", "100.0"] * 2 + ["100.0"]
 
 
 def test_what_is_measured_is_not_measured_again(bench):
@@ -166,19 +168,27 @@ def test_what_is_measured_is_not_measured_again(bench):
     assert more == calls
     assert again == first
     summary, fewer = bench("--repeats", "1", "--workloads", "W2")
-    assert fewer == calls, "a result of more workloads answers"
+    assert fewer == calls
     assert set(summary["all"]["tiny"]) == {"W2"}
     _, fresh = bench("--repeats", "1", "--fresh", "other-bf16")
-    assert len(fresh) == len(calls) + 1
+    assert len(fresh) == len(calls) + 2
     _, other = bench("--repeats", "1", "--threads", "1")
-    assert len(other) == len(fresh) + 2, "other settings are another measurement"
+    assert len(other) == len(fresh) + 4, "other settings are another measurement"
+
+
+def test_a_result_of_more_workloads_answers():
+    known = {"done": True, "settings": {"need": 3, "only": "W2,W3"}}
+    assert peers.covers(known, {"need": 3, "only": "W3"})
+    assert not peers.covers(known, {"need": 3, "only": "W3,W4"})
+    assert not peers.covers(known, {"need": 2, "only": "W3"})
+    assert not peers.covers(known | {"done": False}, {"need": 3, "only": "W3"})
 
 
 def test_startup_and_busy_passes(bench, monkeypatch, capsys):
     monkeypatch.setattr(peers, "STARTUP_ROUNDS", 2)
     monkeypatch.setitem(peers.BUSY_TOKENS, "tiny", {"W2": 1})
     summary, calls = bench("--repeats", "1", "--startup", "--busy", "1")
-    assert [call.split(maxsplit=1)[1] for call in calls[2::2]] == ["start 0", "start 0", "W2 0,1,2,3,0,1"]
+    assert [call.split(maxsplit=1)[1] for call in calls[4::2]] == ["start 0", "start 0", "W2 0,1,2,3,0,1"]
     assert 0 < summary["startup"]["tiny"]["ours-bf16"] < 60
     assert summary["busy"]["tiny"]["W2"]["ours-bf16"] == {"quiet": 100, "busy": 50, "share": 0.5, "failed": None}
     assert "| tiny | W2 | ours-bf16 | 100 | 50 | 0.5 |  |" in capsys.readouterr().out
@@ -187,7 +197,7 @@ def test_startup_and_busy_passes(bench, monkeypatch, capsys):
 def test_the_first_startup_only_warms_the_page_cache(bench, monkeypatch):
     monkeypatch.setattr(peers, "STARTUP_ROUNDS", 1)
     summary, calls = bench("--repeats", "1", "--startup")
-    assert len(calls) == 4
+    assert len(calls) == 6
     assert summary["startup"] == {}
 
 
@@ -195,11 +205,11 @@ def test_an_engine_that_fails_does_not_stop_the_others(bench, capsys):
     fail = f"bad-bf16={sys.executable} -c raise(SystemExit(3))"
     summary, calls = bench("--repeats", "1", "--engine", fail, "--engines", "bad-bf16,gone-bf16,ours-bf16",
                            "--engine", "gone-bf16=/nonexistent/python")  # fmt: skip
-    assert len(calls) == 1
+    assert len(calls) == 2
     assert set(summary["all"]["tiny"]["W1"]) == {"ours-bf16"}
     shown = capsys.readouterr().out
     assert "exit status 3" in shown
-    assert "gone-bf16.r0: 0 s, FAILED: exit status 127" in shown
+    assert "gone-bf16.W1.r0: 0 s, FAILED: exit status 127" in shown
 
 
 def test_an_engine_that_is_too_slow_is_not_tried_again(bench, monkeypatch, capsys):
@@ -347,5 +357,5 @@ def test_our_runner_measures_the_bundled_model(tmp_path, monkeypatch):
     assert figures["ttft_s"] > 0
     assert summary["engines"]["ours-bf16"]["name"] == "vllm_lite"
     assert summary["memory"]["tiny"]["ours-bf16"] > 50, "client, engine and worker"
-    (run, *_) = json.loads((folder / "runs" / "tiny.ours-bf16.r0.json").read_text())["runs"]["W1"]
+    (run, *_) = json.loads((folder / "runs" / "tiny.ours-bf16.W1.r0.json").read_text())["runs"]["W1"]
     assert [len(tokens) for tokens in run["tokens"]] == [6]
