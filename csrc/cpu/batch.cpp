@@ -5,8 +5,8 @@
 
 #include "common.h"
 
-// The same record as Rows in vllm_lite/worker/steady.py. Arrays of the batch have one element or row for each of its
-// rows, arrays of the step one for each of the step's sequences.
+// The same record as _Record in vllm_lite/kernels/cpu/batch.py. Arrays of the batch have one element or row for each of
+// its rows, arrays of the step one for each of the step's sequences.
 struct DecodeRows {
   // of the batch
   int32_t* token_ids;  // [..][token_stride]

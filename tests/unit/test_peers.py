@@ -129,8 +129,7 @@ def test_equality_is_counted_over_the_same_repeats():
 
 def test_engines_take_turns_and_the_figures_are_written(bench):
     summary, calls = bench("--repeats", "2")
-    one_workload = [f"{{}} {reps}" for reps in ("0,1", "1,2")]
-    turns = [turn.format(only) for only in ("W1", "W2") for turn in one_workload]
+    turns = ["W1 0,1", "W1 1,2", "W2 0,1", "W2 1,2"]
     assert calls == [f"{speed} {turn}" for turn in turns for speed in ("100.0", "50.0")]
     assert summary["rows"][1] | {"ours": 0} == {
         "model": "tiny",
