@@ -247,9 +247,12 @@ async def wait_until(client: AsyncClient, condition: Callable[[Stats], bool]) ->
         await asyncio.sleep(0.002)
 
 
+FORKED = 300  # tokens come several at a time: the parent must live until the forks arrive
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
-    params = SamplingParams(seed=7, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(seed=7, max_tokens=FORKED, ignore_eos=True)
     (unforked,) = tokens_of(llm.generate(prompt, params, use_tqdm=False))
     stats = llm.stats()
 
@@ -257,7 +260,7 @@ def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
         stream = client.generate(prompt, params, "parent")
         seen: list[int] = []
         forks: list[AsyncIterator[RequestOutput]] = []
-        greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        greedy = SamplingParams(temperature=0.0, max_tokens=FORKED, ignore_eos=True)
         async for output in stream:
             seen = output.outputs[0].token_ids
             if len(seen) >= 11 and not forks:
@@ -268,9 +271,9 @@ def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
         straight, *others = await asyncio.gather(*map(last, forks))
         for tokens in (straight, *others):
             assert tokens[:have] == unforked[:have]
-            assert len(tokens) == 60
+            assert len(tokens) == FORKED
         assert len({tuple(tokens) for tokens in (unforked, straight, *others)}) == 4
-        rest = SamplingParams(temperature=0.0, max_tokens=60 - have, ignore_eos=True)
+        rest = SamplingParams(temperature=0.0, max_tokens=FORKED - have, ignore_eos=True)
         assert straight[have:] == await last(client.generate(prompt + unforked[:have], rest))
 
     run(llm, body)
