@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.plain_rules import changed
@@ -292,7 +292,7 @@ def new_batch(num_groups: int) -> InputBatch:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), num_groups=st.integers(1, 2))
 def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
     stream, batch = Stream(data, num_groups), new_batch(num_groups)

@@ -24,13 +24,22 @@ ANY_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What must not be completed, for some samples; all arrays run over pairs of a sample and a word."""
+    """What must not be completed, token by token."""
 
-    samples: Int64s  # [num_words]
-    starts: Int64s  # [num_words], where in the sequence the output begins
-    lengths: Int64s  # [num_words], tokens before the last one
-    prefixes: NDArray[np.int32]  # [num_words, longest], those tokens, at the end of their row; before them ANY_TOKEN
+    prefixes: NDArray[np.int32]  # [num_words, longest], all but the last, at the end of the row; before them ANY_TOKEN
+    lengths: Int64s  # [num_words], how many these are
     lasts: Int64s  # [num_words]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """Of one sequence, in the form in which those of several are put together."""
+
+    sampling: Sampling
+    allowed: Int64s
+    bias: tuple[Int64s, Float32s]
+    stops: Int64s  # token ids that may come from `sampling.min_tokens_until` on
+    words: _Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +49,8 @@ class _Table:
     slots: Int64s  # [num_samples]
     allowed: Pairs | None
     bias: tuple[Pairs, Float32s] | None
-    stops: tuple[Int64s, Int64s, Int64s] | None  # samples, token ids, sequence length from which on they may come
-    words: _Words | None
+    stops: Pairs | None
+    words: tuple[Int64s, _Words] | None  # samples [num_words]
     penalised: Int64s | None  # samples
 
 
@@ -52,7 +61,9 @@ class RuleBook:
         self._sizes = max_num_seqs + 1, vocab_size, max_tokens
         self._vocab_size = vocab_size
         self._free = list(range(max_num_seqs, 0, -1))
-        self._used: dict[int, tuple[Sampling, int]] = {}  # by slot; the number is where the output begins
+        self._used: dict[int, _Rules] = {}  # by slot
+        self._starts = np.zeros(max_num_seqs + 1, np.int64)  # where in the sequence the output begins
+        self._until = np.zeros(max_num_seqs + 1, np.int64)  # length of the sequence from which on it may stop
         self._weights = np.zeros((3, max_num_seqs + 1), np.float32)  # presence, frequency, repetition
         self._penalised = np.zeros(max_num_seqs + 1, np.bool_)
         self._counts: TokenCounts | None = None  # made when the first sequence needs it
@@ -70,7 +81,8 @@ class RuleBook:
         if not sampling.is_ruled:
             return 0
         slot = self._free.pop()
-        self._used[slot] = sampling, num_prompt
+        self._used[slot] = _read(sampling, self._vocab_size)
+        self._starts[slot], self._until[slot] = num_prompt, sampling.min_tokens_until
         self._table = None
         rules = sampling.rules or NO_RULES
         if rules.penalises:
@@ -86,14 +98,14 @@ class RuleBook:
         """The sequence leaves; its rules, for `add` when it comes back."""
         if slot == 0:
             return None
-        sampling, _ = self._used.pop(slot)
+        rules = self._used.pop(slot)
         self._free.append(slot)
         self._table = None
         if self._penalised[slot] and self._counts is not None:
             self._counts.clear(slot)
             self._penalised[slot] = False
             self.counts_tokens = bool(self._penalised.any())
-        return sampling
+        return rules.sampling
 
     def penalises(self, slot: int) -> bool:
         return bool(self._penalised[slot])
@@ -117,11 +129,14 @@ class RuleBook:
             table = self._table = self._tabulate(slots)
         banned = []
         if table.stops is not None:
-            samples, ids, until = table.stops
-            early = until > positions[samples]
+            samples, ids = table.stops
+            early = self._until[slots[samples]] > positions[samples]
             banned.append((samples[early], ids[early]))
         if table.words is not None:
-            banned.append(_completed(table.words, positions, rows, token_ids))
+            samples, words = table.words
+            ends, starts = positions[samples], self._starts[slots[samples]]
+            same = _begun(words, ends, starts, rows[samples], token_ids)
+            banned.append((samples[same], words.lasts[same]))
         penalised = None
         if table.penalised is not None and self._counts is not None:
             their_slots = slots[table.penalised]
@@ -132,63 +147,75 @@ class RuleBook:
         return _joined(banned), edits
 
     def _tabulate(self, slots: Int64s) -> _Table:
-        ruled = [(sample, *self._used[slot]) for sample, slot in enumerate(slots.tolist()) if slot]
-        rules = [(sample, sampling.rules or NO_RULES, start) for sample, sampling, start in ruled]
-        allowed = [(sample, np.frombuffer(rule.allowed, "<u4")) for sample, rule, _ in rules if rule.allowed]
-        biases = [(sample, *pair) for sample, rule, _ in rules for pair in rule.bias]
-        stops = [
-            (sample, stop, sampling.min_tokens_until)
-            for sample, sampling, _ in ruled
-            if sampling.min_tokens_until
-            for stop in sampling.stop_ids
-            if stop < self._vocab_size
-        ]
-        words = [(sample, start, word) for sample, rule, start in rules for word in rule.bad_words]
+        ruled = [(sample, self._used[slot]) for sample, slot in enumerate(slots.tolist()) if slot]
+        biased = _stacked([(sample, rules.bias[0]) for sample, rules in ruled])
         (penalised,) = self._penalised[slots].nonzero()
         return _Table(
             slots,
-            allowed=_pairs(allowed) if allowed else None,
-            bias=_biases(biases) if biases else None,
-            stops=_columns(stops) if stops else None,
-            words=_words(words) if words else None,
+            allowed=_stacked([(sample, rules.allowed) for sample, rules in ruled]),
+            bias=None if biased is None else (biased, np.concatenate([rules.bias[1] for _, rules in ruled])),
+            stops=_stacked([(sample, rules.stops) for sample, rules in ruled]),
+            words=_stacked_words([(sample, rules.words) for sample, rules in ruled]),
             penalised=penalised if len(penalised) else None,
         )
 
 
-def _pairs(allowed: Sequence[tuple[int, NDArray[np.uint32]]]) -> Pairs:
-    samples = np.repeat([sample for sample, _ in allowed], [len(ids) for _, ids in allowed])
-    return samples.astype(np.int64), np.concatenate([ids for _, ids in allowed]).astype(np.int64)
+def _read(sampling: Sampling, vocab_size: int) -> _Rules:
+    rules = sampling.rules or NO_RULES
+    bias_ids, bias_values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
+    stops = np.array(sampling.stop_ids if sampling.min_tokens_until else (), np.int64)
+    words = rules.bad_words
+    lengths = np.array([len(word) - 1 for word in words], np.int64)
+    prefixes = np.full((len(words), lengths.max(initial=0)), ANY_TOKEN, np.int32)
+    for prefix, word in zip(prefixes, words, strict=True):
+        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
+    return _Rules(
+        sampling,
+        allowed=np.frombuffer(rules.allowed, "<u4").astype(np.int64),
+        bias=(np.array(bias_ids, np.int64), np.array(bias_values, np.float32)),
+        stops=stops[stops < vocab_size],
+        words=_Words(prefixes, lengths, np.array([word[-1] for word in words], np.int64)),
+    )
 
 
-def _biases(biases: Iterable[tuple[int, int, float]]) -> tuple[Pairs, Float32s]:
-    samples, ids, values = zip(*biases, strict=True)
-    return (np.array(samples, np.int64), np.array(ids, np.int64)), np.array(values, np.float32)
+def _stacked(parts: Iterable[tuple[int, Int64s]]) -> Pairs | None:
+    """Samples beside their token ids; None if there are none."""
+    some = [(sample, ids) for sample, ids in parts if len(ids)]
+    if not some:
+        return None
+    samples = np.array([sample for sample, _ in some], np.int64)
+    return np.repeat(samples, [len(ids) for _, ids in some]), np.concatenate([ids for _, ids in some])
 
 
-def _columns(rows: Iterable[tuple[int, int, int]]) -> tuple[Int64s, Int64s, Int64s]:
-    first, second, third = np.array(list(rows), np.int64).T
-    return first, second, third
+def _stacked_words(parts: Sequence[tuple[int, _Words]]) -> tuple[Int64s, _Words] | None:
+    """All words, with prefixes as long as the longest of all, beside their samples; None if there are none."""
+    pairs = _stacked([(sample, words.lasts) for sample, words in parts])
+    if pairs is None:
+        return None
+    samples, lasts = pairs
+    prefixes = np.full((len(lasts), max(words.prefixes.shape[1] for _, words in parts)), ANY_TOKEN, np.int32)
+    at = 0
+    for _, words in parts:
+        count, width = words.prefixes.shape
+        prefixes[at : at + count, prefixes.shape[1] - width :] = words.prefixes
+        at += count
+    return samples, _Words(prefixes, np.concatenate([words.lengths for _, words in parts]), lasts)
 
 
-def _words(words: Sequence[tuple[int, int, tuple[int, ...]]]) -> _Words:
-    samples, starts, sequences = zip(*words, strict=True)
-    lengths = np.array([len(sequence) - 1 for sequence in sequences], np.int64)
-    prefixes = np.full((len(words), lengths.max()), ANY_TOKEN, np.int32)
-    for prefix, sequence in zip(prefixes, sequences, strict=True):
-        prefix[len(prefix) - len(sequence) + 1 :] = sequence[:-1]
-    lasts = np.array([sequence[-1] for sequence in sequences], np.int64)
-    return _Words(np.array(samples, np.int64), np.array(starts, np.int64), lengths, prefixes, lasts)
-
-
-def _completed(words: _Words, positions: Int64s, rows: Int64s, token_ids: NDArray[np.int32]) -> Pairs:
-    """The last tokens of those words whose other tokens stand at the end of the output."""
-    ends = positions[words.samples]
+def _begun(
+    words: _Words,
+    ends: Int64s,  # [num_words], where in its sequence the next token of each sample will be
+    starts: Int64s,  # [num_words], where the output of each begins
+    rows: Int64s,  # [num_words]
+    token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
+) -> NDArray[np.bool_]:  # [num_words]
+    """Whether the output ends with all of the word but its last token."""
     longest = words.prefixes.shape[1]
     columns = np.maximum(ends[:, None] - longest + np.arange(longest), 0)
-    tokens = token_ids[rows[words.samples][:, None], columns]
+    tokens = token_ids[rows[:, None], columns]
     same = ((tokens == words.prefixes) | (words.prefixes == ANY_TOKEN)).all(axis=1)
-    same &= ends - words.lengths >= words.starts
-    return words.samples[same], words.lasts[same]
+    begun: NDArray[np.bool_] = same & (ends - words.lengths >= starts)
+    return begun
 
 
 def _joined(banned: Sequence[Pairs]) -> Pairs | None:
