@@ -136,7 +136,9 @@ def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
         raise EngineError("the streams never decoded all together; let them decode more tokens")
     usual = statistics.median(step[WHOLE] / step["steps"] for step in full)
     full = [step for step in full if step[WHOLE] <= 3 * usual * step["steps"]]
-    names = sorted({name for step in full for name in step} - {"streams", "steps"}, key=lambda name: name == REST)
+    names = sorted(
+        {name for step in full for name in step} - {"streams", "steps"}, key=lambda name: (name == REST, name)
+    )
     num_steps = sum(step["steps"] for step in full)
     scale = {name: 1 if name.startswith("calls ") else 1000 for name in names}
     return {name: sum(step.get(name, 0) for step in full) / num_steps / scale[name] for name in names}
