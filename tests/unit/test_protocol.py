@@ -108,7 +108,7 @@ def test_a_message_of_another_direction_is_refused() -> None:
         msgspec.msgpack.encode(["generate", "r", b"", {"presence_penalty": 2.5}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"repetition_penalty": 0.0}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"logit_bias": {1: 101.0}}]),
-        msgspec.msgpack.encode(["generate", "r", b"", {"logit_bias": {token: 0.0 for token in range(5000)}}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"logit_bias": dict.fromkeys(range(5000), 0.0)}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"allowed_token_ids": []}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"bad_words_token_ids": [[]]}]),
         msgspec.msgpack.encode(["generate", "", b"", {}]),

@@ -61,7 +61,7 @@ def test_bad_words_have_no_special_tokens() -> None:
 
 def test_bad_words_need_a_tokenizer() -> None:
     factory = StreamFactory(welcome(), None)
-    with pytest.raises(RequestError, match="bad_words need a tokenizer.*use bad_words_token_ids"):
+    with pytest.raises(RequestError, match=r"bad_words need a tokenizer.*use bad_words_token_ids"):
         sent([1], factory, bad_words=["the"])
     assert sent([1], factory, bad_words_token_ids=[[1, 2]]).params.bad_words_token_ids == ((1, 2),)
 
