@@ -16,6 +16,10 @@ class PromptScores:
         self._tokenizer = tokenizer
         self._token_ids = token_ids
 
+    @property
+    def complete(self) -> bool:
+        return len(self.entries) == len(self._token_ids)
+
     def take(self, scores: PromptLogprobs) -> None:
         """The next ones; what is known already may come again."""
         new = scores.entries[max(0, len(self.entries) - scores.start) :]

@@ -79,11 +79,17 @@ class RequestStream:
         """What starts this request in an engine, behind the tokens that it has inherited, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
         output = pack_tokens(self.samples[0].token_ids) if have else b""
-        return Generate(self.request_id, prompt, wire_params(self.params), have, output)
+        return Generate(self.request_id, prompt, self._wire_params(), have, output)
 
     def fork_message(self, parent_id: str) -> ForkRequest:
         """What starts this request in an engine that has its parent."""
-        return ForkRequest(parent_id, self.request_id, self.num_tokens, wire_params(self.params))
+        return ForkRequest(parent_id, self.request_id, self.num_tokens, self._wire_params())
+
+    def _wire_params(self) -> SamplingParams:
+        params = wire_params(self.params)
+        if self.prompt_scores is not None and self.prompt_scores.complete:  # a fork has its parent's
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return params
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +191,6 @@ class StreamFactory:
         sample = self._sample(params, parent.num_tokens)
         sample.inherit(parent.samples[0])
         scores = None if params.prompt_logprobs is None else parent.prompt_scores
-        params = msgspec.structs.replace(params, prompt_logprobs=None)  # its prompt is not computed again
         return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
