@@ -6,6 +6,7 @@ from collections import deque
 from vllm_lite import log, supervise, transport
 from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
+from vllm_lite.executor.read_ahead import start_reading_ahead
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
@@ -58,6 +59,8 @@ class MultiprocExecutor:
     # ---- start
 
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:
+        if self._config.load_format != "dummy":
+            start_reading_ahead(self._config.model)
         for worker in self._workers:
             worker.child = supervise.spawn(
                 self._worker_module,

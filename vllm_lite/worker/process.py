@@ -140,11 +140,16 @@ class _Heartbeat:
 
 
 def _import_worker() -> "type[Worker]":
-    """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing."""
+    """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing.
+
+    What it made is frozen: the first collection afterwards would look through all of it, for as long.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         from vllm_lite.worker.worker import Worker
+
+        gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
