@@ -129,11 +129,14 @@ class Recorded:
             "cache_salt": rng.choice([None, None, "salt"]),
             "stop_token_ids": rng.sample(range(VOCAB), 2),
             "logprobs": rng.choice([None, None, 2]),
+            "prompt_logprobs": rng.choice([None, None, None, 1]),
         }
         max_tokens = rng.randint(1, min(20, self.core.max_model_len - len(prompt)))
         output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))] if rng.random() < 0.1 else []
         if output:
             params |= {"n": 1, "use_beam_search": False}
+        if params["use_beam_search"]:
+            params["prompt_logprobs"] = None
         message = Generate(
             name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), len(output), pack_tokens(output)
         )
@@ -173,6 +176,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
                 sequence.num_computed,
                 sequence.num_cached,
                 sequence.num_pending,
+                sequence.unscored,
                 sequence.num_tokens,
                 [table.ids for table in sequence.tables],
             )

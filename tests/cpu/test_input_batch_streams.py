@@ -1,12 +1,17 @@
 """InputBatch against a naive model that keeps a Python list per sequence: random streams of entries, exact arrays."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+import torch
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.plain_rules import changed
+from vllm_lite.engine.branching import logit_rules
 from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -21,11 +26,13 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.worker.input_batch import InputBatch
+from vllm_lite.worker.logit_edits import NEVER
 from vllm_lite.worker.sampler import SampleInputs
 from vllm_lite.worker.speculative import num_kept
 from vllm_lite.worker.step_inputs import StepInputs
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK = 4, 24, 50, 4
+STOPS = (1, 2)
 
 
 @dataclass
@@ -33,12 +40,18 @@ class Naive:
     """One sequence as plain lists."""
 
     tokens: list[int]
+    params: SamplingParams
+    num_prompt: int
     sampling: Sampling
     blocks: list[list[int]] = field(default_factory=list)
     computed: int = 0
     cached: int = 0
     parked: bool = False
     guesses: list[int] = field(default_factory=list)
+
+    @property
+    def penalised(self) -> bool:
+        return self.params.penalises
 
     def needs(self, end: int) -> int:
         return -(-end // BLOCK) - len(self.blocks[0])
@@ -63,11 +76,36 @@ class Stream:
         self.next_block += count * self.num_groups
         return [list(range(first + group * count, first + (group + 1) * count)) for group in range(self.num_groups)]
 
-    def sampling(self) -> Sampling:
-        until = self.draw(0, 8)
-        return Sampling(
-            0.5 * self.draw(0, 2), self.draw(-1, 3), 0.5, 0.25, self.draw(0, 2**64 - 1), 0, None, until, (1, 2)
+    def params(self) -> SamplingParams:
+        """Some rules, or none."""
+        tokens = st.integers(0, 5) if self.draw(0, 1) else st.integers(0, VOCAB - 1)  # few, so that they come again
+        words = st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=3)
+        values = st.sampled_from([-0.75, 0.5, 2.0])
+        fields: dict[str, Any] = {
+            "presence_penalty": values,
+            "frequency_penalty": values,
+            "repetition_penalty": st.sampled_from([0.5, 1.3]),
+            "logit_bias": st.dictionaries(tokens, values, max_size=4),
+            "allowed_token_ids": st.lists(tokens, min_size=1, max_size=6),
+            "bad_words_token_ids": words,
+            "min_tokens": st.integers(1, 6),
+        }
+        chosen = self.data.draw(st.sets(st.sampled_from(sorted(fields)), max_size=3))
+        return SamplingParams(**{name: self.data.draw(fields[name]) for name in sorted(chosen)})
+
+    def naive(self, tokens: list[int], num_prompt: int) -> Naive:
+        params = self.params()
+        sampling = Sampling(
+            temperature=0.5 * self.draw(0, 2),
+            top_k=self.draw(-1, 3),
+            top_p=0.5,
+            min_p=0.25,
+            seed=self.draw(0, 2**64 - 1),
+            min_tokens_until=num_prompt + params.min_tokens if params.min_tokens else 0,
+            stop_ids=STOPS,
+            rules=logit_rules(params) if params.changes_logits else None,
         )
+        return Naive(tokens, params, num_prompt, sampling)
 
     def step(self) -> tuple[list[Entry], list[tuple[int, int]]]:
         """A step's entries and its scheduled (handle, number of tokens, guesses not counted)."""
@@ -104,7 +142,7 @@ class Stream:
             index = self.draw(0, len(sequence.blocks[group]) - 1)
             entries.append(ReplaceBlock(handle, group, index, fresh))
             sequence.blocks[group][index] = fresh
-        elif fate == 4 and sequence.computed < len(sequence.tokens):
+        elif fate == 4 and sequence.computed < len(sequence.tokens) and not sequence.penalised:  # beams never are
             sequence.tokens[-1] = self.draw(0, VOCAB - 1)
             entries.append(SetToken(handle, sequence.tokens[-1]))
 
@@ -112,10 +150,12 @@ class Stream:
         num_tokens = self.draw(1, len(sequence.tokens))
         computed = self.draw(0, min(num_tokens - 1, sequence.computed))
         cached = self.draw(0, num_tokens)
-        child, sampling = self.new_handle(), self.sampling()
-        entries.append(Fork(handle, child, sampling, num_tokens, computed, cached))
-        blocks = [part[: -(-num_tokens // BLOCK)] for part in sequence.blocks]
-        self.sequences[child] = Naive(sequence.tokens[:num_tokens], sampling, blocks, computed, cached)
+        child = self.naive(sequence.tokens[:num_tokens], min(num_tokens, sequence.num_prompt))
+        child.blocks = [part[: -(-num_tokens // BLOCK)] for part in sequence.blocks]
+        child.computed, child.cached = computed, cached
+        child_handle = self.new_handle()
+        entries.append(Fork(handle, child_handle, child.sampling, num_tokens, computed, cached))
+        self.sequences[child_handle] = child
 
     def new_handle(self) -> int:
         self.next_handle += 1
@@ -130,7 +170,8 @@ class Stream:
         for ids, more in zip(sequence.blocks, new_ids, strict=False):
             ids.extend(more)
         entries.append(Draft(handle, max_drafts, new_ids) if max_drafts else Continue(handle, count, new_ids))
-        sequence.guesses = [self.draw(0, VOCAB - 1) for _ in range(self.draw(0, max_drafts))]
+        if not sequence.penalised:  # the worker does not guess
+            sequence.guesses = [self.draw(0, VOCAB - 1) for _ in range(self.draw(0, max_drafts))]
         return count
 
     def place(self, sequence: Naive) -> int:
@@ -151,7 +192,7 @@ class Stream:
     def arrive(self, entries: list[Entry]) -> tuple[int, int]:
         handle = self.new_handle()
         length = self.draw(1, 12)
-        sequence = Naive([self.draw(0, VOCAB - 1) for _ in range(length)], self.sampling())
+        sequence = self.naive([self.draw(0, VOCAB - 1) for _ in range(length)], self.draw(1, length))
         self.sequences[handle] = sequence
         count = self.place(sequence)
         blocks = [list(ids) for ids in sequence.blocks]
@@ -159,7 +200,7 @@ class Stream:
             NewRequest(
                 handle,
                 pack_tokens(sequence.tokens),
-                length,
+                sequence.num_prompt,
                 sequence.sampling,
                 sequence.computed,
                 sequence.cached,
@@ -205,22 +246,26 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
         ]
     assert inputs.sampling.tolist() == caught_up
     assert inputs.sample_tokens.tolist() == [at for at, _, _ in samples]
-    expect_samples([(sequence.sampling, length) for _, sequence, length in samples], batch.sample_inputs(inputs))
+    expect_samples([(sequence, length) for _, sequence, length in samples], batch.sample_inputs(inputs))
 
 
-def expect_samples(samples: list[tuple[Sampling, int]], got: SampleInputs) -> None:
-    assert got.params["seed"].tolist() == [sampling.seed for sampling, _ in samples]
-    assert got.params["child"].tolist() == [sampling.child for sampling, _ in samples]
-    assert got.params["top_k"].tolist() == [max(sampling.top_k, 0) for sampling, _ in samples]
+def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
+    """`samples`: whose, and the length before it."""
+    assert got.params["seed"].tolist() == [sequence.sampling.seed for sequence, _ in samples]
+    assert got.params["child"].tolist() == [sequence.sampling.child for sequence, _ in samples]
+    assert got.params["top_k"].tolist() == [max(sequence.sampling.top_k, 0) for sequence, _ in samples]
     assert got.positions.tolist() == [length for _, length in samples]
-    banned = [
-        (at, stop)
-        for at, (sampling, length) in enumerate(samples)
-        if length < sampling.min_tokens_until
-        for stop in sampling.stop_ids
-    ]
-    pairs = [] if got.banned is None else list(zip(*(array.tolist() for array in got.banned), strict=True))
-    assert pairs == banned
+    logits = torch.randn(len(samples), VOCAB, generator=torch.Generator().manual_seed(len(samples)))
+    expected = logits.numpy().copy()
+    for row, (sequence, length) in zip(expected, samples, strict=True):
+        tokens = (sequence.tokens + sequence.guesses)[:length]
+        prompt, output = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
+        row[:] = changed(row, sequence.params, prompt, output, STOPS)
+    if got.banned is not None:
+        logits[tuple(map(torch.from_numpy, got.banned))] = NEVER
+    if got.edits is not None:
+        got.edits.apply(logits)
+    np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def sample(stream: Stream, sequence: Naive) -> list[int]:
@@ -247,7 +292,7 @@ def new_batch(num_groups: int) -> InputBatch:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), num_groups=st.integers(1, 2))
 def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
     stream, batch = Stream(data, num_groups), new_batch(num_groups)

@@ -10,8 +10,9 @@ from tests.driver import EPOCH, Driver, make_prompt, new_request
 from tests.plays import Play, graphs_of
 from vllm_lite.config import EngineConfig
 from vllm_lite.model_spec import ModelSpec
+from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
-from vllm_lite.protocol.step import Preempt, Resume, SchedulerOutput
+from vllm_lite.protocol.step import LogitRules, Preempt, Resume, Sampling, SchedulerOutput
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
@@ -69,6 +70,22 @@ def test_preempted_swapped_and_resumed(tiny_checkpoint: Path) -> None:
         return driver.got[0]
 
     assert run(on_gpu(tiny_checkpoint, num_host_blocks=4)) == run(Driver(tiny_checkpoint, 4, device="cpu"))
+
+
+def test_rules_and_prompt_logprobs_are_those_of_the_cpu(tiny_checkpoint: Path) -> None:
+    rules = LogitRules(1.0, 0.5, 1.2, ((5, 2.0),), pack_tokens(range(3, 300)), ((7, 8), (9,)))
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=34, stop_ids=(11,), rules=rules, prompt_logprobs=2)
+    results = []
+    for driver in (on_gpu(tiny_checkpoint), Driver(tiny_checkpoint, device="cpu", attention_backend="reference")):
+        output = driver.run(new_request(0, make_prompt(30), [1, 2, 3], sampling=sampling))
+        driver.decode(0, count=8)
+        assert output.prompts is not None
+        results.append((driver.got, output.prompts[0][1]))
+    (got, scores), (expected, truth) = results
+    assert got == expected
+    assert (scores.start, len(scores.entries)) == (1, 29)
+    for one, other in zip(scores.entries, truth.entries, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 # ---- graphs

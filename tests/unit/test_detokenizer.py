@@ -134,6 +134,19 @@ def test_time_per_token_does_not_grow() -> None:
         assert min(times[-5:]) < 5 * min(times[1:6]), kind
 
 
+def test_spaces_between_special_tokens() -> None:
+    """Only some decoders make any; those before and behind other tokens stay."""
+    kind = next(name for name, make in made.KINDS.items() if make is made.word_piece)
+    tokenizer = TOKENIZERS[kind]
+    tokens = [tokenizer.token_id(name) or 0 for name in ("the", "<s>", "</s>", "cat", "</s>", "##s", "<s>", "<s>")]
+    assert "".join(pieces_of(kind, tokens, skip=False)) == "the <s> </s> cat </s>s <s> <s>"
+    joined = pieces_of(kind, tokens, skip=False, spaces_between_special_tokens=False)
+    assert "".join(joined) == "the <s></s> cat </s>s <s><s>"
+    for skip in (True, False):
+        every = pieces_of("byte level", [0, 1, 5, 1, 0], skip=skip)
+        assert pieces_of("byte level", [0, 1, 5, 1, 0], skip=skip, spaces_between_special_tokens=False) == every
+
+
 # ---- stop strings
 
 

@@ -13,8 +13,23 @@ from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
 SAMPLING = step.Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
+RULES = step.LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
+RULED = step.Sampling(0.5, 3, 0.9, 0.1, 1, min_tokens_until=9, stop_ids=(2,), rules=RULES, prompt_logprobs=3)
 LOGPROBS = api.TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.0)))
-PARAMS = SamplingParams(temperature=0.7, seed=2**64 - 1, stop=["a", "b"], logprobs=2)
+SCORES = api.PromptLogprobs(1, [LOGPROBS, LOGPROBS])
+PARAMS = SamplingParams(
+    temperature=0.7,
+    seed=2**64 - 1,
+    stop=["a", "b"],
+    logprobs=2,
+    prompt_logprobs=0,
+    presence_penalty=0.5,
+    frequency_penalty=-1,
+    repetition_penalty=1.5,
+    logit_bias={5: 1.5, 6: -100},
+    allowed_token_ids=[5, 6, 7],
+    bad_words_token_ids=[[5, 6], [7]],
+)
 
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
@@ -27,7 +42,14 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_client, api.Heartbeat(1, 2)),
     (
         codec.engine_to_client,
-        api.OutputBatch(1, [api.Tokens("r", 0, [5], [LOGPROBS]), api.Finished("r", 1, [6], "stop", stop_token=6)]),
+        api.OutputBatch(
+            1,
+            [
+                api.Tokens("r", 0, [], prompt=SCORES),
+                api.Tokens("r", 0, [5], [LOGPROBS]),
+                api.Finished("r", 1, [6], "stop", stop_token=6, prompt=SCORES),
+            ],
+        ),
     ),
     (
         codec.engine_to_worker,
@@ -39,6 +61,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
                 step.Finish(3),
                 step.Preempt(4),
                 step.NewRequest(0, pack_tokens([1]), 1, SAMPLING, 0, 0, 1, [[5]]),
+                step.NewRequest(7, pack_tokens([1]), 1, RULED, 0, 0, 1, [[5]]),
                 step.Continue(1, 1, []),
                 step.Resume(2, 0, 0, 4, [[6, 7]]),
                 step.Fork(1, 5, SAMPLING, 9, 8, 9),
@@ -52,6 +75,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_worker, control.Start(1, 2, 0)),
     (codec.engine_to_worker, control.Shutdown()),
     (codec.worker_to_engine, step.ModelOutput(7, 8, pack_tokens([1]), None, [LOGPROBS], [(3, "nan")])),
+    (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)])),
     (codec.worker_to_engine, step.TurnOutput([step.ModelOutput(7, 8, b""), step.ModelOutput(7, 9, pack_tokens([1]))])),
     (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 42)),
     (codec.worker_to_engine, control.Ready(0, 9, 64, (control.KVGroupInfo("full", 2),), 128, 100, (2,))),
@@ -81,6 +105,12 @@ def test_a_message_of_another_direction_is_refused() -> None:
         msgspec.msgpack.encode(["generate", "r", b"", {"top_k": 2**40}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"no_such_field": 1}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"stop": ["x"] * 1000}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"presence_penalty": 2.5}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"repetition_penalty": 0.0}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"logit_bias": {1: 101.0}}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"logit_bias": dict.fromkeys(range(5000), 0.0)}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"allowed_token_ids": []}]),
+        msgspec.msgpack.encode(["generate", "r", b"", {"bad_words_token_ids": [[]]}]),
         msgspec.msgpack.encode(["generate", "", b"", {}]),
         msgspec.msgpack.encode(["generate", "r" * 1000, b"", {}]),
         msgspec.msgpack.encode(["abort", "r", "one field too many"]),
@@ -148,11 +178,59 @@ def test_decode_step_stays_small() -> None:
         ({"n": 0}, "n must be between 1 and 64"),
         ({"n": 3, "best_of": 2}, "best_of must be at least n"),
         ({"logprobs": 1000}, "logprobs must be between 0 and 64"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 64, got -1"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be between -2.0 and 2.0, got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be between -2.0 and 2.0, got nan"),
+        ({"frequency_penalty": None}, "frequency_penalty must be a number, got None"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0 and at most 100, got 0"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be between 0.0 and 100.0, got -1"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict of token ids and numbers"),
+        ({"logit_bias": {"one": 1}}, "logit_bias must have token ids as keys, got 'one'"),
+        ({"logit_bias": {True: 1}}, "logit_bias must have token ids as keys, got True"),
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be between -100.0 and 100.0, got 101"),
+        ({"logit_bias": {5: "much"}}, "logit_bias of token 5 must be a number, got 'much'"),
+        ({"logit_bias": dict.fromkeys(range(5000), 1)}, "logit_bias takes at most 4096 entries, got 5000"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must name at least one token"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of token ids, got 5"),
+        ({"bad_words": "word"}, "bad_words must be a list of strings, got 'word'"),
+        ({"bad_words": ["word", " "]}, "bad_words must not be empty or blank"),
+        ({"bad_words_token_ids": [1, 2]}, "bad_words_token_ids must be a list of token ids, got 1"),
+        ({"bad_words_token_ids": [[1], []]}, "bad_words_token_ids must not hold empty lists"),
+        ({"bad_words_token_ids": [[1]] * 1000}, "bad_words_token_ids takes at most 512 entries, got 1000"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be between -1 and"),
+        ({"use_beam_search": True, "presence_penalty": 1}, "use_beam_search follows the model's own logprobs"),
+        ({"use_beam_search": True, "logit_bias": {1: 1}}, "use_beam_search follows the model's own logprobs"),
+        ({"use_beam_search": True, "prompt_logprobs": 1}, "use_beam_search follows the model's own logprobs"),
     ],
 )
 def test_bad_sampling_params_name_the_field_and_the_range(settings: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_a_bias_may_be_spelled_as_in_json_and_is_copied() -> None:
+    given = {"5": 1, 6: -2.5}
+    params = SamplingParams(logit_bias=given)  # type: ignore[arg-type]
+    given["7"] = 3
+    assert params.logit_bias == {5: 1.0, 6: -2.5}
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+
+
+def test_what_changes_logits() -> None:
+    neutral = SamplingParams(temperature=0.3, top_k=5, min_p=0.1, min_tokens=3, logprobs=2, prompt_logprobs=2)
+    assert not neutral.changes_logits
+    changing: list[dict[str, object]] = [
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 0.5},
+        {"logit_bias": {1: 1}},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["a"]},
+        {"bad_words_token_ids": [[1]]},
+    ]
+    for fields in changing:
+        assert SamplingParams(**fields).changes_logits  # type: ignore[arg-type]
 
 
 def test_one_stop_string_may_be_given_bare() -> None:

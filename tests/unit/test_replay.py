@@ -110,12 +110,12 @@ def test_a_changed_block_hash_is_found_where_it_would_have_been_a_hit(busy: tupl
 
 def test_a_changed_token_is_found_where_the_request_would_have_ended(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace")
-    recorded.add("a", [1, 2, 3], max_tokens=12, ignore_eos=True, stop_token_ids=[VOCAB + 1])
+    recorded.add("a", [1, 2, 3], max_tokens=12, ignore_eos=True, stop_token_ids=[VOCAB - 1])
     recorded.drain()
     recorded.core.close()
 
     def change(record: records.Record, step: int) -> records.Record:
-        return replaced(record, records.Result, tokens=bytes([VOCAB + 1])) if step == 6 else record
+        return replaced(record, records.Result, tokens=bytes([VOCAB - 1])) if step == 6 else record
 
     path, _ = rewritten(tmp_path / "trace", change)
     divergence = Replay(path).run().divergence

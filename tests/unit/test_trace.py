@@ -106,13 +106,13 @@ def test_damage_is_told(tmp_path: Path) -> None:
     recorded.core.close()
     whole = bytearray((tmp_path / "trace").read_bytes())
     length = int.from_bytes(whole[8:12], "little")
-    damaged = bytes(whole[: 16 + length]) + b"\xc1" * 40
+    damaged = bytes(whole[: 16 + length]) + b"\xc1" * 99
     (tmp_path / "damaged").write_bytes(damaged)
     with pytest.raises(ProtocolError, match="damaged"):
         Replay(str(tmp_path / "damaged")).run()
     whole[7] = 99
     (tmp_path / "newer").write_bytes(whole)
-    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 1"):
+    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 2"):
         TraceReader(str(tmp_path / "newer"))
 
 

@@ -12,7 +12,7 @@ from typing import Self
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_error
+from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_error, shows
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
@@ -194,7 +194,8 @@ class AsyncClient:
             if parent_id is not None:
                 yield stream.output()
             while not stream.finished:
-                for event in await inbox.take():
+                events = await inbox.take()
+                for event in events:
                     if parent_id is not None and is_error(event) and not session.is_live(parent_id):
                         session.submit(stream.message(), self._arrive)
                     else:
@@ -204,7 +205,7 @@ class AsyncClient:
                     session.drop(request_id)  # before its reader takes the end; nothing to drop if the engine ended it
                 if stream.error is not None:
                     raise stream.error
-                if stream.finished or not stream.ends_at_once:
+                if stream.finished or (not stream.ends_at_once and any(map(shows, events))):
                     yield stream.output()
         finally:
             del self._inboxes[request_id], self._streams[request_id]

@@ -34,7 +34,7 @@ class TextStream(Protocol):
 class Vocabulary(Protocol):
     """What all streams of one tokenizer share. Filled on demand; safe in any thread, as entries never change."""
 
-    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+    def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream: ...
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
@@ -80,7 +80,11 @@ class ByteVocabulary:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
+    def stream(
+        self,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,  # noqa: ARG002 (there are none)
+    ) -> TextStream:
         return ByteStream(self, self.special_ids if skip_special_tokens else frozenset())
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -138,8 +142,14 @@ class PieceVocabulary:
         self._known: dict[int, str] = {}
         self._anchor, self._anchor_chars = self._find_anchor()
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        return PieceStream(self, self.special_ids if skip_special_tokens else frozenset())
+    def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream:
+        if skip_special_tokens:
+            return PieceStream(self, self.special_ids)
+        return PieceStream(self, frozenset(), frozenset() if spaces_between_special_tokens else self.special_ids)
+
+    def spelling(self, token_id: int) -> str:
+        """The token as the vocabulary has it."""
+        return self._tokenizer.token(token_id) or ""
 
     def knows(self, token_id: int) -> bool:
         return token_id in self._known or self._tokenizer.token(token_id) is not None
@@ -170,9 +180,14 @@ class PieceVocabulary:
 
 
 class PieceStream:
-    def __init__(self, vocabulary: PieceVocabulary, skipped: frozenset[int]) -> None:
+    def __init__(
+        self, vocabulary: PieceVocabulary, skipped: frozenset[int], joined: frozenset[int] = frozenset()
+    ) -> None:
+        """A token of `joined` behind another one is spelled without a space before it."""
         self._vocabulary = vocabulary
         self._skipped = skipped
+        self._joined = joined
+        self._last_joined = False
         self._first: list[int] | None = []  # tokens so far, until one of them has text; then None
         self._run: list[int] = []  # byte tokens that wait for the end of their run
         self._run_bytes = 0  # length of the run, waiting or not
@@ -186,12 +201,16 @@ class PieceStream:
             return self._feed_byte(token_id, value)
         if token_id in self._skipped or not self._vocabulary.knows(token_id):
             return ""  # left out before runs are looked at, so a run goes on behind it
+        behind, self._last_joined = self._last_joined, token_id in self._joined
+        if behind and self._last_joined:
+            return self._vocabulary.spelling(token_id)
         return self._end_run() + self._text([token_id])
 
     def flush(self) -> str:
         return self._end_run()
 
     def _feed_byte(self, token_id: int, value: int) -> str:
+        self._last_joined = False
         if self._broken:
             return _REPLACEMENT
         self._run.append(token_id)
@@ -246,13 +265,14 @@ class Detokenizer:
         vocabulary: Vocabulary,
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self.num_tokens = 0
         self.stopped: str | None = None
-        self._stream = vocabulary.stream(skip_special_tokens)
+        self._stream = vocabulary.stream(skip_special_tokens, spaces_between_special_tokens)
         self._stops = StopStrings(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
 

@@ -50,7 +50,9 @@ class CompletionOutput:
 class RequestOutput:
     """A request so far. `outputs` has its n samples by index; with best_of and beam search they are ranked, best first.
 
-    `num_cached_tokens`, known when a sample has ended, counts prompt tokens whose KV was cached.
+    `prompt_logprobs[i]`, where asked for, maps token ids to candidates for `prompt_token_ids[i]`, that token first; it
+    is None for the first token, which nothing comes before. `num_cached_tokens`, known when a sample has ended, counts
+    prompt tokens whose KV was cached.
     """
 
     request_id: str
@@ -60,3 +62,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

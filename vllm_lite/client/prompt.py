@@ -30,13 +30,15 @@ class Prompt:
     token_ids: list[int]
 
 
-def read_prompt(given: PromptLike, tokenizer: Tokenizer | None, limits: Welcome) -> Prompt:
-    """Tokenize and check one prompt. Raises RequestError."""
+def read_prompt(given: PromptLike, tokenizer: Tokenizer | None, limits: Welcome, num_kept: int | None = None) -> Prompt:
+    """Tokenize and check one prompt. Of one that is longer than `num_kept` tokens only the last ones count, together
+    with those that a tokenizer puts at the ends of a text. Raises RequestError."""
     plain = _unwrap(given)
     if isinstance(plain, str):
-        prompt = Prompt(plain, _encode(plain, tokenizer))
+        prompt = Prompt(plain, _encode(plain, tokenizer, num_kept))
     else:
-        prompt = Prompt(None, _checked_ids(plain, limits.vocab_size))
+        checked = _checked_ids(plain, limits.vocab_size)
+        prompt = Prompt(None, checked if num_kept is None else checked[-num_kept:])
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
     length = len(prompt.token_ids)
@@ -58,9 +60,12 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: We
         raise RequestError(
             "beam search takes no stop strings and gives no logprobs; use stop_token_ids and cumulative_logprob"
         )
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(f"stop_token_ids must be between 0 and {limits.vocab_size - 1}, got {token_id}")
+    if params.bad_words and tokenizer is None:
+        raise RequestError("bad_words need a tokenizer; this model has none, so use bad_words_token_ids")
+    try:
+        params.check_vocabulary(limits.vocab_size)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
 
 
 def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> None:
@@ -72,6 +77,8 @@ def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> Non
         raise RequestError(f"max_tokens counts the {have} tokens a fork begins with; got {params.max_tokens}")
     if have and params.logprobs is not None and parent.logprobs is None:
         raise RequestError("a fork can have logprobs only if the request it begins with has them")
+    if params.prompt_logprobs is not None and parent.prompt_logprobs is None:
+        raise RequestError("a fork can have prompt_logprobs only if the request it begins with has them")
 
 
 def _unwrap(given: Any) -> str | Sequence[int]:
@@ -88,14 +95,14 @@ def _unwrap(given: Any) -> str | Sequence[int]:
     return plain
 
 
-def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer | None, num_kept: int | None) -> list[int]:
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, num_kept=num_kept)
 
 
 def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:

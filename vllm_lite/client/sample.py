@@ -73,16 +73,19 @@ class Sample:
         self.token_ids += token_ids[:taken]
         if self.logprobs is not None and logprobs is not None:
             entries = logprobs[:taken]
-            self.logprobs += map(self._candidates, token_ids, entries)
+            self.logprobs += [candidates(self._tokenizer, *item) for item in zip(token_ids, entries, strict=False)]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in entries)
 
-    def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        candidates = {token_id: self._logprob(token_id, entry.logprob, entry.rank)}
-        for rank, (other, logprob) in enumerate(entry.top, 1):
-            if other != token_id:
-                candidates[other] = self._logprob(other, logprob, rank)
-        return candidates
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return Logprob(logprob, rank, text)
+def candidates(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+    """Of one place: the token that is there, then the most likely others, most likely first."""
+    found = {token_id: _logprob(tokenizer, token_id, entry.logprob, entry.rank)}
+    for rank, (other, logprob) in enumerate(entry.top, 1):
+        if other != token_id:
+            found[other] = _logprob(tokenizer, other, logprob, rank)
+    return found
+
+
+def _logprob(tokenizer: Tokenizer | None, token_id: int, logprob: float, rank: int) -> Logprob:
+    text = None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return Logprob(logprob, rank, text)

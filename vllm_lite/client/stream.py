@@ -12,6 +12,7 @@ from vllm_lite import log
 from vllm_lite.client.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.outputs import RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
+from vllm_lite.client.prompt_scores import PromptScores
 from vllm_lite.client.sample import Sample
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
@@ -38,6 +39,11 @@ def is_error(event: Event) -> bool:
     return isinstance(event, Finished) and event.reason == "error"
 
 
+def shows(event: Event) -> bool:
+    """Whether it changes what a reader waits for. Logprobs of a prompt come before its first token, in pieces."""
+    return not isinstance(event, Tokens) or bool(event.token_ids)
+
+
 class RequestStream:
     """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
 
@@ -48,12 +54,20 @@ class RequestStream:
     With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
     """
 
-    def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        samples: Sequence[Sample],
+        prompt_scores: PromptScores | None = None,
+    ) -> None:
         """`params` hold the seed; there is one of `samples` for each that the engine draws. Made by StreamFactory."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
         self.samples = samples
+        self.prompt_scores = prompt_scores
         self.finished = False
         self.error: VllmLiteError | None = None
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
@@ -65,11 +79,17 @@ class RequestStream:
         """What starts this request in an engine, behind the tokens that it has inherited, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
         output = pack_tokens(self.samples[0].token_ids) if have else b""
-        return Generate(self.request_id, prompt, wire_params(self.params), have, output)
+        return Generate(self.request_id, prompt, self._wire_params(), have, output)
 
     def fork_message(self, parent_id: str) -> ForkRequest:
         """What starts this request in an engine that has its parent."""
-        return ForkRequest(parent_id, self.request_id, self.num_tokens, wire_params(self.params))
+        return ForkRequest(parent_id, self.request_id, self.num_tokens, self._wire_params())
+
+    def _wire_params(self) -> SamplingParams:
+        params = wire_params(self.params)
+        if self.prompt_scores is not None and self.prompt_scores.complete:  # a fork has its parent's
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return params
 
     @property
     def num_tokens(self) -> int:
@@ -100,12 +120,15 @@ class RequestStream:
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self.metrics,
+            prompt_logprobs=None if self.prompt_scores is None else self.prompt_scores.entries.copy(),
         )
 
     def _pass(self, event: Tokens | Finished) -> None:
         if event.token_ids:
             now, times = time.monotonic(), self.metrics
             self.metrics = RequestMetrics(times.arrival_time, times.first_token_time or now, now)
+        if event.prompt is not None and self.prompt_scores is not None:
+            self.prompt_scores.take(event.prompt)
         sample = self.samples[event.index]
         sample.apply(event)
         if isinstance(event, Finished):
@@ -140,11 +163,11 @@ class StreamFactory:
 
     def make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
         """Check and tokenize one prompt. Raises RequestError."""
-        params = SamplingParams() if params is None else params
-        check_params(params, self.tokenizer, self.limits)
-        checked = read_prompt(prompt, self.tokenizer, self.limits)
+        params = self._checked(SamplingParams() if params is None else params)
+        checked = read_prompt(prompt, self.tokenizer, self.limits, num_kept(params, self.limits))
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
-        return RequestStream(request_id, checked, with_seed(params), samples)
+        scores = None if params.prompt_logprobs is None else PromptScores(self.tokenizer, checked.token_ids)
+        return RequestStream(request_id, checked, with_seed(params), samples, scores)
 
     def fork(
         self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
@@ -157,11 +180,19 @@ class StreamFactory:
             params = msgspec.structs.replace(parent.params, seed=None)
         elif params.seed is not None:
             params = msgspec.structs.replace(params, seed=(params.seed + number) % (MAX_SEED + 1))
-        check_params(params, self.tokenizer, self.limits)
+        params = self._checked(params)
         check_fork(parent.params, params, parent.num_tokens)
         sample = self._sample(params, parent.num_tokens)
         sample.inherit(parent.samples[0])
-        return RequestStream(request_id, parent.prompt, with_seed(params), [sample])
+        scores = None if params.prompt_logprobs is None else parent.prompt_scores
+        return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores)
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """The same in token ids. Raises RequestError."""
+        check_params(params, self.tokenizer, self.limits)
+        if params.bad_words and self.tokenizer is not None:
+            return with_bad_word_ids(params, self.tokenizer)
+        return params
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
         """No stop string counts before the first token of its own."""
@@ -170,6 +201,7 @@ class StreamFactory:
             detokenizer = Detokenizer(
                 self._vocabulary,
                 skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=max(params.min_tokens, num_inherited),
@@ -194,6 +226,21 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     if params.seed is not None or params.greedy:
         return params
     return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+
+
+def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space."""
+    spelled = [(word.lstrip(), " " + word.lstrip()) for word in params.bad_words]
+    sequences = [tuple(tokenizer.encode(text, add_special_tokens=False)) for pair in spelled for text in pair]
+    known = (*params.bad_words_token_ids, *filter(None, sequences))
+    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+
+
+def num_kept(params: SamplingParams, limits: Welcome) -> int | None:
+    """How many tokens of a prompt are kept, None = all."""
+    if params.truncate_prompt_tokens != -1:
+        return params.truncate_prompt_tokens
+    return max(1, limits.max_model_len - (params.max_tokens or 1))
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:

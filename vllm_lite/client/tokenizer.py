@@ -53,10 +53,20 @@ class Tokenizer:
             ) from error
         return cls(data, str(file))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the file's post-processor adds unless told not to."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
+        """Token ids of `text`, with the special tokens that the file's post-processor adds unless told not to.
+
+        Of a longer text the last `num_kept` are kept, special tokens at both ends included where there is room.
+        """
+        encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
+        if num_kept is not None and len(encoding.ids) > num_kept:
+            num_special = self._library.num_special_tokens_to_add(False) if add_special_tokens else 0
+            if 0 < num_special < num_kept:
+                encoding = self._library.encode(text, add_special_tokens=False)
+                encoding.truncate(num_kept - num_special, direction="left")
+                encoding = self._library.post_process(encoding)
+        ids: list[int] = encoding.ids
+        return ids if num_kept is None else ids[-num_kept:]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

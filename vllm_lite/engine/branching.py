@@ -11,7 +11,9 @@ from vllm_lite.engine.plan import Produced
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import TokenLogprobs
-from vllm_lite.protocol.step import Entry, Fork, SetToken
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import Entry, Fork, LogitRules, SetToken
 from vllm_lite.protocol.step import Sampling as WireSampling
 
 if TYPE_CHECKING:
@@ -139,4 +141,18 @@ def wire_sampling(sequence: Sequence) -> WireSampling:
         logprobs=params.logprobs if beam is None else beam.num_candidates,
         min_tokens_until=sequence.num_prompt + params.min_tokens if banned else 0,
         stop_ids=tuple(sorted(sequence.stop_ids)) if banned else (),
+        rules=logit_rules(params) if params.changes_logits else None,
+        prompt_logprobs=params.prompt_logprobs if sequence.unscored else None,
+    )
+
+
+def logit_rules(params: SamplingParams) -> LogitRules:
+    """What workers are told of parameters that change logits."""
+    return LogitRules(
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        tuple((params.logit_bias or {}).items()),
+        pack_tokens(params.allowed_token_ids or ()),
+        tuple(map(tuple, params.bad_words_token_ids)),
     )

@@ -20,6 +20,7 @@ from vllm_lite.protocol.api import (
     Heartbeat,
     Hello,
     OutputBatch,
+    PromptLogprobs,
     Refused,
     ToClient,
     Tokens,
@@ -203,6 +204,9 @@ def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Fin
     logprobs = None
     if earlier.logprobs is not None or later.logprobs is not None:
         logprobs = (earlier.logprobs or []) + (later.logprobs or [])
+    prompt = earlier.prompt or later.prompt
+    if earlier.prompt is not None and later.prompt is not None:
+        prompt = PromptLogprobs(earlier.prompt.start, earlier.prompt.entries + later.prompt.entries)
     return msgspec.structs.replace(
-        later, start=earlier.start, token_ids=earlier.token_ids + later.token_ids, logprobs=logprobs
+        later, start=earlier.start, token_ids=earlier.token_ids + later.token_ids, logprobs=logprobs, prompt=prompt
     )

@@ -31,6 +31,8 @@ from vllm_lite.trace.records import Header
 MIN_TIMED_TOKENS = 32
 """Smaller steps say nothing of the rate at which prompts are computed."""
 RATE_WEIGHT = 0.2
+MAX_PROMPT_SCORES = 1 << 21
+"""Logprobs of one prompt, so that a message holds them: about 32 MiB."""
 
 
 class Attached(NamedTuple):
@@ -120,6 +122,8 @@ class EngineCore:
             raise RequestError(f"request id {message.child_id!r} is in use; choose another")
         if parent.num_samples > 1 or parent.beam or message.params.n > 1 or message.params.use_beam_search:
             raise RequestError("only a request with one sample can be forked, and into one sample at a time")
+        if message.params.prompt_logprobs is not None:
+            raise RequestError("a fork does not compute its prompt; it can have no prompt_logprobs")
         sequence = parent.sequences[0]
         if message.have > sequence.num_output:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
@@ -145,9 +149,20 @@ class EngineCore:
 
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
         params = message.params
+        try:
+            params.check_vocabulary(self._vocab_size)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        if params.bad_words:
+            raise RequestError("bad_words must come to the engine as bad_words_token_ids")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=_seed_of(message.request_id))
             message = msgspec.structs.replace(message, params=params)
+        if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
+            raise RequestError(
+                f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
+                f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
+            )
         request = Request(
             message,
             client,
@@ -165,8 +180,10 @@ class EngineCore:
         sequence: Sequence = request.sequences[0]
         if sequence.tokens[: request.num_prompt].tobytes() != message.prompt:
             raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
-        if request.num_samples > 1 or request.beam:
-            raise RequestError(f"request {message.request_id!r} has several samples and cannot be attached to again")
+        if request.num_samples > 1 or request.beam or request.params.prompt_logprobs is not None:
+            raise RequestError(
+                f"request {message.request_id!r} has several samples or prompt_logprobs and cannot be attached to again"
+            )
         if message.have > sequence.num_output:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
         request.client = client

@@ -6,7 +6,7 @@ from vllm_lite.engine.kv_cache_manager import KVCacheManager
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.api import FinishReason, TokenLogprobs
+from vllm_lite.protocol.api import FinishReason, PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Entry, ModelOutput
 
@@ -22,6 +22,7 @@ class Produced(NamedTuple):
     reason: FinishReason | None = None
     error: str | None = None
     logprob: float | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class Sent(NamedTuple):

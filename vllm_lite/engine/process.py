@@ -231,7 +231,7 @@ class EngineProcess:
 def _to_wire(item: Produced) -> Tokens | Finished:
     request = item.request
     if item.reason is None:
-        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample)
+        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample, item.prompt)
     last = item.token_ids[-1] if item.token_ids else None
     return Finished(
         request_id=request.request_id,

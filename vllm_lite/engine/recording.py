@@ -257,7 +257,8 @@ def summary_of(plan: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int,
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    return records.Params(params.n, params.min_tokens, params.priority, params.user, beam)
+    scored = params.prompt_logprobs is not None
+    return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
 
 
 def _candidates(output: ModelOutput, sampling: Seq[Sequence]) -> list[tuple[int, list[tuple[int, float]]]] | None:

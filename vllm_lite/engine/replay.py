@@ -221,6 +221,7 @@ class Replay:
                 use_beam_search=beam is not None,
                 length_penalty=beam[0] if beam else 1.0,
                 early_stopping=bool(beam and beam[1]),
+                prompt_logprobs=0 if params.scored else None,
             ),
             record.num_output,
             tokens[record.num_prompt :].tobytes(),

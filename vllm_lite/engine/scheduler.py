@@ -14,6 +14,7 @@ from vllm_lite.engine.kv_cache_manager import Growth, KVCacheManager, Verdict
 from vllm_lite.engine.notes import Note
 from vllm_lite.engine.plan import Counters, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
+from vllm_lite.engine.prompt_scores import PromptScores
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.stop import check_stop
@@ -61,6 +62,7 @@ class Scheduler:
         self.changes: list[Entry] = []
         """What workers must hear before the next step's own entries, in the order in which it happened."""
         self._hurried: dict[str, Request] = {}  # those with a deadline
+        self._prompt_scores = PromptScores()
         self._free_handles: list[int] = []
         self._num_handles = 0
 
@@ -302,6 +304,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, winner: Sequence, plan: Plan) -> None:
         """Take all device blocks; the victim, already out of `running`, waits at the head of the queue."""
         how = "recompute"
+        victim.unscored = victim.unscored and victim.num_computed < victim.num_prompt - 1
         # What a new fork shares may be computed in this very step, behind the block program that would move it.
         is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
         swap = not is_new and prefers_swap(self.options.preemption, self.rates, self.kv, victim)
@@ -325,7 +328,7 @@ class Scheduler:
         tokens = checked_tokens(output, sent, self.options.epoch)
         failed = dict(output.failed) if output.failed else {}
         counts, all_logprobs = output.counts, output.logprobs
-        produced: list[Produced] = []
+        produced = self._prompt_scores.take(output) if output.prompts else []
         block_size = self.kv.block_size
         num_running = len(self.running)
         num_finished = 0
@@ -398,11 +401,13 @@ class Scheduler:
         sequence.seen_by_workers = True
         sequence.handle = self._free_handles.pop() if self._free_handles else self._new_handle()
         sequence.decode_entry = Continue(sequence.handle, 1, [])
+        self._prompt_scores.begin(sequence, self.step + 1)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Release everything `sequence` holds. The caller takes it out of its queue."""
         sequence.status = Status.FINISHED
         self.kv.release(sequence, forget=forget)
+        self._prompt_scores.end(sequence)
         if sequence.seen_by_workers:
             self.changes.append(Finish(sequence.handle))
             self._free_handles.append(sequence.handle)  # changes precede arrivals in a step, so reuse is safe

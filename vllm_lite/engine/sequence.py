@@ -27,6 +27,7 @@ class Sequence:
     num_computed   positions whose KV is in the cache once every step sent so far has run
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
+    unscored       its prompt is to be scored (prompt_logprobs) and is not computed yet: takes nothing from the cache
     max_len        where the sequence ends at the latest
     """
 
@@ -51,6 +52,7 @@ class Sequence:
         "stop_ids",
         "tables",
         "tokens",
+        "unscored",
     )
 
     def __init__(self, request: "Request", index: int, tokens: "array[int]") -> None:
@@ -75,6 +77,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_slots = 0
+        self.unscored = index == 0 and request.params.prompt_logprobs is not None
 
     @property
     def num_output(self) -> int:

@@ -115,14 +115,25 @@ class TokenLogprobs(_Message):
     top: tuple[tuple[int, float], ...]
 
 
+class PromptLogprobs(_Message):
+    """Of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
+
+    start: int
+    entries: list[TokenLogprobs]
+
+
 class Tokens(_Message, tag="tokens"):
-    """Output tokens `start .. start + len(token_ids)` of sample `index` of a request; the sample goes on."""
+    """Output tokens `start .. start + len(token_ids)` of sample `index` of a request; the sample goes on.
+
+    `prompt` comes, where asked for, in pieces, in order, before the first token of sample 0 or with it.
+    """
 
     request_id: RequestId
     start: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     index: int = 0
+    prompt: PromptLogprobs | None = None
 
 
 class Finished(_Message, tag="finished"):
@@ -141,6 +152,7 @@ class Finished(_Message, tag="finished"):
     logprobs: list[TokenLogprobs] | None = None
     index: int = 0
     cumulative_logprob: float | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class OutputBatch(_Message, tag="outputs"):

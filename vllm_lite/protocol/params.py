@@ -1,6 +1,7 @@
 """SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -9,6 +10,11 @@ from msgspec import Meta
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 64
 MAX_STOPS = 64
+MAX_BIASES = 4096
+MAX_ALLOWED = 1 << 20
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-5
 """A temperature below this means: take the most likely token."""
@@ -27,16 +33,30 @@ _BOUNDS: dict[str, tuple[type, float, float]] = {
     "min_tokens": (int, 0, 2**31 - 1),
     "seed": (int, 0, MAX_SEED),
     "logprobs": (int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "repetition_penalty": (float, 0.0, MAX_REPETITION_PENALTY),
+    "truncate_prompt_tokens": (int, -1, 2**31 - 1),
 }
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "deadline_ms", "truncate_prompt_tokens"}
+_ABOVE_ZERO = ("top_p", "repetition_penalty")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How to continue one prompt. Names and defaults are those that vLLM's users know.
 
-    temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. Filters apply in the order top_k,
-    top_p (renormalised within the top k), min_p (relative to the most likely token). `seed` fixes the draw of every
-    position whatever else the engine is doing; without one the client draws it. `max_tokens=None` means: up to the
-    context length.
+    Of the model's logits, in this order: what is not in `allowed_token_ids`, what would complete one of `bad_words` in
+    the output, and, before `min_tokens`, what would end it, is ruled out; `logit_bias` is added; `repetition_penalty`
+    divides positive logits of tokens in prompt or output and multiplies negative ones; `frequency_penalty` is
+    subtracted as often as a token was generated, `presence_penalty` once if it was. Then they are divided by
+    `temperature`, and filtered: top_k, top_p (renormalised within the top k), min_p (relative to the most likely
+    token). temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. `logprobs` and `prompt_logprobs`
+    are of the model's own logits, before all this.
+
+    `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
+    `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
+    `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit.
 
     `n` samples share one prompt; `best_of` draws more and keeps the likeliest. `use_beam_search` searches with n beams.
     Lower `priority` is served first under that policy, `user` is whose share counts under the fair one. `cache_salt`
@@ -59,8 +79,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[Sequence[int], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[Sequence[str], Meta(max_length=MAX_BAD_WORDS)] = ()
+    bad_words_token_ids: Annotated[
+        Sequence[Annotated[Sequence[int], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]],
+        Meta(max_length=2 * MAX_BAD_WORDS),
+    ] = ()
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     use_beam_search: bool = False
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     early_stopping: bool = False
@@ -74,20 +107,73 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_number(name, getattr(self, name), kind, low, high)
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n ({self.n}), got {self.best_of}")
-        if self.use_beam_search and self.best_of not in (None, self.n):
-            raise ValueError("best_of has no meaning with use_beam_search, whose width is n")
-        if self.top_p == 0:
-            raise ValueError("top_p must be greater than 0 and at most 1, got 0")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
-            msgspec.structs.force_setattr(self, name, _checked_tuple(name, getattr(self, name), kind))
-        if any(not text for text in self.stop):
-            raise ValueError("stop strings must not be empty")
+        self._check_lists()
+        if self.use_beam_search:
+            self._check_beams()
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, because they are looked for in the text")
+
+    def _check_lists(self) -> None:
+        """Of all fields with several entries; what is given as a list becomes a tuple."""
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        self._set("stop", _checked_tuple("stop", self.stop, str))
+        self._set("stop_token_ids", _checked_tuple("stop_token_ids", self.stop_token_ids, int))
+        if any(not text for text in self.stop):
+            raise ValueError("stop strings must not be empty")
+        if self.logit_bias is not None:
+            self._set("logit_bias", _checked_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _checked_tuple("allowed_token_ids", self.allowed_token_ids, int, MAX_ALLOWED)
+            if not allowed:
+                raise ValueError("allowed_token_ids must name at least one token, or be None to allow all")
+            self._set("allowed_token_ids", tuple(dict.fromkeys(allowed)))
+        if self.bad_words:
+            self._set("bad_words", _checked_tuple("bad_words", self.bad_words, str, MAX_BAD_WORDS))
+            if not all(word.strip() for word in self.bad_words):
+                raise ValueError("bad_words must not be empty or blank")
+        if self.bad_words_token_ids:
+            self._set("bad_words_token_ids", _checked_sequences("bad_words_token_ids", self.bad_words_token_ids))
+
+    def _check_beams(self) -> None:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of has no meaning with use_beam_search, whose width is n")
+        if self.changes_logits or self.prompt_logprobs is not None:
+            raise ValueError(
+                "use_beam_search follows the model's own logprobs; it takes no penalties, logit_bias, "
+                "allowed_token_ids, bad_words or prompt_logprobs"
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was generated, or prompted, counts against tokens."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether draws are not from the model's own logits; min_tokens aside, which is about the end only."""
+        words = self.bad_words or self.bad_words_token_ids
+        return bool(self.penalises or self.logit_bias or self.allowed_token_ids is not None or words)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError for a token id that is not in the vocabulary."""
+        given: dict[str, Iterable[int]] = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_token_ids": chain.from_iterable(self.bad_words_token_ids),
+        }
+        for name, token_ids in given.items():
+            for token_id in token_ids:
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name} must be between 0 and {vocab_size - 1}, got {token_id}")
 
     @property
     def greedy(self) -> bool:
@@ -95,18 +181,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
-    if value is None and name in ("max_tokens", "seed", "logprobs", "best_of", "deadline_ms"):
+    if value is None and name in _OPTIONAL:
         return
     accepted = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, accepted):
         raise TypeError(f"{name} must be {'a number' if kind is float else 'an integer'}, got {value!r}")
     if not low <= value <= high:  # also refuses NaN
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
+    if not value and name in _ABOVE_ZERO:
+        raise ValueError(f"{name} must be greater than 0 and at most {high:g}, got {value!r}")
 
 
-def _checked_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+def _checked_tuple(name: str, value: Any, kind: type, most: int = MAX_STOPS) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
         raise TypeError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {value!r}")
-    if len(value) > MAX_STOPS:
-        raise ValueError(f"{name} takes at most {MAX_STOPS} entries, got {len(value)}")
+    if len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
     return tuple(value)
+
+
+def _checked_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list of lists of token ids, got {value!r}")
+    if len(value) > 2 * MAX_BAD_WORDS:
+        raise ValueError(f"{name} takes at most {2 * MAX_BAD_WORDS} entries, got {len(value)}")
+    sequences = tuple(_checked_tuple(name, item, int, MAX_BAD_WORD_TOKENS) for item in value)
+    if not all(sequences):
+        raise ValueError(f"{name} must not hold empty lists")
+    return tuple(dict.fromkeys(sequences))
+
+
+def _checked_bias(value: Any) -> dict[int, float]:
+    """A copy; ids may be spelled as strings, as in JSON."""
+    if not isinstance(value, dict):
+        raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {value!r}")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias takes at most {MAX_BIASES} entries, got {len(value)}")
+    checked = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
+        if type(token_id) is not int:
+            raise TypeError(f"logit_bias must have token ids as keys, got {key!r}")
+        _check_number(f"logit_bias of token {token_id}", bias, float, -100.0, 100.0)
+        checked[token_id] = float(bias)
+    return checked

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import msgspec
 
-from vllm_lite.protocol.api import TokenBytes, TokenLogprobs
+from vllm_lite.protocol.api import PromptLogprobs, TokenBytes, TokenLogprobs
 
 Handle = int
 BlockIds = list[list[int]]
@@ -29,6 +29,25 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     pass
 
 
+class LogitRules(_Entry):
+    """What changes a sequence's logits before one of them is drawn; SamplingParams says how, and in which order.
+
+    Ids are within the vocabulary; no id has two biases.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: TokenBytes = b""
+    """Empty: all tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
 class Sampling(_Entry):
     """What the sampler needs to know of a sequence. `child` is its index among the samples of one prompt."""
 
@@ -42,6 +61,15 @@ class Sampling(_Entry):
     min_tokens_until: int = 0
     """Sequence length before which no token of `stop_ids` may be sampled; 0 = no such rule."""
     stop_ids: tuple[int, ...] = ()
+    rules: LogitRules | None = None
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report at each place of the prompt, None = nothing. Only for a NewRequest
+    that computes its whole prompt."""
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether its logits may have to be changed."""
+        return self.rules is not None or self.min_tokens_until > 0
 
 
 class NewRequest(_Entry, tag=1):
@@ -145,7 +173,8 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
     `counts` tells how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
-    asked for. `failed` names sequences whose logits were not finite; their token is to be ignored.
+    asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
+    not finite; their token is to be ignored.
     """
 
     epoch: int
@@ -154,6 +183,7 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     counts: list[int] | None = None
     logprobs: list[TokenLogprobs | None] | None = None
     failed: list[tuple[Handle, str]] | None = None
+    prompts: list[tuple[Handle, PromptLogprobs]] | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):

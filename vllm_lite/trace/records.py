@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x01"
+MAGIC = b"vltrace\x02"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """What is recorded of a digest: enough that two different ones are told apart."""
@@ -82,6 +82,8 @@ class Params(_Record, frozen=True):
     priority: int
     user: str | None
     beam: tuple[float, bool] | None
+    scored: bool
+    """Its prompt was scored, so nothing of it was taken from the cache at first."""
 
 
 class Arrival(_Record, frozen=True, tag=1):

@@ -42,7 +42,7 @@ class EagerForward:
         """Logits are made of those rows only whose next token is wanted."""
         return self.model.logits(self.hidden(inputs))
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_samples, hidden_size]
+    def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_wanted, hidden_size]
         metadata = AttentionMetadata(
             num_tokens=inputs.num_tokens,
             num_seqs=len(inputs.rows),
@@ -55,8 +55,7 @@ class EagerForward:
         )
         self.backend.prepare(metadata)
         input_ids, positions = self._to_device(inputs.input_ids), self._to_device(inputs.positions)
-        some = inputs.num_samples.sum() < inputs.num_tokens
-        wanted = self._to_device(inputs.sample_tokens) if some else None
+        wanted = None if inputs.wanted is None else self._to_device(inputs.wanted)
         return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend, wanted)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:

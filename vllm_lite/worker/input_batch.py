@@ -5,7 +5,7 @@ sampled). The tokens are the worker's own: the engine may send the next step bef
 are contiguous in [0, num_rows): the last row moves into the place of one that leaves. Nothing here loops over tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,10 @@ from vllm_lite.protocol.step import (
     Sampling,
     SetToken,
 )
+from vllm_lite.worker.batch_integrity import row_problems
 from vllm_lite.worker.cache_engine import NULL_BLOCK
+from vllm_lite.worker.logit_rules import RuleBook
+from vllm_lite.worker.prompt_scores import PromptScores, Scoring
 from vllm_lite.worker.sampler import ROW_PARAMS, SampleInputs, row_params
 from vllm_lite.worker.steady import steady_decode
 from vllm_lite.worker.step_inputs import Int32s, Int64s, StepInputs
@@ -41,6 +44,7 @@ class _Parked:
 
     tokens: Int32s  # [num_tokens]
     params: np.void  # ROW_PARAMS
+    ruled: Sampling | None  # of one with rules
 
 
 class InputBatch:
@@ -75,7 +79,8 @@ class InputBatch:
         self._handles: list[Handle] = []  # row -> handle
         self._rows: dict[Handle, int] = {}
         self._parked: dict[Handle, _Parked] = {}
-        self._stop_ids: dict[Handle, Int64s] = {}  # of sequences with a min_tokens rule
+        self.rules = RuleBook(max_num_seqs, vocab_size, max_model_len + 1)
+        self.scores = PromptScores()
         self._scheduled: dict[Handle, int] = {}  # tokens in this step, in the order of the entries
         self._num_guesses: dict[Handle, int] = {}  # of those tokens
         self.max_drafts: dict[Handle, int] = {}
@@ -139,14 +144,14 @@ class InputBatch:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
         row = self._new_row(entry.handle)
         self._set_tokens(row, tokens)
-        self._set_sampling(row, entry.handle, entry.sampling)
+        self._set_sampling(row, entry.sampling, entry.num_prompt_tokens)
+        if entry.sampling.prompt_logprobs is not None:
+            self.scores.begin(entry.handle, entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
         self._place(row, entry)
 
-    def _set_sampling(self, row: int, handle: Handle, sampling: Sampling) -> None:
-        self.params[row] = row_params(sampling)
-        if sampling.min_tokens_until:
-            stop_ids = np.array(sampling.stop_ids, np.int64)
-            self._stop_ids[handle] = stop_ids[stop_ids < self.vocab_size]
+    def _set_sampling(self, row: int, sampling: Sampling, num_prompt: int) -> None:
+        slot = self.rules.add(sampling, self.token_ids[row, : self.num_tokens[row]], num_prompt)
+        self.params[row] = row_params(sampling, num_prompt, slot)
 
     def _resume(self, entry: Resume) -> None:
         parked = self._parked.pop(entry.handle, None)
@@ -155,6 +160,9 @@ class InputBatch:
         row = self._new_row(entry.handle)
         self._set_tokens(row, parked.tokens)
         self.params[row] = parked.params
+        if parked.ruled is not None:
+            num_prompt = int(parked.params["num_prompt"])
+            self.params["rules"][row] = self.rules.add(parked.ruled, parked.tokens, num_prompt)
         self._place(row, entry)
 
     def _place(self, row: int, entry: NewRequest | Resume) -> None:
@@ -173,7 +181,8 @@ class InputBatch:
             )
         self._append_blocks(row, entry.new_block_ids)
         self._schedule(entry.handle, 1)
-        self.max_drafts[entry.handle] = entry.max_drafts
+        if not self.rules.penalises(self.params["rules"][row]):  # penalties are against what would be guessed
+            self.max_drafts[entry.handle] = entry.max_drafts
 
     def _fork(self, entry: Fork) -> None:
         """The child reads the parent's blocks; ReplaceBlock tells which of the two gets a copy of a shared one."""
@@ -185,7 +194,8 @@ class InputBatch:
             )
         child = self._new_row(entry.child)
         self._set_tokens(child, self.token_ids[parent, : entry.num_tokens])
-        self._set_sampling(child, entry.child, entry.sampling)
+        num_prompt = min(int(self.params["num_prompt"][parent]), entry.num_tokens)
+        self._set_sampling(child, entry.sampling, num_prompt)
         self.num_computed[child], self.num_cached[child] = entry.num_computed, entry.num_cached
         num_blocks = -(-entry.num_tokens // self.block_size)
         for table in self.block_tables:
@@ -209,13 +219,16 @@ class InputBatch:
 
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
-        self._parked[handle] = _Parked(self.tokens_of(handle).copy(), self.params[row].copy())
+        ruled = self.rules.remove(int(self.params["rules"][row]))
+        self._parked[handle] = _Parked(self.tokens_of(handle).copy(), self.params[row].copy(), ruled)
         self._remove_row(row)
 
     def _finish(self, handle: Handle) -> None:
         if self._parked.pop(handle, None) is None:
-            self._remove_row(self._row(handle, "Finish"))
-        self._stop_ids.pop(handle, None)
+            row = self._row(handle, "Finish")
+            self.rules.remove(int(self.params["rules"][row]))
+            self._remove_row(row)
+        self.scores.end(handle)
 
     def _row(self, handle: Handle, what: str) -> int:
         row = self._rows.get(handle)
@@ -332,7 +345,13 @@ class InputBatch:
             sampling=sampling,
             num_samples=np.ones(len(sampling), np.int64) if num_guesses is None else 1 + num_guesses[sampling],
             guessed=num_guesses is not None,
+            scoring=self._scoring(handles, rows, (starts, ends), query_start_loc),
         )
+
+    def _scoring(
+        self, handles: list[Handle], rows: Int64s, ranges: tuple[Int64s, Int64s], query_start_loc: Int32s
+    ) -> Scoring | None:
+        return self.scores.of_step(handles, rows, ranges, query_start_loc, self.token_ids) if self.scores else None
 
     def _guesses_of(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
         """How many tokens of each are guesses; None, which spares much, if nothing was guessed."""
@@ -375,15 +394,11 @@ class InputBatch:
         positions = self.num_tokens[rows]
         if inputs.guessed:
             positions += inputs.sample_places
-        (ruled,) = (params["min_tokens_until"] > positions).nonzero()
-        sampling = SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
+        slots = params["rules"]
+        banned, edits = self.rules.of_step(slots, positions, rows, self.token_ids) if slots.any() else (None, None)
+        sampling = SampleInputs(params, positions, banned, edits)
         self._steady.remember(inputs, sampling)
         return sampling
-
-    def _banned(self, rows: Int64s, ruled: Int64s) -> tuple[Int64s, Int64s]:
-        """Stop ids of the samples `ruled`, whose sequences have not reached their minimal length."""
-        stop_ids = [self._stop_ids[self._handles[rows[sample]]] for sample in ruled]
-        return np.repeat(ruled, [len(ids) for ids in stop_ids]), np.concatenate(stop_ids)
 
     # ---- commit: what came out
 
@@ -391,9 +406,14 @@ class InputBatch:
         """The step has run. Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if
         nothing was guessed) are its tokens; guesses before the last of these have proved right, so they are computed.
         """
+        if self.rules.counts_tokens:  # nothing was guessed for those whose tokens count
+            slots = self.params["rules"][inputs.rows[inputs.sampling]]
+            self.rules.count(slots, sampled[inputs.sample_starts])
         if inputs is self._steady.inputs:
             self._steady.commit(sampled)
             return
+        if inputs.scoring is not None:
+            self.scores.commit(inputs.scoring)
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.guessed:
@@ -408,8 +428,6 @@ class InputBatch:
         self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.sample_places[kept]] = sampled[kept]
         self.num_tokens[rows] += num_kept
 
-    # ---- integrity
-
     def check_integrity(self) -> None:
         """Raise RuntimeError if the bookkeeping contradicts itself. For tests, and for when the worker is idle."""
         rows = {handle: row for row, handle in enumerate(self._handles)}
@@ -418,29 +436,11 @@ class InputBatch:
         _require(
             not rows.keys() & self._parked.keys(), f"both resident and parked: {rows.keys() & self._parked.keys()}"
         )
-        strangers = self._stop_ids.keys() - rows.keys() - self._parked.keys()
-        _require(not strangers, f"stop ids of unknown handles {strangers}")
+        slots = self.params["rules"][: len(rows)].tolist()
+        _require(sorted(filter(None, slots)) == sorted(self.rules.slots), f"rules in use: {self.rules.slots}, {slots}")
         for handle, row in rows.items():
-            for problem in self._row_problems(row):
+            for problem in row_problems(self, row):
                 raise RuntimeError(f"handle {handle} in row {row}: {problem}")
-
-    def _row_problems(self, row: int) -> Iterator[str]:
-        num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
-        if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
-            yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"
-        tokens = self.token_ids[row, :num_tokens]
-        if num_tokens and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            yield f"tokens outside the vocabulary: {tokens}"
-        for group, table in enumerate(self.block_tables):
-            window, blocks = self.windows[group], table[row, : self.table_lens[row, group]]
-            if len(blocks) * self.block_size < num_computed:
-                yield f"{len(blocks)} blocks of group {group} for {num_computed} computed tokens"
-            # The engine takes blocks that a window has left behind without a word, and may give them out again.
-            first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
-            blocks = blocks[first:]
-            real = blocks[blocks != NULL_BLOCK]
-            if len(set(real.tolist())) != len(real) or not ((real > 0) & (real < self.num_blocks)).all():
-                yield f"blocks of group {group} repeat or lie outside the pool: {blocks}"
 
 
 def _require(holds: bool, otherwise: str) -> None:

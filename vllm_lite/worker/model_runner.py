@@ -14,18 +14,22 @@ from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.api import PromptLogprobs
+from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
 from vllm_lite.worker.cache_engine import CacheEngine
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.input_batch import InputBatch
 from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.prompt_scores import score
 from vllm_lite.worker.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
 from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
 from vllm_lite.worker.step_inputs import StepInputs, padding_step
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
+
+PromptScored = list[tuple[Handle, PromptLogprobs]]
 
 logger = log.get(__name__)
 
@@ -81,10 +85,20 @@ class ModelRunner:
             return ModelOutput(step.epoch, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
-        sampled = self.sampler.sample(self.forward.logits(inputs), self.batch.sample_inputs(inputs))
+        logits, prompts = self._logits(inputs)
+        sampled = self.sampler.sample(logits, self.batch.sample_inputs(inputs))
         kept = _num_kept(inputs, sampled)
         self.batch.commit(inputs, sampled.tokens, kept)
-        return _answer(step, inputs, sampled, kept)
+        return _answer(step, inputs, sampled, kept, prompts)
+
+    def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None]:
+        """Those that are sampled; and what was found of prompts, which graphs know nothing of."""
+        if inputs.scoring is None:
+            return self.forward.logits(inputs), None
+        hidden = self.eager.hidden(inputs)
+        num_samples = len(hidden) - len(inputs.scoring.places)
+        prompts = score(self.model, hidden[num_samples:], inputs.scoring)
+        return self.model.logits(hidden[:num_samples]), prompts
 
     def _guess(self) -> None:
         if self.drafter is not None:
@@ -128,7 +142,7 @@ def warm_up_step(
     num_seqs = min(num_tokens, limits.max_num_seqs)
     num_sampling = num_seqs if num_sampling is None else num_sampling
     inputs = padding_step(num_tokens, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_sampling)
-    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)] * num_sampling, ROW_PARAMS)
+    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0, 0)] * num_sampling, ROW_PARAMS)
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
@@ -145,7 +159,13 @@ def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [nu
     return num_kept(sampled.tokens, guesses, inputs.sample_starts)
 
 
-def _answer(step: SchedulerOutput, inputs: StepInputs, sampled: Sampled, kept: NDArray[np.int64]) -> ModelOutput:
+def _answer(
+    step: SchedulerOutput,
+    inputs: StepInputs,
+    sampled: Sampled,
+    kept: NDArray[np.int64],  # [num_sampling]
+    prompts: PromptScored | None,
+) -> ModelOutput:
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
     if len(kept) < len(tokens):
         chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
@@ -162,6 +182,7 @@ def _answer(step: SchedulerOutput, inputs: StepInputs, sampled: Sampled, kept: N
         counts=counts if counts and max(counts) > 1 else None,
         logprobs=logprobs,
         failed=failed or None,
+        prompts=prompts,
     )
 
 

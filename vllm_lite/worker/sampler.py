@@ -1,5 +1,9 @@
 """From logits to tokens. A draw depends on its logits and on (seed, child, position) alone: never on batch or row.
 
+First the logprobs are taken, of the logits as the model made them. Then rules change logits (logit_rules.py), in this
+order, which is vLLM's: allowed ids, bad words, stop ids before min_tokens; logit_bias; repetition, frequency and
+presence penalty. Then temperature and filters, below.
+
 Random rows are drawn by the Gumbel-max trick: the token with the largest `logit / temperature + noise` is a draw from
 the softmax. The noise of a token is a function of exactly four integers, so that a resubmitted, preempted or
 differently batched request repeats itself. The same function runs on every device; it is defined here:
@@ -59,6 +63,8 @@ from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import GREEDY_BELOW
 from vllm_lite.protocol.step import Sampling
+from vllm_lite.worker.logit_edits import NEVER, LogitEdits, Pairs
+from vllm_lite.worker.logprobs import report
 
 NO_LOGPROBS = -1
 ROW_PARAMS = np.dtype(
@@ -70,12 +76,12 @@ ROW_PARAMS = np.dtype(
         ("seed", np.uint64),
         ("child", np.uint32),
         ("logprobs", np.int16),  # how many of the most likely tokens to report, NO_LOGPROBS = no logprobs at all
-        ("min_tokens_until", np.int32),  # sequence length before which stop ids are banned, 0 = no such rule
+        ("num_prompt", np.int32),
+        ("rules", np.int32),  # slot in the RuleBook, 0 = no rules
     ]
 )
 """What the sampler knows of one sequence; arrays of it have one record per row."""
 
-NEVER = -float("inf")
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_BANNED = "every token is ruled out"
 LOG2_E = 1.44269504
@@ -91,7 +97,8 @@ class SampleInputs:
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
-    banned: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # (sample, token id) pairs, both [num_banned]
+    banned: Pairs | None = None  # samples and token ids, both [num_banned]
+    edits: LogitEdits | None = None
     plain: bool = False
     """`is_plain(params)`, known beforehand."""
 
@@ -118,12 +125,12 @@ class Sampler:
 
     def sample(
         self,
-        logits: torch.Tensor,  # float32 [num_samples, vocab]; bans write -infinity into it
+        logits: torch.Tensor,  # float32 [num_samples, vocab]; rules write into it
         inputs: SampleInputs,
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
-        if inputs.plain and inputs.banned is None:
+        if inputs.plain and inputs.banned is None and inputs.edits is None:
             picked = self._pick_best(logits)
             return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
@@ -131,14 +138,16 @@ class Sampler:
         if inputs.banned is not None:
             samples, ids = (self._index(array) for array in inputs.banned)
             logits[samples, ids] = NEVER
+        if inputs.edits is not None:
+            inputs.edits.apply(logits)
         picked = self.pick(logits, draw_records(params, inputs.positions, self.vocab_size))
         failed = _failures(picked.best)
         if raw is None:
             return Sampled(picked.tokens, failed, None)
         logprobs: list[TokenLogprobs | None] = [None] * len(params)
-        reports = _report(raw, self._index(picked.tokens[wanted]), params["logprobs"][wanted])
-        for sample, report in zip(wanted.tolist(), reports, strict=True):
-            logprobs[sample] = None if sample in failed else report
+        reports = report(raw, self._index(picked.tokens[wanted]), params["logprobs"][wanted])
+        for sample, entry in zip(wanted.tolist(), reports, strict=True):
+            logprobs[sample] = None if sample in failed else entry
         return Sampled(picked.tokens, failed, logprobs)
 
     def _pick_best(self, logits: torch.Tensor) -> Picked:
@@ -217,7 +226,7 @@ class Sampler:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
 
 
-def row_params(sampling: Sampling) -> tuple[Any, ...]:
+def row_params(sampling: Sampling, num_prompt: int, rules: int) -> tuple[Any, ...]:
     """`sampling` as one record of ROW_PARAMS."""
     return (
         sampling.temperature,
@@ -227,7 +236,8 @@ def row_params(sampling: Sampling) -> tuple[Any, ...]:
         sampling.seed,
         sampling.child,
         NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
-        sampling.min_tokens_until,
+        num_prompt,
+        rules,
     )
 
 
@@ -356,19 +366,3 @@ def _failures(best: NDArray[np.float32]) -> dict[int, str]:
         return {}
     bad = np.flatnonzero(~np.isfinite(best)).tolist()
     return {sample: ALL_BANNED if best[sample] == NEVER else NOT_FINITE for sample in bad}
-
-
-def _report(
-    logprobs: torch.Tensor,  # float32 [num_wanted, vocab], log-softmax of the raw logits
-    tokens: torch.Tensor,  # int64 [num_wanted]
-    num_top: NDArray[np.int16],  # [num_wanted]
-) -> list[TokenLogprobs]:
-    """The sampled token's logprob and rank, and the most likely tokens, most likely first."""
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = ((logprobs > chosen).sum(1) + 1).tolist()
-    values, ids = logprobs.topk(min(int(num_top.max()), logprobs.shape[1]), dim=1)
-    top = [
-        tuple(zip(row_ids[:count], row_values[:count], strict=True))
-        for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), num_top.tolist(), strict=True)
-    ]
-    return [TokenLogprobs(*row) for row in zip(chosen.squeeze(1).tolist(), ranks, top, strict=True)]

@@ -49,7 +49,7 @@ class SteadyDecode:
         self._handles, self._scheduled = inputs.handles, dict.fromkeys(inputs.handles, 1)
         self.inputs = self.sampling = self._sampling = None
         params = sampling.params
-        if not params["min_tokens_until"].any():
+        if not params["rules"].any():
             self._sampling = SampleInputs(params, rows.lengths[:count], plain=is_plain(params))
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.prompt_scores import Scoring
 from vllm_lite.worker.speculative import NO_GUESS
 
 Int32s = NDArray[np.int32]
@@ -30,6 +31,7 @@ class StepInputs:
     num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every guess
     guessed: bool = False
     """Whether some sequence has guesses, so more than one sample."""
+    scoring: Scoring | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +56,14 @@ class StepInputs:
         """Where in the step's tokens those stand whose logits are wanted."""
         ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
         return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_places
+
+    @property
+    def wanted(self) -> Int64s | None:  # [num_samples + num_scored]
+        """Where in the step's tokens those stand whose hidden states are wanted: for samples, then for scores. None
+        if these are all, in order."""
+        if self.scoring is not None:
+            return np.concatenate((self.sample_tokens, self.scoring.places))
+        return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
 
     @property
     def guesses(self) -> Int64s:  # [num_samples]

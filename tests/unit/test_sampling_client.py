@@ -1,0 +1,227 @@
+"""What clients make of sampling parameters before the engine sees them, and of the logprobs of prompts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tokenizers_for_tests as made
+from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from vllm_lite.client.async_client import AsyncClient
+from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.engine.client_port import Outbox
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import (
+    Finished,
+    ForkRequest,
+    Generate,
+    GetStats,
+    PromptLogprobs,
+    Stats,
+    TokenLogprobs,
+    Tokens,
+)
+from vllm_lite.protocol.params import SamplingParams
+
+TOKENIZER = Tokenizer(made.byte_level())
+FACTORY = StreamFactory(welcome(vocab_size=TOKENIZER.vocab_size), TOKENIZER)
+
+
+def sent(prompt: Any, factory: StreamFactory = FACTORY, **fields: Any) -> Generate:
+    return factory.make(prompt, SamplingParams(**fields), "r").message()
+
+
+# ---- bad words
+
+
+def test_bad_words_are_spelled_with_and_without_a_space() -> None:
+    params = sent("x", bad_words=["the", " thé"]).params
+    spellings = ("the", " the", "thé", " thé")
+    assert params.bad_words_token_ids == tuple(tuple(TOKENIZER.encode(text)) for text in spellings)
+    assert params.bad_words == ()
+
+
+def test_bad_words_come_beside_token_ids_that_are_given() -> None:
+    tokens = tuple(TOKENIZER.encode("the"))
+    params = sent("x", bad_words=["the"], bad_words_token_ids=[[5, 6], tokens]).params
+    assert params.bad_words_token_ids == ((5, 6), tokens, tuple(TOKENIZER.encode(" the")))
+
+
+def test_bad_words_have_no_special_tokens() -> None:
+    tokenizer = Tokenizer(made.byte_fallback())
+    factory = StreamFactory(welcome(vocab_size=tokenizer.vocab_size), tokenizer)
+    words = sent("a", factory, bad_words=["the"]).params.bad_words_token_ids
+    assert words[0] == (tokenizer.token_id("▁the"),)
+    assert not any(token in tokenizer.special_ids for word in words for token in word)
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    factory = StreamFactory(welcome(), None)
+    with pytest.raises(RequestError, match=r"bad_words need a tokenizer.*use bad_words_token_ids"):
+        sent([1], factory, bad_words=["the"])
+    assert sent([1], factory, bad_words_token_ids=[[1, 2]]).params.bad_words_token_ids == ((1, 2),)
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {5000: 1}}, {"allowed_token_ids": [5000]}])
+def test_ids_outside_the_vocabulary_are_not_sent(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(fields))} must be between 0 and 2.., got 5000"):
+        sent("x", **fields)
+
+
+# ---- truncation
+
+
+def kept(prompt: Any, factory: StreamFactory = FACTORY, **fields: Any) -> list[int]:
+    return factory.make(prompt, SamplingParams(**fields), "r").prompt.token_ids
+
+
+def test_the_last_tokens_of_a_prompt_are_kept() -> None:
+    tokens = list(range(3, 23))
+    for count in (1, 7, 20, 21, 1000):
+        assert kept(tokens, truncate_prompt_tokens=count) == tokens[-count:]
+    text = "the cat sat"
+    assert kept(text, truncate_prompt_tokens=4) == TOKENIZER.encode(text)[-4:]
+
+
+def test_as_many_as_fit() -> None:
+    tokens = [5] * 100  # of a context of 64
+    assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=10)) == 54
+    assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=None)) == 63
+    assert len(kept(tokens[:20], truncate_prompt_tokens=-1)) == 20
+    with pytest.raises(RequestError, match="the prompt has 100 tokens"):
+        kept(tokens)
+
+
+def test_the_tokens_that_begin_every_text_are_kept_too() -> None:
+    tokenizer = Tokenizer(made.byte_fallback())
+    factory = StreamFactory(welcome(vocab_size=tokenizer.vocab_size), tokenizer)
+    whole = tokenizer.encode("a the a")
+    assert whole[0] == 0
+    assert kept("a the a", factory, truncate_prompt_tokens=3) == [0, *whole[-2:]]
+    assert kept("a the a", factory, truncate_prompt_tokens=1) == whole[-1:]
+    assert kept("a the a", factory, truncate_prompt_tokens=len(whole)) == whole
+
+
+# ---- logprobs of the prompt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    (path / "tokenizer.json").write_bytes(made.byte_level())
+    return path
+
+
+def run(folder: Path, body: Any) -> None:
+    async def main() -> None:
+        answer = welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(folder))
+        with FakeEngine(answer=answer) as engine:
+            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+                await asyncio.wait_for(body(client, engine), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
+    return await asyncio.to_thread(engine.expect, kind)
+
+
+async def settle(client: AsyncClient, engine: FakeEngine) -> None:
+    """Returns when readers have been given all that the engine sent so far."""
+    stats = asyncio.ensure_future(client.stats())
+    await expect(engine, GetStats)
+    engine.send(Stats(*range(11)))
+    await stats
+
+
+def entry(logprob: float, rank: int = 1, top: int | None = None) -> TokenLogprobs:
+    return TokenLogprobs(logprob, rank, () if top is None else ((top, -0.5),))
+
+
+def piece(start: int, *entries: TokenLogprobs) -> Tokens:
+    return Tokens("r", 0, [], prompt=PromptLogprobs(start, list(entries)))
+
+
+def shape(output: RequestOutput) -> list[dict[int, tuple[float, int]] | None]:
+    return [
+        None if place is None else {token: (one.logprob, one.rank) for token, one in place.items()}
+        for place in output.prompt_logprobs or []
+    ]
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        first = asyncio.ensure_future(anext(client.generate([5, 6, 7, 8], SamplingParams(prompt_logprobs=1), "r")))
+        assert (await expect(engine, Generate)).params.prompt_logprobs == 1
+        engine.send_outputs(piece(1, entry(-1.0, 2, top=9)))
+        await settle(client, engine)
+        assert not first.done(), "there is nothing to read yet"
+        engine.send_outputs(piece(1, entry(-1.0, 2, top=9), entry(-2.0)))  # as after a restart
+        engine.send_outputs(Tokens("r", 0, [3], prompt=PromptLogprobs(3, [entry(-3.0, 1, top=8)])))
+        output = await first
+        assert output.outputs[0].token_ids == [3]
+        assert shape(output) == [None, {6: (-1.0, 2), 9: (-0.5, 1)}, {7: (-2.0, 1)}, {8: (-3.0, 1)}]
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[1] is not None
+        assert output.prompt_logprobs[1][6].decoded_token == TOKENIZER.decode([6])
+
+    run(folder, body)
+
+
+def test_who_does_not_ask_gets_none_and_one_token_has_none(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        for asked, expected in ((None, None), (0, [None])):
+            task = asyncio.ensure_future(collect(client.generate([5], SamplingParams(prompt_logprobs=asked), "r")))
+            await expect(engine, Generate)
+            engine.finish("r", 0, 3)
+            assert (await task)[-1].prompt_logprobs == expected
+
+    run(folder, body)
+
+
+def test_a_fork_has_those_of_its_parent(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        parent = client.generate([5, 6], SamplingParams(prompt_logprobs=0), "r")
+        first = asyncio.ensure_future(anext(parent))
+        await expect(engine, Generate)
+        engine.send_outputs(Tokens("r", 0, [3], prompt=PromptLogprobs(1, [entry(-1.0)])))
+        await first
+        (fork,) = await client.fork("r")
+        asked = await expect(engine, ForkRequest)
+        assert asked.params.prompt_logprobs is None
+        engine.finish(asked.child_id, 1, 4)
+        assert shape((await collect(fork))[-1]) == [None, {6: (-1.0, 1)}]
+        engine.finish("r", 1)
+        await collect(parent)
+        plain = client.generate([5, 6], SamplingParams(), "r")
+        first = asyncio.ensure_future(anext(plain))
+        await expect(engine, Generate)
+        engine.tokens("r", 0, 3)
+        await first
+        with pytest.raises(RequestError, match="a fork can have prompt_logprobs only if"):
+            await client.fork("r", 1, SamplingParams(prompt_logprobs=1))
+        engine.finish("r", 1)
+        await collect(plain)
+
+    run(folder, body)
+
+
+def test_pieces_for_a_slow_reader_go_together() -> None:
+    outbox = Outbox()
+    for output in (piece(1, entry(-1.0)), piece(2, entry(-2.0), entry(-3.0)), Finished("r", 0, [4], "length")):
+        outbox.add(output)
+    (merged,) = outbox.take()
+    assert (merged.start, merged.token_ids) == (0, [4])
+    assert merged.prompt == PromptLogprobs(1, [entry(-1.0), entry(-2.0), entry(-3.0)])
+    outbox.sent(0.0)
+    outbox.add(piece(1, entry(-1.0)))
+    outbox.add(Tokens("r", 0, [4]))
+    assert outbox.take() == [Tokens("r", 0, [4], prompt=PromptLogprobs(1, [entry(-1.0)]))]
