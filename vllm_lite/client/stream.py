@@ -76,6 +76,11 @@ class RequestStream:
         """Of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of the prompt; known when a sample has ended."""
+        return self._num_cached_tokens
+
     def apply(self, event: Event) -> None:
         """Take the next event. Whatever comes after the end is ignored."""
         if self.finished:
@@ -136,13 +141,7 @@ class StreamFactory:
     @classmethod
     def load(cls, limits: Welcome, tokenizer: str | Path | None) -> "StreamFactory":
         """With the tokenizer in that folder, or with the one the engine names if there is one. Raises ModelError."""
-        if tokenizer is not None:
-            return cls(limits, Tokenizer.load(tokenizer))
-        try:
-            return cls(limits, Tokenizer.load(limits.tokenizer or limits.model))
-        except ModelError as error:
-            logger.warning("prompts must be token ids, and no text is made: %s", error)
-            return cls(limits, None)
+        return cls(limits, load_tokenizer(tokenizer, limits.tokenizer or limits.model))
 
     def make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
         """Check and tokenize one prompt. Raises RequestError."""
@@ -182,6 +181,17 @@ class StreamFactory:
             )
         logprobs, include_stop = wire_params(params).logprobs is not None, params.include_stop_str_in_output
         return Sample(detokenizer, self.tokenizer, logprobs=logprobs, include_stop=include_stop)
+
+
+def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
+    """The tokenizer in the folder `wanted`; if that is None, in `default`, which may have none. Raises ModelError."""
+    if wanted is not None:
+        return Tokenizer.load(wanted)
+    try:
+        return Tokenizer.load(default)
+    except ModelError as error:
+        logger.warning("prompts must be token ids, and no text is made: %s", error)
+        return None
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
