@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
-SOURCES := vllm_lite scripts tests
+SOURCES := vllm_lite scripts benchmarks tests
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format bench clean

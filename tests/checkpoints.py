@@ -103,3 +103,25 @@ def _write_tokenizer(path: Path) -> None:
         "chat_template": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}",
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def load_and_see(model: Any, path: str | Path, **options: Any) -> dict[str, Any]:
+    """Load the weights of `model`; every tensor by its checkpoint name, as its layer was given it."""
+    from vllm_lite.models.weights import load_weights
+
+    seen = {}
+    groups = model.weight_groups
+
+    def watched(group: Any) -> Any:
+        def take(weight: Any, bias: Any) -> None:
+            for tensor, slots in ((weight, group.weights), (bias, group.biases)):
+                parts = [] if tensor is None else tensor.clone().split([slot.size[0] for slot in slots])
+                seen.update({slot.name: part for slot, part in zip(slots, parts, strict=True)})
+            group.take(weight, bias)
+
+        return group._replace(take=take)
+
+    model.weight_groups = lambda quantization=None: map(watched, groups(quantization))
+    load_weights(model, path, **options)
+    del model.weight_groups
+    return seen

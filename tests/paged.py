@@ -56,7 +56,7 @@ class Paged:
     def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128) -> None:
         model, spec = oracle.model, oracle.spec
         self.groups = spec.kv_groups
-        self.dtype = oracle.model.embedding.weight.dtype  # type: ignore[attr-defined]
+        self.dtype = oracle.model.embedding.dtype  # type: ignore[attr-defined]
         self.model = model
         self.cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, self.dtype, torch.device("cpu"))
         self.cache.pool.fill_(torch.nan)

@@ -84,10 +84,11 @@ class SimulatedWorker:
         self.ops: list[tuple[int, int, int]] = []
         self._outputs: deque[ModelOutput] = deque()
 
-    def submit(self, output: SchedulerOutput) -> None:
-        decoded = engine_to_worker.decode(engine_to_worker.encode(output))
-        assert isinstance(decoded, SchedulerOutput)
-        self._outputs.append(self.execute(decoded))
+    def submit(self, *steps: SchedulerOutput) -> None:
+        for step in steps:
+            decoded = engine_to_worker.decode(engine_to_worker.encode(step))
+            assert isinstance(decoded, SchedulerOutput)
+            self._outputs.append(self.execute(decoded))
 
     def poll(self) -> ModelOutput | None:
         return self._outputs.popleft() if self._outputs else None

@@ -4,10 +4,13 @@ import argparse
 import json
 import sys
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vllm_lite import __version__
 from vllm_lite.errors import VllmLiteError
+
+ENGINE_FLAGS = ("quantization", "kv_cache_dtype", "attention_backend", "cpu_threads", "device")
+"""Fields of EngineConfig that can be given to what measures an engine."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure this machine").add_subparsers(dest="bench", required=True)
     _add_bench_engine(bench)
     _add_bench_kernels(bench)
+    _add_bench_step(bench)
     _add_bench_throughput(bench)
     _add_replay(commands)
     _add_why(commands)
@@ -123,6 +127,45 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_bench_step(
+    commands: "argparse._SubParsersAction[Parser]",
+) -> None:
+    from vllm_lite.config import DEMO_MODEL
+
+    parser = commands.add_parser("step", help="where the time of one decode step goes, in all processes")
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder [demo]")
+    parser.add_argument("--streams", type=int, default=1, help="sequences that decode together [1]")
+    parser.add_argument("--context", type=int, default=192, help="tokens of each, in the middle of its decoding [192]")
+    parser.add_argument("--steps", type=int, default=128, help="tokens that each generates, twice [128]")
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_bench_step)
+
+
+def _bench_step(arguments: argparse.Namespace) -> int:
+    from vllm_lite.bench import step
+
+    lengths = arguments.streams, arguments.context, arguments.steps
+    figures = step.run(arguments.model, *lengths, _engine_settings(arguments))
+    print(json.dumps(figures) if arguments.json else step.table(figures))
+    return 0
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="auto")
+    for flag in ENGINE_FLAGS:
+        parser.add_argument(f"--{flag.replace('_', '-')}", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of EngineConfig."""
+    values = {name: getattr(arguments, name) for name in ("dtype", *ENGINE_FLAGS)}
+    settings = {name: value for name, value in values.items() if value is not None}
+    if "cpu_threads" in settings:
+        settings["cpu_threads"] = int(settings["cpu_threads"])
+    return settings
+
+
 def _add_bench_throughput(
     commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
@@ -134,26 +177,19 @@ def _add_bench_throughput(
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens [64]")
     parser.add_argument("--output-len", type=int, default=32, help="generated tokens [32]")
     parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
-    for flag in ("--quantization", "--kv-cache-dtype", "--attention-backend", "--cpu-threads", "--device"):
-        parser.add_argument(flag, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_engine_flags(parser)
     parser.set_defaults(run=_bench_throughput)
 
 
 def _bench_throughput(arguments: argparse.Namespace) -> int:
     from vllm_lite.bench import throughput
 
-    names = ("dtype", "quantization", "kv_cache_dtype", "attention_backend", "cpu_threads", "device")
-    settings = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if "cpu_threads" in settings:
-        settings["cpu_threads"] = int(settings["cpu_threads"])
     figures = throughput.run(
         arguments.model,
         arguments.num_prompts,
         (arguments.input_len, arguments.output_len),
-        settings,
+        _engine_settings(arguments),
         compare=arguments.compare,
         repeats=arguments.repeats,
     )

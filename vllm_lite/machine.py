@@ -1,7 +1,6 @@
 """What this machine has, told without importing torch: memory, and a GPU that workers could use."""
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +29,13 @@ def hides_gpus() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 
+def version(package: str) -> str:
+    """Of an installed package. Raises ModuleNotFoundError."""
+    from importlib import metadata  # 7 ms, which every process would pay for a question that few ask
+
+    return metadata.version(package)
+
+
 def lacks_for_cuda(*, kernels: bool = True) -> str | None:
     """None when workers can be expected to run on a GPU, else what this machine lacks, as a clause.
 
@@ -41,7 +47,7 @@ def lacks_for_cuda(*, kernels: bool = True) -> str | None:
         return f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r} and hides every GPU"
     try:
         torch_version = version("torch")
-    except PackageNotFoundError:
+    except ModuleNotFoundError:
         return "torch is not installed"
     if torch_version.endswith("+cpu"):
         return f"torch {torch_version} is built without CUDA; install a build with it"

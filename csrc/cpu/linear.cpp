@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "common.h"
 #include "program.h"
@@ -13,61 +14,126 @@ namespace {
 // A task shorter than this is not worth handing out, in weights times rows; about 5 us.
 constexpr int64_t kMinTask = 64 << 10;
 
+// Inputs to quantize that are not worth handing out either; about 5 us.
+constexpr int64_t kMinQuantized = 32 << 10;
+
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-bool paired(int32_t type) {
-  return type == kBFloat16 || type == kInt8Weight;
+int64_t element_size(int32_t type) {
+  return type == kInt8Weight ? 1 : type == kFloat32 ? 4 : 2;
 }
 
-// Element (input, output) of a packed weight.
-int64_t position(int64_t num_inputs, bool pairs, int64_t input, int64_t output) {
-  const int64_t padded = (num_inputs + 1) & ~int64_t{1};
-  const int64_t block = output / kBlock * kBlock * padded, column = output % kBlock;
-  return block + (pairs ? (input / 2 * kBlock + column) * 2 + input % 2 : input * kBlock + column);
+// One group of inputs of one output is one word: 4 int8, 2 bfloat16, 1 float32 or 1 float16.
+bool short_words(int32_t type) {
+  return type == kFloat16;
 }
 
-template <class T>
-void pack(const T* from, int64_t stride, int64_t first, int64_t count, int64_t num_inputs, bool pairs, T* to) {
-  vllm_lite::parallel_for(ceil_div(count, kBlock), [=](int64_t part) {
-    const int64_t begin = part * kBlock, end = begin + kBlock < count ? begin + kBlock : count;
-    for (int64_t i = begin; i < end; ++i) {
-      for (int64_t input = 0; input < num_inputs; ++input) {
-        to[position(num_inputs, pairs, input, first + i)] = from[i * stride + input];
+// Copies rows [num_rows][row_bytes] into the columns of a block, word by word; a row's last word may be cut off.
+template <class Word>
+void pack_block(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes, char* block) {
+  constexpr int64_t kSize = sizeof(Word), kLine = 64 / kSize;
+  const int64_t num_words = ceil_div(row_bytes, kSize);
+  for (int64_t first = 0; first < num_words; first += kLine) {  // a cache line of each row: read once, not once a word
+    const int64_t end = first + kLine < num_words ? first + kLine : num_words;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      for (int64_t i = first; i < end; ++i) {
+        const int64_t left = row_bytes - i * kSize;
+        Word word = 0;
+        std::memcpy(&word, rows + row * stride + i * kSize, left < kSize ? static_cast<size_t>(left) : sizeof word);
+        std::memcpy(block + (i * kBlock + row) * kSize, &word, sizeof word);
       }
     }
-  });
+  }
 }
 
-template <class T>
-void unpack(const T* from, const int64_t* outputs, int64_t count, int64_t num_inputs, bool pairs, T* to,
-            int64_t stride) {
-  vllm_lite::parallel_for(count, [=](int64_t i) {
-    for (int64_t input = 0; input < num_inputs; ++input) {
-      to[i * stride + input] = from[position(num_inputs, pairs, input, outputs[i])];
+template <class Word>
+void unpack_row(const char* column, int64_t row_bytes, char* row) {
+  constexpr int64_t kSize = sizeof(Word);
+  for (int64_t at = 0; at < row_bytes; at += kSize, column += kBlock * kSize) {
+    const int64_t left = row_bytes - at;
+    std::memcpy(row + at, column, static_cast<size_t>(left < kSize ? left : kSize));
+  }
+}
+
+// Memory of one thread that grows to what its largest call needs and is kept for the next one.
+class Scratch {
+ public:
+  char* get(int64_t num_bytes) {
+    if (num_bytes > size_) {
+      data_.reset(new char[static_cast<size_t>(num_bytes)]);
+      size_ = num_bytes;
     }
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> data_;
+  int64_t size_ = 0;
+};
+
+// How rows are dealt to tasks; a panel of quantized rows belongs to one part.
+struct RowParts {
+  int64_t num_rows;
+  int64_t count = ceil_div(num_rows, kMaxRows);
+
+  int64_t first(int64_t part) const { return part * num_rows / count; }
+};
+
+// Memory for the rows of `call` as integers, valid until this thread's next call.
+QuantizedRows quantized_rows(const LinearCall& call) {
+  static thread_local Scratch scratch;
+  const int64_t num_groups = ceil_div(call.weight->num_inputs, kQuantGroup), num_scales = call.num_rows * num_groups;
+  const int64_t num_values = call.num_rows * padded_inputs(call.weight->num_inputs, kInt8Weight);
+  char* memory = scratch.get(num_values + num_scales * 8);
+  return {reinterpret_cast<int8_t*>(memory + num_scales * 8), reinterpret_cast<float*>(memory),
+          reinterpret_cast<int32_t*>(memory + num_scales * 4), num_groups};
+}
+
+void fill_quantized(const LinearCall& call, const RowParts& parts) {
+  const auto quantize_rows = VLLM_LITE_DISPATCH(quantize_rows);
+  const int64_t num_groups = call.quantized->num_groups, panel_rows = ceil_div(call.num_rows, parts.count);
+  const int64_t width = ceil_div(kMinQuantized, kQuantGroup * panel_rows), group_parts = ceil_div(num_groups, width);
+  vllm_lite::parallel_for(parts.count * group_parts, [&](int64_t number) {
+    const int64_t part = number / group_parts, first_row = parts.first(part);
+    const int64_t first_group = number % group_parts * width, left = num_groups - first_group;
+    quantize_rows(call, {first_row, parts.first(part + 1) - first_row, first_group, left < width ? left : width});
   });
 }
 
 }  // namespace
 
 // Elements that a packed weight has.
-VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs) {
-  return ceil_div(num_outputs, kBlock) * kBlock * ((num_inputs + 1) & ~int64_t{1});
+VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs, int32_t type) {
+  return ceil_div(num_outputs, kBlock) * kBlock * padded_inputs(num_inputs, type);
 }
 
-// Rows [first, first + count) of a weight into their places; `packed` must be zero where nothing is written.
-VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int64_t first, int64_t count, int64_t num_inputs,
-                                  int32_t type, void* packed) {
-  const bool pairs = paired(type);
-  if (type == kInt8Weight) {
-    pack(static_cast<const uint8_t*>(rows), stride, first, count, num_inputs, pairs, static_cast<uint8_t*>(packed));
-  } else if (type == kFloat32) {
-    pack(static_cast<const uint32_t*>(rows), stride, first, count, num_inputs, pairs, static_cast<uint32_t*>(packed));
-  } else {
-    pack(static_cast<const uint16_t*>(rows), stride, first, count, num_inputs, pairs, static_cast<uint16_t*>(packed));
-  }
+// rows [num_outputs][num_inputs] of DType `row_type` into `packed`, which must be zero. `type` is the same, or
+// kInt8Weight: then the rows are quantized, and `scales` [num_outputs] is filled.
+VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t row_type, int64_t num_outputs,
+                                  int64_t num_inputs, int32_t type, void* packed, float* scales) {
+  const int64_t size = element_size(type), block_bytes = kBlock * padded_inputs(num_inputs, type) * size;
+  const auto quantize = VLLM_LITE_DISPATCH(quantize);
+  vllm_lite::parallel_for(ceil_div(num_outputs, kBlock), [=](int64_t number) {
+    static thread_local Scratch scratch;
+    const int64_t first = number * kBlock, left = num_outputs - first, count = left < kBlock ? left : kBlock;
+    const char* from = static_cast<const char*>(rows) + first * stride * element_size(row_type);
+    char* block = static_cast<char*>(packed) + number * block_bytes;
+    if (type == kInt8Weight) {
+      char* integers = scratch.get(kBlock * num_inputs);
+      for (int64_t row = 0; row < count; ++row) {
+        int8_t* to = reinterpret_cast<int8_t*>(integers + row * num_inputs);
+        quantize(from + row * stride * element_size(row_type), row_type, num_inputs, to, scales + first + row);
+        for (int64_t i = 0; i < num_inputs; ++i) to[i] = static_cast<int8_t>(to[i] ^ -128);
+      }
+      pack_block<uint32_t>(integers, num_inputs, count, num_inputs, block);
+    } else if (short_words(type)) {
+      pack_block<uint16_t>(from, stride * size, count, num_inputs * size, block);
+    } else {
+      pack_block<uint32_t>(from, stride * size, count, num_inputs * size, block);
+    }
+  });
 }
 
 // The weight's rows `outputs` [count] into `rows`: an embedding from a packed LM head. Not for int8. Returns -1; or the
@@ -77,14 +143,14 @@ VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, const int64_t
   for (int64_t i = 0; i < count; ++i) {
     if (outputs[i] < 0 || outputs[i] >= weight->num_outputs) return i;
   }
-  const bool pairs = paired(weight->type);
-  if (weight->type == kFloat32) {
-    unpack(static_cast<const uint32_t*>(weight->data), outputs, count, weight->num_inputs, pairs,
-           static_cast<uint32_t*>(rows), stride);
-  } else {
-    unpack(static_cast<const uint16_t*>(weight->data), outputs, count, weight->num_inputs, pairs,
-           static_cast<uint16_t*>(rows), stride);
-  }
+  const int64_t size = element_size(weight->type), row_bytes = weight->num_inputs * size;
+  const int64_t block_bytes = kBlock * padded_inputs(weight->num_inputs, weight->type) * size;
+  vllm_lite::parallel_for(count, [=](int64_t i) {
+    const char* block = static_cast<const char*>(weight->data) + outputs[i] / kBlock * block_bytes;
+    char* row = static_cast<char*>(rows) + i * stride * size;
+    if (short_words(weight->type)) return unpack_row<uint16_t>(block + outputs[i] % kBlock * 2, row_bytes, row);
+    unpack_row<uint32_t>(block + outputs[i] % kBlock * 4, row_bytes, row);
+  });
   return -1;
 }
 VLLM_LITE_RECORDABLE(vllm_lite_unpack)
@@ -93,25 +159,38 @@ VLLM_LITE_RECORDABLE(vllm_lite_unpack)
 VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, int64_t x_stride, int32_t x_type,
                                     void* out, int64_t out_stride, int32_t out_type, int64_t num_rows) {
   if (num_rows <= 0) return;
-  const LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type};
+  LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH(linear);
-  const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock), row_parts = ceil_div(num_rows, kMaxRows);
+  const RowParts parts = {num_rows};
+  QuantizedRows quantized;
+  if (weight->type == kInt8Weight && VLLM_LITE_DISPATCH(multiplies_bytes)()) {
+    quantized = quantized_rows(call);
+    call.quantized = &quantized;
+    fill_quantized(call, parts);
+  }
+  const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock);
   // Wide tasks read x once for many blocks; several for each thread, so that all finish at about the same time.
   const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : 8 * vllm_lite::num_threads();
-  const int64_t least = ceil_div(kMinTask, kBlock * weight->num_inputs * ceil_div(num_rows, row_parts));
-  int64_t width = num_blocks * row_parts / wanted;
+  const int64_t least = ceil_div(kMinTask, kBlock * weight->num_inputs * ceil_div(num_rows, parts.count));
+  int64_t width = num_blocks * parts.count / wanted;
   width = width < least ? least : width;
   width = width < 1 ? 1 : width > kMaxBlocks ? kMaxBlocks : width;
-  const int64_t column_parts = ceil_div(num_blocks, width);
+  // As many for one thread as for the other.
+  int64_t column_parts = ceil_div(ceil_div(num_blocks, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
+  column_parts = column_parts < num_blocks ? column_parts : num_blocks;
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them.
-  vllm_lite::parallel_for(column_parts * row_parts, [&](int64_t number) {
-    const int64_t part = number / row_parts, rows = number % row_parts;
-    const int64_t first_row = rows * num_rows / row_parts, end_row = (rows + 1) * num_rows / row_parts;
+  vllm_lite::parallel_for(column_parts * parts.count, [&](int64_t number) {
+    const int64_t part = number / parts.count, rows = number % parts.count;
+    const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1);
     const int64_t first = part * num_blocks / column_parts, end = (part + 1) * num_blocks / column_parts;
     linear(call, {first_row, end_row - first_row, first, end - first});
   });
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)
+
+VLLM_LITE_API int32_t vllm_lite_multiplies_bytes() {
+  return VLLM_LITE_DISPATCH(multiplies_bytes)() ? 1 : 0;
+}
 
 // Reads num_bytes with all threads, for measuring memory bandwidth. The result depends on what was read.
 VLLM_LITE_API int64_t vllm_lite_read(const void* data, int64_t num_bytes) {

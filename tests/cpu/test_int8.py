@@ -7,14 +7,13 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
+from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.layers.weight_form import Int8Form, NativeForm, weight_form
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
 
 CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,21 +32,10 @@ def test_quantize(dtype: torch.dtype) -> None:
     assert (error.abs() <= scales.double()[:, None] * 0.5001).all()
 
 
-@needs_native
-def test_a_packed_weight_is_quantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = random(150, 64), random(3, 64)
-    whole, parts = torch.empty(3, 150), torch.empty(3, 150)
-    linear(x, PackedWeight(weight, int8=True), whole)
-    monkeypatch.setattr("vllm_lite.kernels.cpu.linear._ROWS_AT_A_TIME", 32)
-    packed = PackedWeight(weight, int8=True)
-    linear(x, packed, parts)
-    assert torch.equal(whole, parts)
-    assert packed.num_bytes == 160 * 64 + 150 * 4
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_against_the_unquantized_product(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Rounding to 127 steps of a normal row's largest, about 3.3 sigma, is an error of 0.0075 sigma a weight."""
+    """Rounding to 127 steps of a normal row's largest, about 3.3 sigma, is an error of 0.0075 sigma a weight, and about
+    as much an input where rows are quantized, too."""
     weight, x = random(256, 512, dtype=dtype), random(16, 512, dtype=dtype)
     expected = x.double() @ weight.double().t()
     for native in (True, False):
@@ -60,7 +48,7 @@ def test_error_against_the_unquantized_product(monkeypatch: pytest.MonkeyPatch, 
         out = torch.empty(16, 256)
         form.forward(x, out)
         relative = ((out - expected).norm() / expected.norm()).item()
-        assert 0.004 < relative < 0.011
+        assert 0.004 < relative < 0.013
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_and_see, make_checkpoint
 from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -14,7 +14,6 @@ from vllm_lite.layers.weight_form import DenseForm, Int8Form, NativeForm, OneDnn
 from vllm_lite.layers.weight_slot import Shard, Split
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.llama import Llama
-from vllm_lite.models.weights import load_weights
 
 CPU = torch.device("cpu")
 SIZES = (24, 8, 8)
@@ -25,11 +24,14 @@ def random(*shape, dtype=torch.float32):
 
 
 def make_linear(dtype, bias):
-    linear = Linear(Split.whole(48), [Split.whole(size) for size in SIZES], bias=bias, dtype=dtype, device=CPU)
-    linear.weight.copy_(random(40, 48))
-    if linear.bias is not None:
-        linear.bias.copy_(random(40))
-    return linear
+    return Linear(Split.whole(48), [Split.whole(size) for size in SIZES], bias=bias, dtype=dtype, device=CPU)
+
+
+def give(group, weight):
+    """What a loader does: a weight that is lent is something else afterwards."""
+    group.take(mine := weight.clone(), None)
+    if group.lent:
+        mine.zero_()
 
 
 def only(monkeypatch, form):
@@ -50,11 +52,11 @@ def only(monkeypatch, form):
 def test_linear(monkeypatch, num_rows, dtype, bias, form):
     only(monkeypatch, form)
     linear = make_linear(dtype, bias)
-    x = random(num_rows, 48, dtype=dtype)
-    expected = x.double() @ linear.weight.double().t()
-    if linear.bias is not None:
-        expected += linear.bias.double()
-    linear.finish_loading("int8" if form is Int8Form else None)
+    x, weight = random(num_rows, 48, dtype=dtype), random(40, 48, dtype=dtype)
+    expected = x.double() @ weight.double().t()
+    if bias:
+        expected += random(40, dtype=dtype).double()
+    linear.load(weight, random(40, dtype=dtype) if bias else None, "int8" if form is Int8Form else None)
     assert isinstance(linear.form, form) or (form is OneDnnForm and dtype == torch.float16)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     if form is Int8Form:
@@ -77,7 +79,7 @@ def test_this_torch_can_pack():
 def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, form):
     only(monkeypatch, form)
     linear = make_linear(torch.bfloat16, bias=False)
-    linear.finish_loading()
+    linear.load(random(40, 48, dtype=torch.bfloat16))
     x, out = random(64, 48, dtype=torch.bfloat16), torch.empty(64, 40, dtype=torch.bfloat16)
     linear.forward(x, out)
     for num_rows in (1, 2, 3, 8, 33):
@@ -93,19 +95,19 @@ def test_lm_head(monkeypatch, tied, form, quantization):
     """Logits are float32, whatever the model is; the embedding is exact, also where it has given its weight away."""
     only(monkeypatch, form)
     embedding = Embedding(40, 48, dtype=torch.bfloat16, device=CPU)
-    embedding.weight.copy_(random(40, 48))
     head = LMHead(embedding, tied=tied)
+    table, hidden = random(40, 48, dtype=torch.bfloat16), random(3, 48, dtype=torch.bfloat16)
+    weight = table if tied else table * 2
+    expected = hidden.double() @ weight.double().t()
+    give(head.group("head", quantization), weight)
     if not tied:
-        head.weight.copy_(random(40, 48) * 2)
-    table, hidden = embedding.weight.clone(), random(3, 48, dtype=torch.bfloat16)
-    expected = hidden.double() @ head.weight.double().t()
-    head.finish_loading(quantization)
-    logits = torch.empty(3, head.vocab_size)
+        give(embedding.group("table"), table)
+    logits = torch.empty(3, 40)
     head.forward(hidden, logits)
     assert logits.dtype == torch.float32
     assert torch.allclose(logits.double(), expected, rtol=0, atol=0.15 if quantization is None else 1)
     shares = tied and form is NativeForm and quantization is None
-    assert embedding.weight.numel() == (0 if shares else 40 * 48)
+    assert (embedding.packed is not None) == shares
     out = torch.empty(3, 48, dtype=torch.bfloat16)
     embedding.forward(torch.tensor([7, 39, 0], dtype=torch.int32), out)
     assert torch.equal(out, table[[7, 39, 0]])
@@ -129,13 +131,11 @@ def test_ranks_load_the_parts_of_the_whole(tmp_path):
     path = make_checkpoint(tmp_path / "model", attention_bias=True)
     spec = ModelSpec.load(path)
 
-    def load(shard):
+    def loaded(shard):
         model = Llama(spec, torch.float32, CPU, 16, 4, shard)
-        table = model.weight_table()
-        load_weights(model, path)
-        return {name: slot.view for name, slot in table.items()}
+        return load_and_see(model, path)
 
-    whole, *ranks = (load(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
+    whole, *ranks = (loaded(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
     num_split = 0
     for name, tensor in whole.items():
         parts = [rank[name] for rank in ranks]
@@ -153,7 +153,7 @@ def test_norm_rounds_like_transformers(dtype):
     ours = RMSNorm(96, 1e-5, dtype=dtype, device=CPU)
     weight, x, residual = 1 + random(96) / 4, random(64, 96, dtype=dtype), random(64, 96, dtype=dtype) * 3
     theirs.weight.data.copy_(weight)
-    ours.weight.copy_(weight)
+    ours.load(weight.to(dtype))
     with torch.inference_mode():
         expected, expected_sum = theirs(x), theirs(residual + x)
     out = torch.empty_like(x)

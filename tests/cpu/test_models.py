@@ -162,5 +162,5 @@ def test_registry_and_spec_know_the_same_architectures(llama):
 
 
 def test_num_parameters_counts_what_the_model_holds(oracle):
-    table = build(oracle.spec, "float32", "cpu", max_model_len=8, max_num_tokens=8).weight_table()
-    assert oracle.spec.num_parameters() == sum(slot.view.numel() for slot in table.values())
+    groups = build(oracle.spec, "float32", "cpu", max_model_len=8, max_num_tokens=8).weight_groups()
+    assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)

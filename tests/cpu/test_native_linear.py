@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
+from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, multiplies_bytes, quantize, quantize_rows
 from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -30,11 +30,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool) -> torch.Tensor:
-    """The product in float64; of the quantized weights."""
+    """The product in float64; of the quantized weights, and of quantized rows where the machine multiplies bytes."""
     wide = weight.double()
     if int8:
         integers, scales = quantize(weight)
         wide = integers.double() * scales.double()[:, None]
+        x = quantize_rows(x) if multiplies_bytes() else x
     product = x.double() @ wide.t()
     return product if bias is None else product + bias.double()
 
@@ -140,3 +141,30 @@ def test_memory_is_aligned_and_zero(num_bytes: int) -> None:
     assert memory.data_ptr() % (64 if num_bytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES) == 0
     assert not memory.any()
     memory.fill_(1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.usefixtures("each_isa")
+def test_quantized_integer_for_integer(dtype: torch.dtype) -> None:
+    """The unit matrix as rows shows the packed weight: 1 is 127 times its scale, however it is rounded."""
+    weight = random(45, 131, dtype=dtype).mul(torch.logspace(-6, 4, 45, dtype=dtype)[:, None])
+    weight[3] = 0
+    out = torch.empty(131, 45)
+    linear(torch.eye(131, dtype=dtype), PackedWeight(weight, int8=True), out)
+    integers, scales = quantize(weight)
+    torch.testing.assert_close(out, (integers * scales[:, None]).t(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("each_isa")
+def test_rows_of_any_size_with_int8_weights() -> None:
+    """Huge, tiny and zero rows keep their relative error; what is not a number stays none, in its own row only."""
+    weight, x = random(64, 300), random(6, 300)
+    x[1], x[2], x[3] = 0, x[0] * 1e-30, x[0] * 1e30
+    x[4, 200], x[5, 7] = math.nan, math.inf
+    out = torch.empty(6, 64)
+    linear(x, PackedWeight(weight, int8=True), out)
+    assert (out[1] == 0).all()
+    torch.testing.assert_close(out[2] * 1e30, out[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out[3] / 1e30, out[0], rtol=1e-4, atol=1e-4)
+    assert out[:4].isfinite().all()
+    assert not out[4:].isfinite().any()

@@ -4,6 +4,7 @@ import gc
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,20 @@ def test_a_call_is_kept_and_not_made() -> None:
     assert torch.equal(out, table[[1, 1]])
     look_up(table, torch.tensor([2, 3]), out)
     assert torch.equal(out, table[[2, 3]]), "recording is over"
+
+
+def test_a_profile_is_a_replay_that_tells_times() -> None:
+    table, ids, out = torch.randn(5, 8), torch.tensor([4, 0]), torch.zeros(2, 8)
+    program = recorded(lambda: look_up(table, ids, out))
+    before = time.perf_counter_ns()
+    times = program.profile()
+    assert torch.equal(out, table[[4, 0]])
+    assert program.names == ["vllm_lite_look_up"]
+    assert times.shape == (1,)
+    assert 0 < times.sum() <= time.perf_counter_ns() - before
+    ids[1] = 5
+    with pytest.raises(RuntimeError, match="call 0 of 1"):
+        program.profile()
 
 
 def test_a_call_that_fails_ends_the_program() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_and_see, make_checkpoint
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
@@ -22,11 +22,8 @@ def make_model(path, dtype="float32"):
 
 
 def load(path, dtype="float32", **options):
-    """Every weight by its checkpoint name, as it was loaded: the views outlive the model's own, which it may repack."""
-    model = make_model(path, dtype)
-    table = model.weight_table()
-    load_weights(model, path, **options)
-    return {name: slot.view for name, slot in table.items()}
+    """Every weight by its checkpoint name, as it was loaded."""
+    return load_and_see(make_model(path, dtype), path, **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +71,18 @@ def test_every_tensor_arrives_by_value(originals, name):
 
 def test_fused_weights_hold_their_parts_in_order(originals):
     model = make_model(originals["whole"])
-    fused = [(layer.qkv.weight, layer.qkv.bias, layer.gate_up.weight) for layer in model.layers]
     load_weights(model, originals["whole"])
     stored = load_file(originals["whole"] / SINGLE_FILE)
-    for index, (qkv_weight, qkv_bias, gate_up_weight) in enumerate(fused):
-        at = f"model.layers.{index}"
-        qkv = [f"{at}.self_attn.{part}_proj" for part in "qkv"]
-        assert torch.equal(qkv_weight, torch.cat([stored[f"{name}.weight"] for name in qkv]))
-        assert torch.equal(qkv_bias, torch.cat([stored[f"{name}.bias"] for name in qkv]))
-        gate_up = [stored[f"{at}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        assert torch.equal(gate_up_weight, torch.cat(gate_up))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    for index, layer in enumerate(model.layers):
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        for linear, prefix, parts in ((layer.qkv, attention, "qkv"), (layer.gate_up, mlp, ("gate", "up"))):
+            weight = torch.cat([stored[f"{prefix}{part}_proj.weight"] for part in parts])
+            out, expected = torch.empty(3, len(weight)), x @ weight.t()
+            if linear.bias:
+                expected += torch.cat([stored[f"{prefix}{part}_proj.bias"] for part in parts])
+            linear.forward(x, out)
+            assert torch.allclose(out, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -134,7 +133,7 @@ def test_tied_head_may_be_there_and_old_rope_tables_too(copy):
     path = copy("tied")
     rewrite(path, change)
     model = make_model(path)
-    assert "lm_head.weight" not in model.weight_table()
+    assert "lm_head.weight" not in {slot.name for group in model.weight_groups() for slot in group.slots}
     load_weights(model, path)
     assert model.logits(torch.ones(1, 64)).isfinite().all()
 

@@ -4,13 +4,14 @@ import pytest
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.client_port import SLOW_READER_S, ClientPort, Outbox
+from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.plan import Produced
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Dying,
     Finished,
     Generate,
     Heartbeat,
@@ -244,6 +245,33 @@ def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
     wire.port.push(b"peer", Tokens("b", 0, [2]))
     assert wire.port.flush(0.0) == []
     assert wire.heard() == [OutputBatch(5, [Tokens("a", 0, [1]), Tokens("b", 0, [2])])]
+
+
+def test_tokens_that_come_fast_travel_together(wire: Wire) -> None:
+    """All but a first one and an end, which do not wait for others."""
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.heard()
+
+    def flush(now_s: float, output: Tokens | Finished | None = None) -> object:
+        if output is not None:
+            wire.port.push(b"peer", output)
+        assert wire.port.flush(now_s) == []
+        return wire.heard()
+
+    assert flush(1.0, Tokens("a", 0, [1])) == [OutputBatch(5, [Tokens("a", 0, [1])])]
+    assert not wire.port.gathers()
+    assert flush(1.001, Tokens("a", 1, [2])) == []
+    assert wire.port.gathers()
+    assert flush(1.0 + GATHER_S - 1e-4, Tokens("a", 2, [3])) == []
+    assert flush(1.0 + GATHER_S + 1e-4) == [OutputBatch(5, [Tokens("a", 1, [2, 3])])]
+    assert flush(1.005, Tokens("a", 3, [4])) == []
+    assert flush(1.005, Tokens("b", 0, [9])) == [OutputBatch(5, [Tokens("a", 3, [4]), Tokens("b", 0, [9])])]
+    assert flush(1.005, Tokens("b", 1, [8])) == []
+    assert flush(1.005, Finished("b", 2, [], "stop")) == [OutputBatch(5, [Finished("b", 1, [8], "stop")])]
+    assert flush(1.005, Tokens("a", 4, [5])) == []
+    wire.port.say_dying("the end")
+    assert wire.heard() == [OutputBatch(5, [Tokens("a", 4, [5])]), Dying("the end")]
 
 
 def test_a_slow_reader_gets_merged_tokens_and_in_the_end_none(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

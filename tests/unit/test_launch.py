@@ -82,6 +82,17 @@ def test_a_start_can_be_stopped() -> None:
     assert time.monotonic() - began < DEADLINE_S
 
 
+def test_there_is_time_while_it_starts() -> None:
+    """The fake never gets ready: what is called meanwhile is not called when it is."""
+
+    def meanwhile(resolved: EngineConfig) -> None:
+        assert resolved.max_model_len == 2048
+        raise ModelError("no tokenizer")
+
+    with pytest.raises(ModelError, match=r"^no tokenizer$"):
+        launch(config("hangs"), meanwhile=meanwhile)
+
+
 def test_a_killed_engine_ends_every_stream_with_its_reason() -> None:
     launched = launch(config("dies"))
     try:

@@ -210,7 +210,7 @@ def test_the_package_itself_imports_nothing_when_it_is_imported() -> None:
     assert [name for _, name in imports(tree) if name.split(".")[0] not in sys.stdlib_module_names] == []
 
 
-@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts"), ids=name_of)
+@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts", "benchmarks"), ids=name_of)
 def test_nothing_dangerous(path: Path) -> None:
     offences = dangerous_code(parse(path))
     assert not offences, complaints(path, offences)
@@ -222,7 +222,7 @@ def test_no_python_in_native_code() -> None:
             assert not re.search(r"Python\.h|torch/|pickle|\bsystem\(|popen\(", path.read_text()), name_of(path)
 
 
-@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts", "tests"), ids=name_of)
+@pytest.mark.parametrize("path", python_files(PACKAGE, "scripts", "benchmarks", "tests"), ids=name_of)
 def test_sizes(path: Path) -> None:
     offences = long_functions(parse(path))
     lines = path.read_text().count("\n")

@@ -49,8 +49,9 @@ def engine(tmp_path: Path) -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def llm(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    def launch(config: EngineConfig) -> FakeLaunched:
+def llm(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    def launch(config: EngineConfig, meanwhile: Callable[[EngineConfig], None]) -> FakeLaunched:
+        meanwhile(EngineConfig(model=config.model, tokenizer=str(tmp_path)))
         return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config)
 
     monkeypatch.setattr("vllm_lite.client.llm.launch", launch)
@@ -213,7 +214,7 @@ def test_close_ends_the_engine_once(llm: LLM) -> None:
 def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[FakeLaunched] = []
 
-    def launch(config: EngineConfig) -> FakeLaunched:
+    def launch(config: EngineConfig, meanwhile: Callable[[EngineConfig], None]) -> FakeLaunched:
         launched.append(FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config))
         return launched[0]
 

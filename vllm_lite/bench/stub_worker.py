@@ -6,7 +6,7 @@ from vllm_lite.config import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, worker_to_engine
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Shutdown, Start, Started, WorkerHello
-from vllm_lite.protocol.step import Continue, ModelOutput, NewRequest, Resume
+from vllm_lite.protocol.step import Continue, ModelOutput, NewRequest, Resume, SchedulerOutput, Turn, TurnOutput
 from vllm_lite.supervise import run_child
 from vllm_lite.transport import connect
 from vllm_lite.transport.interface import poller
@@ -39,10 +39,17 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         if isinstance(message, Start):
             send(worker_to_engine.encode(Started(settings.rank)))
             continue
-        num_scheduled = sum(isinstance(entry, NewRequest | Continue | Resume) for entry in message.entries)
-        send(worker_to_engine.encode(ModelOutput(message.epoch, message.step, pack_tokens([1] * num_scheduled))))
+        if isinstance(message, Turn):
+            send(worker_to_engine.encode(TurnOutput([_answer(step) for step in message.steps])))
+        else:
+            send(worker_to_engine.encode(_answer(message)))
     connection.close()
     return 0
+
+
+def _answer(step: SchedulerOutput) -> ModelOutput:
+    num_scheduled = sum(isinstance(entry, NewRequest | Continue | Resume) for entry in step.entries)
+    return ModelOutput(step.epoch, step.step, pack_tokens([1] * num_scheduled))
 
 
 if __name__ == "__main__":

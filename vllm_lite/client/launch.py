@@ -90,9 +90,14 @@ class Launched:
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
-def launch(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> Launched:
+def launch(
+    config: EngineConfig,
+    stopped: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[EngineConfig], None] = lambda _: None,
+) -> Launched:
     """Start an engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
+    `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
     resolved = resolve(config)
@@ -104,6 +109,7 @@ def launch(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) ->
         supervise.remove_dir(run_dir)
         raise
     try:
+        meanwhile(resolved)
         launched.wait_until_ready(stopped)
     except BaseException:
         launched.close()

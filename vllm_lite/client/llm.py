@@ -13,7 +13,8 @@ from vllm_lite.client.launch import launch
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory
+from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
+from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Stats, Welcome
@@ -33,10 +34,16 @@ class LLM:
         given. Raises ConfigError, ModelError or EngineError.
         """
         given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **settings}
-        self._launched = launch(EngineConfig.load(given))
+        words: Tokenizer | None = None
+
+        def load_words(config: EngineConfig) -> None:
+            nonlocal words
+            words = load_tokenizer(tokenizer, config.tokenizer or config.model)
+
+        self._launched = launch(EngineConfig.load(given), meanwhile=load_words)
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:
-            self._streams = StreamFactory.load(self._launched.engine, tokenizer)
+            self._streams = StreamFactory(self._launched.engine, words)
         except BaseException:
             self.close()
             raise

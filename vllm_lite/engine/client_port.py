@@ -1,7 +1,9 @@
 """ClientPort: the engine's side of the client wire. Who is connected, what each is owed, and who has gone.
 
-To a slow reader later tokens are merged into its next message; past a deadline it is given up. A client that has
-gone is noticed by the send that cannot reach it: outputs, or the heartbeat that every client with requests gets.
+Tokens that come within GATHER_S of the message before them wait and go together: nobody reads a thousand of them a
+second one by one, and every message takes time from the cores that compute. A first token and an end do not wait. To a
+slow reader later tokens are merged into its next message; past a deadline it is given up. A client that has gone is
+noticed by the send that cannot reach it: outputs, or the heartbeat that every client with requests gets.
 """
 
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from vllm_lite.transport import Delivery
 from vllm_lite.transport.interface import Pollable
 
 HEARTBEAT_S = 0.5
+GATHER_S = 0.004
 SLOW_READER_S = 30.0
 
 logger = log.get(__name__)
@@ -36,9 +39,11 @@ logger = log.get(__name__)
 class Outbox:
     """What one client has not been sent yet, merged per sample."""
 
-    __slots__ = ("busy_since_s", "ended", "open")
+    __slots__ = ("busy_since_s", "ended", "open", "sent_s", "urgent")
 
     def __init__(self) -> None:
+        self.sent_s = 0.0
+        self.urgent = False
         self.ended: list[Tokens | Finished] = []
         self.open: dict[tuple[str, int], Tokens | Finished] = {}
         self.busy_since_s: float | None = None
@@ -46,6 +51,7 @@ class Outbox:
     def add(self, output: Tokens | Finished) -> None:
         """Merge `output` with what is owed of the same sample; what has ended is left alone, whoever reuses its id."""
         sample = output.request_id, output.index
+        self.urgent = self.urgent or not output.start or isinstance(output, Finished)
         earlier = self.open.get(sample)
         if isinstance(earlier, Finished):
             self.ended.append(earlier)
@@ -56,8 +62,14 @@ class Outbox:
         """All that is owed, in an order in which each sample's own is right."""
         return self.ended + list(self.open.values())
 
-    def clear(self) -> None:
+    def sent(self, now_s: float) -> None:
+        """All that was owed has gone out."""
         self.ended, self.open = [], {}
+        self.urgent, self.sent_s, self.busy_since_s = False, now_s, None
+
+    def may_wait(self, now_s: float) -> bool:
+        """Whether what is owed is to be sent with what comes next."""
+        return not self.urgent and now_s - self.sent_s < GATHER_S
 
     def __bool__(self) -> bool:
         return bool(self.open)
@@ -130,16 +142,18 @@ class ClientPort:
         if outbox is not None:
             outbox.add(output)
 
-    def flush(self, now_s: float) -> list[bytes]:
-        """Send what is owed, one message per client. Returns the clients that are gone or too slow, now forgotten."""
+    def flush(self, now_s: float, *, at_once: bool = False) -> list[bytes]:
+        """Send what is owed and may not wait, or all `at_once`, one message per client.
+
+        Returns the clients that are gone or too slow, now forgotten.
+        """
         lost = []
         for peer, outbox in self._clients.items():
-            if not outbox:
+            if not outbox or (not at_once and outbox.may_wait(now_s)):
                 continue
             delivery = self.send(peer, OutputBatch(self._epoch, outbox.take()))
             if delivery is Delivery.SENT:
-                outbox.clear()
-                outbox.busy_since_s = None
+                outbox.sent(now_s)
             elif delivery is Delivery.GONE:
                 lost.append(peer)
             elif outbox.busy_since_s is None:
@@ -159,12 +173,16 @@ class ClientPort:
 
     def say_dying(self, reason: str) -> None:
         """Last words to every client, behind what it is owed."""
-        self.flush(0.0)
+        self.flush(0.0, at_once=True)
         for peer in self._clients:
             self.send(peer, Dying(reason))
 
     def owes(self) -> bool:
         return any(self._clients.values())
+
+    def gathers(self) -> bool:
+        """Whether a client that reads is owed something: flush() is to be called within GATHER_S."""
+        return any(outbox and outbox.busy_since_s is None for outbox in self._clients.values())
 
     def pollables(self) -> tuple[Pollable, ...]:
         return tuple(self.listener.pollables())

@@ -12,6 +12,7 @@ from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.recording import Recorder
@@ -24,7 +25,7 @@ from vllm_lite.protocol.api import ForkRequest, Generate, Stats
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.trace.records import Header
 
 MIN_TIMED_TOKENS = 32
@@ -48,6 +49,14 @@ class Sizes(NamedTuple):
     swap_blocks_per_s: float = 0.0
 
 
+class _Step(NamedTuple):
+    """One that is under way."""
+
+    sent_s: float
+    num_tokens: int
+    only_decodes: bool
+
+
 class EngineCore:
     """The scheduler, its block manager and the executor, without sockets. Reads time from `clock` only."""
 
@@ -64,7 +73,9 @@ class EngineCore:
         self._vocab_size = ready.vocab_size
         self._eos = frozenset(ready.eos_token_ids)
         self._clock = clock
-        self._num_tokens_sent: deque[tuple[float, int]] = deque()
+        self._steps_sent: deque[_Step] = deque()
+        self._unsent: list[SchedulerOutput] = []
+        self._pace = Pace()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
         header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
@@ -198,25 +209,39 @@ class EngineCore:
         return ended
 
     def begin(self) -> bool:
-        """Schedule a step and hand it to the workers, if there is anything to compute and fewer than `max_in_flight`
-        steps are under way."""
-        if self.num_in_flight >= self.max_in_flight or not self.scheduler.has_requests():
-            return False
+        """Schedule a step for the workers, if there is anything to compute and not too much under way. Call it until
+        it says no: only then have all steps been sent."""
         now_s = self._clock()
-        plan = self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
-        if plan is None:
-            return False
-        self._executor.submit(plan)
-        self.num_in_flight += 1
-        self._num_tokens_sent.append((now_s, self.scheduler.num_scheduled_tokens))
-        return True
+        plan = self._schedule(now_s) if self._may_begin() else None
+        only_decodes = True
+        if plan is not None:
+            num_tokens = self.scheduler.num_scheduled_tokens
+            only_decodes = num_tokens <= len(self.scheduler.running)
+            self._unsent.append(plan)
+            self.num_in_flight += 1
+            self._steps_sent.append(_Step(now_s, num_tokens, only_decodes))
+        if self._unsent and (plan is None or not only_decodes or len(self._unsent) >= self._pace.steps):
+            unsent, self._unsent = self._unsent, []
+            self._executor.submit(*unsent)
+        return plan is not None
+
+    def _may_begin(self) -> bool:
+        """Whether a message of steps is to be continued, or begun: it is computed while the one behind it is made."""
+        return bool(self._unsent) or self.num_in_flight <= (self.max_in_flight - 1) * self._pace.steps
+
+    def _schedule(self, now_s: float) -> SchedulerOutput | None:
+        if not self.scheduler.has_requests():
+            return None
+        return self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
         self.num_in_flight -= 1
         now_s = self._clock()
-        sent_s, num_tokens = self._num_tokens_sent.popleft()
-        self._measure(now_s - sent_s, num_tokens)
+        step = self._steps_sent.popleft()
+        self._measure(now_s - step.sent_s, step.num_tokens)
+        if self.max_in_flight > 1:
+            self._pace.ended(now_s, steady=step.only_decodes and self.num_in_flight > 0)
         if self.recorder is not None:
             return self.recorder.update(output, now_s)
         return self.scheduler.update(output)

@@ -5,7 +5,7 @@ import time
 
 from vllm_lite import __version__, log, supervise, transport
 from vllm_lite.config import GIB, EngineSettings
-from vllm_lite.engine.client_port import HEARTBEAT_S, ClientPort
+from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.kv_events import KVEventStream
 from vllm_lite.engine.plan import Produced
@@ -32,6 +32,7 @@ from vllm_lite.wakeup import Wakeup
 REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for somebody to tell."""
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
+GATHER_MS = int(1000 * GATHER_S)
 YOUNG_OBJECTS = 50_000
 IDLE_LOOK_MS = 5_000
 
@@ -162,6 +163,8 @@ class EngineProcess:
 
     def _patience_ms(self, core: EngineCore) -> int:
         """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
+        if self._port.gathers():
+            return GATHER_MS
         return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
 
     def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
@@ -222,7 +225,7 @@ class EngineProcess:
         """Exactly one terminal message for every unfinished request."""
         for request_id in list(core.scheduler.requests):
             self._abort(core, request_id)
-        self._port.flush(time.monotonic())
+        self._port.flush(time.monotonic(), at_once=True)
 
 
 def _to_wire(item: Produced) -> Tokens | Finished:
@@ -275,7 +278,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     return engine.run()
 
 
-def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
+def process_main(settings: EngineSettings, stop: Wakeup) -> int:
     try:
         return main(settings, stop)
     finally:
@@ -284,5 +287,5 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 if __name__ == "__main__":
     supervise.run_child(
-        _process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
+        process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
     )

@@ -18,8 +18,8 @@ class Executor(Watched, Protocol):
     def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
         """Have the KV pools allocated. Block until they are; blocks per second that move between them, 0 if unknown."""
 
-    def submit(self, output: SchedulerOutput) -> None:
-        """Hand a step to the workers. Returns at once."""
+    def submit(self, *steps: SchedulerOutput) -> None:
+        """Hand steps to the workers. Returns at once. The results of several may come together."""
 
     def poll(self) -> ModelOutput | None:
         """The result of the oldest step whose result has not been taken, or None. Never blocks."""

@@ -6,10 +6,11 @@ from collections import deque
 from vllm_lite import log, supervise, transport
 from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
+from vllm_lite.executor.read_ahead import start_reading_ahead
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
 from vllm_lite.transport import Delivery, Wakeup
 from vllm_lite.transport.interface import Pollable
 
@@ -58,6 +59,8 @@ class MultiprocExecutor:
     # ---- start
 
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:
+        if self._config.load_format != "dummy":
+            start_reading_ahead(self._config.model)
         for worker in self._workers:
             worker.child = supervise.spawn(
                 self._worker_module,
@@ -92,16 +95,17 @@ class MultiprocExecutor:
 
     # ---- steps
 
-    def submit(self, output: SchedulerOutput) -> None:
+    def submit(self, *steps: SchedulerOutput) -> None:
         if not self._num_in_flight:  # the time without work is not a hang
             for worker in self._workers:
                 worker.last_progress_s = time.monotonic()
-        self._num_in_flight += 1
-        self._broadcast(output)
+        self._num_in_flight += len(steps)
+        self._broadcast(steps[0] if len(steps) == 1 else Turn(list(steps)))
 
     def poll(self) -> ModelOutput | None:
-        self._receive()
-        self._check()
+        if not self._outputs:
+            self._receive()
+            self._check()
         if not self._outputs:
             return None
         self._num_in_flight -= 1
@@ -130,10 +134,10 @@ class MultiprocExecutor:
             self._handle(message)
 
     def _handle(self, message: FromWorker) -> None:
-        if isinstance(message, ModelOutput):
-            if message.epoch == self._epoch:
-                self._workers[0].last_heard_s = time.monotonic()
-                self._outputs.append(message)
+        if isinstance(message, ModelOutput | TurnOutput):
+            outputs = message.outputs if isinstance(message, TurnOutput) else [message]
+            self._workers[0].last_heard_s = time.monotonic()
+            self._outputs += [output for output in outputs if output.epoch == self._epoch]
             return
         if not 0 <= message.rank < len(self._workers):
             logger.warning("dropped a message of rank %d, which does not exist", message.rank)

@@ -96,13 +96,14 @@ class SimulatedExecutor:
     def allocate(self, num_blocks: int, num_host_blocks: int) -> float:  # noqa: ARG002
         return self._swap_blocks_per_s
 
-    def submit(self, output: SchedulerOutput) -> None:
-        num_tokens, result = self._run(output)
+    def submit(self, *steps: SchedulerOutput) -> None:
         cost = self.cost
-        took_s = cost.step_s + num_tokens * cost.token_s + len(output.block_ops) * cost.block_op_s
-        self.busy_s += took_s
-        self._free_at_s = max(self._free_at_s, self.clock.now_s) + took_s
-        self._results.append((self._free_at_s, result))
+        for step in steps:
+            num_tokens, result = self._run(step)
+            took_s = cost.step_s + num_tokens * cost.token_s + len(step.block_ops) * cost.block_op_s
+            self.busy_s += took_s
+            self._free_at_s = max(self._free_at_s, self.clock.now_s) + took_s
+            self._results.append((self._free_at_s, result))
 
     def poll(self) -> ModelOutput | None:
         if not self._results or self._results[0][0] > self.clock.now_s:

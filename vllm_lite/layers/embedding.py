@@ -4,24 +4,38 @@ import torch
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
-from vllm_lite.layers.weight_form import DenseForm, NativeForm, Quantization, WeightForm, weight_form
+from vllm_lite.layers.weight_form import NativeForm, Quantization, WeightForm, copies, weight_form
+from vllm_lite.layers.weight_slot import WeightGroup, whole_slot
 
 
 class Embedding:
-    """Looks up token vectors in `weight`: [vocab_size, hidden_size]."""
+    """Looks up token vectors: [vocab_size, hidden_size]."""
+
+    weight: torch.Tensor  # by `load`, if not `share`
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
         self.packed: PackedWeight | None = None
         self.native = device.type == "cpu" and cpu.available()
 
+    def load(self, weight: torch.Tensor) -> None:
+        """weight: [vocab_size, hidden_size], which is kept."""
+        self.weight = weight
+
     def share(self, packed: PackedWeight) -> None:
-        """From now on look up in the LM head's packed weight, which has the same rows, and give up the own one.
+        """Look up in the LM head's packed weight, which has the same rows, and have none of one's own.
 
         That takes 4 us for each token in place of 0.3, and saves a copy of what is often a quarter of a small model.
         """
         self.packed = packed
-        self.weight = self.weight.new_empty(0)
+
+    def group(self, name: str) -> WeightGroup:
+        """The checkpoint tensor `<name>.weight`."""
+        slot = whole_slot(f"{name}.weight", self.vocab_size, self.hidden_size)
+        return WeightGroup((slot,), (), self.dtype, self.device, False, lambda weight, _: self.load(weight))
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError."""
@@ -32,21 +46,33 @@ class Embedding:
 
 
 class LMHead:
-    """Scores every token of the vocabulary: logits = hidden W^T, with `weight`: [vocab_size, hidden_size]."""
+    """Scores every token of the vocabulary: logits = hidden W^T, with W: [vocab_size, hidden_size].
+
+    A tied one is loaded together with the embedding, from the same tensor.
+    """
+
+    form: WeightForm
 
     def __init__(self, embedding: Embedding, *, tied: bool) -> None:
         self.embedding = embedding
         self.tied = tied
-        self.vocab_size = embedding.weight.shape[0]
-        self.weight = embedding.weight if tied else torch.empty_like(embedding.weight)
-        self.form: WeightForm = DenseForm(self.weight, None)
 
-    def finish_loading(self, quantization: Quantization | None = None) -> None:
-        """As `Linear.finish_loading`. A tied weight stays for the embedding, if that cannot look up in the new form."""
-        self.form = weight_form(self.weight, None, quantization)
-        self.weight = self.weight.new_empty(0)
+    def load(self, weight: torch.Tensor, quantization: Quantization | None = None) -> None:
+        """weight: [vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up in the new form."""
+        self.form = weight_form(weight, None, quantization)
         if self.tied and isinstance(self.form, NativeForm) and quantization is None:
             self.embedding.share(self.form.packed)
+        elif self.tied:
+            self.embedding.load(weight)
+
+    def group(self, name: str, quantization: Quantization | None = None) -> WeightGroup:
+        """The checkpoint tensor `<name>.weight`."""
+        table = self.embedding
+        slot = whole_slot(f"{name}.weight", table.vocab_size, table.hidden_size)
+        lent = copies(table.dtype, table.device) and not (self.tied and quantization)
+        return WeightGroup(
+            (slot,), (), table.dtype, table.device, lent, lambda weight, _: self.load(weight, quantization)
+        )
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]."""

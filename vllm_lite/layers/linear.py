@@ -1,11 +1,12 @@
 """Linear layers over [out_features, in_features] weights, with several checkpoint tensors fused by rows."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from vllm_lite.layers.weight_form import DenseForm, Quantization, WeightForm, weight_form
-from vllm_lite.layers.weight_slot import Split, WeightSlot
+from vllm_lite.layers.weight_form import Quantization, WeightForm, copies, weight_form
+from vllm_lite.layers.weight_slot import Split, WeightGroup, WeightSlot
 
 
 class Linear:
@@ -16,34 +17,36 @@ class Linear:
     the ranks, and only rank 0 may add the bias.
     """
 
+    form: WeightForm  # by `load`
+
     def __init__(
         self, inputs: Split, outputs: Sequence[Split], *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.inputs = inputs
         self.outputs = tuple(outputs)
-        rows = sum(output.size for output in outputs)
-        self.weight = torch.empty(rows, inputs.size, dtype=dtype, device=device)
-        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-        self.form: WeightForm = DenseForm(self.weight, self.bias)
+        self.bias = bias
+        self.dtype = dtype
+        self.device = device
 
-    def finish_loading(self, quantization: Quantization | None = None) -> None:
-        """Trade the loaded weight for the form that multiplies fastest; nothing can be loaded afterwards."""
-        self.form = weight_form(self.weight, self.bias, quantization)
-        self.weight, self.bias = self.weight.new_empty(0), None
+    def load(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+    ) -> None:
+        """weight: [sum of out_features, in_features], bias: [sum of out_features]; kept in the form that multiplies
+        fastest."""
+        self.form = weight_form(weight, bias, quantization)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_tokens, in_features], out: [num_tokens, sum of out_features]."""
         self.form.forward(x, out)
 
-    def slots(self, *names: str) -> dict[str, WeightSlot]:
+    def group(self, *names: str, quantization: Quantization | None = None) -> WeightGroup:
         """The checkpoint tensors `<name>.weight` and `<name>.bias` of the fused projections, named in their order."""
-        slots = {}
-        row = 0
-        for name, output in zip(names, self.outputs, strict=True):
-            rows = slice(row, row + output.size)
-            row += output.size
-            shape, start = (output.total, self.inputs.total), (output.start, self.inputs.start)
-            slots[f"{name}.weight"] = WeightSlot(self.weight[rows], shape, start)
-            if self.bias is not None:
-                slots[f"{name}.bias"] = WeightSlot(self.bias[rows], shape[:1], start[:1])
-        return slots
+        inputs, weights, biases = self.inputs, [], []
+        for name, rows in zip(names, self.outputs, strict=True):
+            shape, start, size = (rows.total, inputs.total), (rows.start, inputs.start), (rows.size, inputs.size)
+            weights.append(WeightSlot(f"{name}.weight", shape, start, size))
+            if self.bias:
+                biases.append(WeightSlot(f"{name}.bias", shape[:1], start[:1], size[:1]))
+        lent = copies(self.dtype, self.device)
+        take = partial(self.load, quantization=quantization)
+        return WeightGroup(tuple(weights), tuple(biases), self.dtype, self.device, lent, take)

@@ -3,15 +3,29 @@
 import torch
 
 from vllm_lite.kernels.ops import ops_for
+from vllm_lite.layers.weight_slot import WeightGroup, whole_slot
 
 
 class RMSNorm:
     """out = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded as `Ops.rms_norm` says."""
 
+    weight: torch.Tensor  # [size], by `load`
+
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.size = size
         self.eps = eps
+        self.dtype = dtype
+        self.device = device
         self.ops = ops_for(device)
+
+    def load(self, weight: torch.Tensor) -> None:
+        """weight: [size], which is kept."""
+        self.weight = weight
+
+    def group(self, name: str) -> WeightGroup:
+        """The checkpoint tensor `<name>.weight`."""
+        slot = whole_slot(f"{name}.weight", self.size)
+        return WeightGroup((slot,), (), self.dtype, self.device, False, lambda weight, _: self.load(weight))
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x, out: [..., size]; `out` may be `x`."""

@@ -14,7 +14,7 @@ from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
 from vllm_lite.layers import onednn
 
 Quantization = Literal["int8"]
-"""int8: one scale for each output, activations as they are."""
+"""int8: one scale for each output; activations as the machine multiplies fastest (kernels/cpu/linear.py)."""
 
 
 class WeightForm(Protocol):
@@ -82,11 +82,16 @@ class Int8Form:
             out += self.bias
 
 
+def copies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `weight_form` only reads the weight that it is given, and keeps nothing of it."""
+    return device.type == "cpu" and dtype in FLOATS and cpu.available()
+
+
 def weight_form(
     weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
 ) -> WeightForm:
     """The best form for `weight`: [out_features, in_features], bias: [out_features]. May keep them, or copy them."""
-    if weight.device.type == "cpu" and weight.dtype in FLOATS and cpu.available():
+    if copies(weight.dtype, weight.device):
         return NativeForm(PackedWeight(weight, bias, int8=quantization == "int8"))
     if quantization == "int8":
         return Int8Form(weight, bias)

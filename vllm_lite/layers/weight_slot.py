@@ -1,5 +1,7 @@
-"""Where a tensor of a checkpoint goes: the seam between checkpoint names and fused, sharded weights."""
+"""Which tensors of a checkpoint make a weight: the seam between checkpoint names and fused, sharded weights."""
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,16 +46,47 @@ class Split(NamedTuple):
 
 
 class WeightSlot(NamedTuple):
-    """The destination of one checkpoint tensor of full shape `shape`.
+    """The checkpoint tensor `name` of full shape `shape`: this rank holds the box of `size` that begins at `start`."""
 
-    `view` is the part of a weight that it fills; it takes the box of the checkpoint tensor that begins at `start`.
-    """
-
-    view: torch.Tensor
+    name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """In the box."""
+        return math.prod(self.size)
 
 
-def whole_slot(view: torch.Tensor) -> WeightSlot:
+def whole_slot(name: str, *shape: int) -> WeightSlot:
     """A tensor that every rank holds in full."""
-    return WeightSlot(view, tuple(view.shape), (0,) * view.dim())
+    return WeightSlot(name, shape, (0,) * len(shape), shape)
+
+
+class WeightGroup(NamedTuple):
+    """Checkpoint tensors that a layer takes at once, each kind stacked by rows in this order: Q, K and V, or one alone.
+
+    `take(weight, bias)` is called once, with tensors of `dtype` on `device`, and None for a bias where there are no
+    `biases`. A weight that is `lent` is a buffer of the loader's or a part of a mapped file: to be read, and no longer
+    than `take` runs. Any other is the layer's to keep.
+    """
+
+    weights: tuple[WeightSlot, ...]
+    biases: tuple[WeightSlot, ...]
+    dtype: torch.dtype
+    device: torch.device
+    lent: bool
+    take: Callable[[torch.Tensor, torch.Tensor | None], None]
+
+    @property
+    def slots(self) -> tuple[WeightSlot, ...]:
+        return self.weights + self.biases
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory for a tensor that the layer is to keep."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -4,6 +4,8 @@ Read `Llama.forward`, then `DecoderLayer`. Activations live in `Buffers`: `resid
 block adds to; `hidden` is what a block reads (normed) and then what it gives back, which the next norm adds.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
@@ -16,7 +18,7 @@ from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.rope import RotaryEmbedding
 from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.layers.weight_slot import SINGLE, Shard, Split, WeightSlot, whole_slot
+from vllm_lite.layers.weight_slot import SINGLE, Shard, Split, WeightGroup
 from vllm_lite.model_spec import ModelSpec
 
 
@@ -63,29 +65,23 @@ class DecoderLayer:
         self.activation.forward(rows.gate_up, out=rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)
 
-    def finish_loading(self, quantization: Quantization | None) -> None:
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.finish_loading(quantization)
-
-    def weight_table(self, prefix: str) -> dict[str, WeightSlot]:
-        """Checkpoint names under `prefix` (like "model.layers.0.") to the weights they fill."""
+    def weight_groups(self, prefix: str, quantization: Quantization | None) -> Iterator[WeightGroup]:
+        """What a checkpoint has of this layer under `prefix`, like "model.layers.0."."""
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        table = {
-            f"{prefix}input_layernorm.weight": whole_slot(self.input_norm.weight),
-            f"{prefix}post_attention_layernorm.weight": whole_slot(self.mlp_norm.weight),
-            **self.qkv.slots(f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"),
-            **self.output.slots(f"{attention}o_proj"),
-            **self.gate_up.slots(f"{mlp}gate_proj", f"{mlp}up_proj"),
-            **self.down.slots(f"{mlp}down_proj"),
-        }
+        yield self.input_norm.group(f"{prefix}input_layernorm")
+        qkv = (f"{attention}{part}_proj" for part in "qkv")
+        yield self.qkv.group(*qkv, quantization=quantization)
         if self.query_norm is not None and self.key_norm is not None:
-            table[f"{attention}q_norm.weight"] = whole_slot(self.query_norm.weight)
-            table[f"{attention}k_norm.weight"] = whole_slot(self.key_norm.weight)
-        return table
+            yield self.query_norm.group(f"{attention}q_norm")
+            yield self.key_norm.group(f"{attention}k_norm")
+        yield self.output.group(f"{attention}o_proj", quantization=quantization)
+        yield self.mlp_norm.group(f"{prefix}post_attention_layernorm")
+        yield self.gate_up.group(f"{mlp}gate_proj", f"{mlp}up_proj", quantization=quantization)
+        yield self.down.group(f"{mlp}down_proj", quantization=quantization)
 
 
 class Llama:
-    """One rank's part of the model. Its weights are uninitialised until `weights.load_weights` has filled them."""
+    """One rank's part of the model. It has no weights until `weights.load_weights` has given it some."""
 
     def __init__(
         self,
@@ -142,26 +138,18 @@ class Llama:
         self.lm_head.forward(hidden, out)
         return out
 
-    def weight_table(self) -> dict[str, WeightSlot]:
-        """Every tensor that a checkpoint must have, and the weight that it fills."""
-        table = {
-            "model.embed_tokens.weight": whole_slot(self.embedding.weight),
-            "model.norm.weight": whole_slot(self.norm.weight),
-        }
-        for index, layer in enumerate(self.layers):
-            table |= layer.weight_table(f"model.layers.{index}.")
-        if not self.lm_head.tied:
-            table["lm_head.weight"] = whole_slot(self.lm_head.weight)
-        return table
-
-    def finish_loading(self, quantization: Quantization | None = None) -> None:
-        """Called once, when all weights are in their places: `weight_table` is of no use afterwards.
+    def weight_groups(self, quantization: Quantization | None = None) -> Iterator[WeightGroup]:
+        """Every tensor that a checkpoint must have, in groups that are loaded one after another.
 
         `quantization` is for all matrix products, the LM head's too; the embedding keeps the model's dtype.
         """
-        for layer in self.layers:
-            layer.finish_loading(quantization)
-        self.lm_head.finish_loading(quantization)
+        embedding = "model.embed_tokens"
+        if not self.lm_head.tied:
+            yield self.embedding.group(embedding)
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_groups(f"model.layers.{index}.", quantization)
+        yield self.norm.group("model.norm")
+        yield self.lm_head.group(embedding if self.lm_head.tied else "lm_head", quantization)
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs: the copy of a tied head, old RoPE tables."""

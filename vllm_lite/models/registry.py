@@ -1,5 +1,6 @@
 """Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightSlot
+from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightGroup
 from vllm_lite.model_spec import ModelSpec
 
 MODELS = {
@@ -46,9 +47,7 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def weight_table(self) -> dict[str, WeightSlot]: ...
-
-    def finish_loading(self, quantization: Quantization | None = None) -> None: ...
+    def weight_groups(self, quantization: Quantization | None = None) -> Iterator[WeightGroup]: ...
 
     def ignores(self, name: str) -> bool: ...
 

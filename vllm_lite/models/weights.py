@@ -1,14 +1,17 @@
 """Fills a model from a checkpoint folder: table-driven, strict both ways, safetensors only.
 
-The model says which tensors a checkpoint must have and where each goes (`weight_table`). All headers are checked
-against that table before the first byte is copied, so that one error lists everything that is wrong.
+The model says which tensors a checkpoint must have and which of them it takes together (`weight_groups`). All headers
+are checked against that before the first byte is copied, so that one error lists everything that is wrong. Then one
+group after another goes from the mapped files to its layer, which packs it: there is never a dense model in memory.
 """
 
 import json
+import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot
 from vllm_lite.models.registry import Model
 
 SINGLE_FILE = "model.safetensors"
@@ -30,6 +34,8 @@ MAX_LISTED = 10
 
 Progress = Callable[[int, int], None]
 """Called as progress(bytes done, bytes in total) after each tensor."""
+Read = Callable[[WeightSlot], torch.Tensor]
+"""The box of a slot, on the CPU and in any dtype, which lasts until the next is read."""
 
 
 def load_weights(
@@ -47,30 +53,44 @@ def load_weights(
     Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
     unknown load format.
     """
-    if load_format == "dummy":
-        _fill_randomly(model.weight_table(), seed)
-    elif load_format in ("auto", "safetensors"):
-        _load_files(model, Path(path), progress)
-    else:
-        raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-    model.finish_loading(quantization)
-
-
-def _load_files(model: Model, folder: Path, progress: Progress | None) -> None:
-    table = model.weight_table()
+    groups = list(model.weight_groups(quantization))
     with ExitStack() as stack:
-        found: dict[str, _Stored] = {}
-        for file in weight_files(folder):
-            opened = _open(file, stack)
-            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-                if name in found:
-                    raise ModelError(f"{file}: tensor {name!r} is also in {found[name].file.name}; it must be in one")
-                found[name] = _Stored(file, opened, name)
-        _check(table, found, model.ignores, folder)
-        with _reporter(progress, sum(slot.view.nbytes for slot in table.values())) as report:
-            for name, slot in table.items():
-                found[name].copy_into(slot)
-                report(slot.view.nbytes)
+        if load_format == "dummy":
+            read: Read = partial(_random, seed)
+        elif load_format in ("auto", "safetensors"):
+            read = _Files(groups, model.ignores, Path(path), stack).read
+        else:
+            raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
+        total = sum(slot.num_elements * group.dtype.itemsize for group in groups for slot in group.slots)
+        report = stack.enter_context(_reporter(progress, total))
+        staging = _Staging()
+        for group in groups:
+            bias = _stack(group.biases, read, group.empty) if group.biases else None  # first: a weight may be lent
+            group.take(_weight(group, read, staging), bias)
+            for slot in group.slots:
+                report(slot.num_elements * group.dtype.itemsize)
+
+
+def _weight(group: WeightGroup, read: Read, staging: "_Staging") -> torch.Tensor:
+    """The group's weight: lent as it lies in a file or in `staging`, or in memory of its own."""
+    if not group.lent:
+        return _stack(group.weights, read, group.empty)
+    if len(group.weights) == 1:
+        weight = read(group.weights[0])
+        if weight.dtype == group.dtype and weight.is_contiguous():
+            return weight
+        return staging.empty(weight.shape, group.dtype).copy_(weight)
+    return _stack(group.weights, read, lambda *shape: staging.empty(shape, group.dtype))
+
+
+def _stack(slots: Sequence[WeightSlot], read: Read, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The tensors of `slots`, stacked by rows in what `empty` makes."""
+    stacked = empty(sum(slot.size[0] for slot in slots), *slots[0].size[1:])
+    row = 0
+    for slot in slots:
+        stacked[row : row + slot.size[0]].copy_(read(slot))
+        row += slot.size[0]
+    return stacked
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -103,6 +123,34 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+class _Files:
+    """The tensors of a checkpoint, mapped into memory until `stack` is closed. All names and shapes are checked first.
+
+    Raises ModelError when files are missing or damaged, or hold other tensors than `groups` need.
+    """
+
+    def __init__(
+        self, groups: Sequence[WeightGroup], ignores: Callable[[str], bool], folder: Path, stack: ExitStack
+    ) -> None:
+        self._stored: dict[str, _Stored] = {}
+        self._last: torch.Tensor | None = None
+        for file in weight_files(folder):
+            opened = _open(file, stack)
+            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+                if name in self._stored:
+                    other = self._stored[name].file.name
+                    raise ModelError(f"{file}: tensor {name!r} is also in {other}; it must be in one")
+                self._stored[name] = _Stored(file, opened, name)
+        _check(_table(groups), self._stored, ignores, folder)
+
+    def read(self, slot: WeightSlot) -> torch.Tensor:
+        """See Read. The memory that the tensor before has taken is given back, so that it never adds up."""
+        if self._last is not None:
+            memory.give_back(self._last)
+        self._last = self._stored[slot.name].read(slot)
+        return self._last
+
+
 class _Stored:
     """One tensor in an open file."""
 
@@ -112,13 +160,28 @@ class _Stored:
         self.slice = opened.get_slice(name)
         self.shape = tuple(self.slice.get_shape())
 
-    def copy_into(self, slot: WeightSlot) -> None:
-        """Copy the slot's box; the file is mapped, so nothing else of it is read."""
-        box = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.view.shape, strict=True))
+    def read(self, slot: WeightSlot) -> torch.Tensor:
+        """The slot's box, where it lies in the mapped file: nothing is read yet."""
         try:
-            slot.view.copy_(self.slice[box])
+            box: torch.Tensor = self.slice[slot.box]
         except SafetensorError as error:
             raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
+        return box
+
+
+class _Staging:
+    """Memory that is used for one weight after another: making pages is slower than filling them."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the CPU, which lasts until the next is made."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._bytes):
+            self._bytes = self._bytes.new_empty(0)  # before there is more
+            self._bytes = memory.zeros(num_bytes, torch.uint8)
+        return self._bytes[:num_bytes].view(dtype).view(shape)
 
 
 def _open(file: Path, stack: ExitStack) -> Any:
@@ -204,16 +267,16 @@ def _reporter(progress: Progress | None, total: int) -> Iterator[Callable[[int],
         yield advance
 
 
-def _fill_randomly(table: dict[str, WeightSlot], seed: int) -> None:
+def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     """Matrices from N(0, 1 / fan_in), norms 1, biases 0. Each tensor depends on `seed` and its name only.
 
-    The whole tensor is drawn in float32 and then cut and rounded, so that ranks and dtypes see the same model.
+    The whole tensor is drawn in float32 and then cut, so that ranks and dtypes see the same model.
     """
-    for name, slot in table.items():
-        if len(slot.shape) == 1:
-            slot.view.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
-        full = torch.randn(slot.shape, generator=generator).mul_(slot.shape[1] ** -0.5)
-        box = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.view.shape, strict=True))
-        slot.view.copy_(full[box])
+    if len(slot.shape) == 1:
+        return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
+    generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
+    return torch.randn(slot.shape, generator=generator).mul_(slot.shape[1] ** -0.5)[slot.box]
+
+
+def _table(groups: Sequence[WeightGroup]) -> dict[str, WeightSlot]:
+    return {slot.name: slot for group in groups for slot in group.slots}

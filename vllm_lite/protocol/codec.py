@@ -36,9 +36,15 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = step.SchedulerOutput | control.Start | control.Shutdown
+ToWorker = step.SchedulerOutput | step.Turn | control.Start | control.Shutdown
 FromWorker = (
-    step.ModelOutput | control.WorkerHello | control.Ready | control.Started | control.WorkerHeartbeat | control.Failed
+    step.ModelOutput
+    | step.TurnOutput
+    | control.WorkerHello
+    | control.Ready
+    | control.Started
+    | control.WorkerHeartbeat
+    | control.Failed
 )
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")

@@ -1,4 +1,5 @@
-"""Engine -> worker -> engine, once per step. Sequences are small integer handles, never request ids.
+"""Engine -> worker -> engine, once per step, or for some short steps together. Sequences are small integer handles,
+never request ids.
 
 SchedulerOutput carries full data for sequences that the workers have not seen and diffs for those they have, so its
 size does not grow with context length. Decode tokens never travel down: the worker keeps what it sampled.
@@ -153,3 +154,15 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     counts: list[int] | None = None
     logprobs: list[TokenLogprobs | None] | None = None
     failed: list[tuple[Handle, str]] | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):
+    """Several steps, to be run one after the other and answered together."""
+
+    steps: list[SchedulerOutput]
+
+
+class TurnOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=21):
+    """The results of a Turn's steps, in their order."""
+
+    outputs: list[ModelOutput]

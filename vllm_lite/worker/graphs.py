@@ -202,6 +202,7 @@ class _Bucket:
     size: int
     metadata: AttentionMetadata
     graph: Graph
+    logits: torch.Tensor  # float32 [size, vocab_size]
 
 
 class DecodeGraphs:
@@ -254,7 +255,7 @@ class DecodeGraphs:
         if graph is None:
             self._largest = 0
             return None
-        self._buckets[size] = bucket = _Bucket(size, metadata, graph)
+        self._buckets[size] = bucket = _Bucket(size, metadata, graph, logits)
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -269,7 +270,7 @@ class DecodeGraphs:
         self._inputs.load(inputs, size)
         bucket.graph.replay()
         self.num_replays += 1
-        logits = self._logits[:num_seqs]
+        logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]
         if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
             return logits[to_device(inputs.sampling, self.eager.device)]
         return logits

@@ -30,7 +30,8 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.worker.cache_engine import NULL_BLOCK
-from vllm_lite.worker.sampler import NO_LOGPROBS, ROW_PARAMS, SampleInputs
+from vllm_lite.worker.sampler import ROW_PARAMS, SampleInputs, row_params
+from vllm_lite.worker.steady import steady_decode
 from vllm_lite.worker.step_inputs import Int32s, Int64s, StepInputs
 
 
@@ -79,6 +80,8 @@ class InputBatch:
         self._num_guesses: dict[Handle, int] = {}  # of those tokens
         self.max_drafts: dict[Handle, int] = {}
         """Sequences for which this step would take guesses, and how many."""
+        counts = self.num_tokens, self.num_computed, self.num_cached
+        self._steady = steady_decode(self.token_ids, counts, self.block_tables, self.table_lens, block_size)
 
     @property
     def num_rows(self) -> int:
@@ -106,8 +109,10 @@ class InputBatch:
         for entry in entries:
             match entry:
                 case Continue():
-                    self._append_blocks(self._row(entry.handle, "Continue"), entry.new_block_ids)
+                    row = self._row(entry.handle, "Continue")
+                    self._append_blocks(row, entry.new_block_ids)
                     self._schedule(entry.handle, entry.num_tokens)
+                    continue
                 case NewRequest():
                     self._add(entry)
                 case Finish():
@@ -124,6 +129,7 @@ class InputBatch:
                     self._replace_block(entry)
                 case SetToken():
                     self._set_token(entry)
+            self._steady.forget()
 
     def _add(self, entry: NewRequest) -> None:
         tokens = np.frombuffer(entry.tokens, "<u4")
@@ -137,7 +143,7 @@ class InputBatch:
         self._place(row, entry)
 
     def _set_sampling(self, row: int, handle: Handle, sampling: Sampling) -> None:
-        self.params[row] = _row_params(sampling)
+        self.params[row] = row_params(sampling)
         if sampling.min_tokens_until:
             stop_ids = np.array(sampling.stop_ids, np.int64)
             self._stop_ids[handle] = stop_ids[stop_ids < self.vocab_size]
@@ -293,6 +299,8 @@ class InputBatch:
     def build(self) -> StepInputs:
         """The inputs of what `apply` scheduled. Raises ProtocolError if a sequence has not the tokens or the blocks."""
         handles = list(self._scheduled)
+        if (steady := self._steady.prepare(self._scheduled)) is not None:
+            return steady
         rows = np.array([self._rows[handle] for handle in handles], np.int64)
         counts = np.array(list(self._scheduled.values()), np.int64)
         starts, num_tokens = self.num_computed[rows], self.num_tokens[rows]
@@ -358,6 +366,8 @@ class InputBatch:
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
         """What the sampler needs for the sequences that are caught up in this step. Ask before `commit`."""
+        if inputs is self._steady.inputs and self._steady.sampling is not None:
+            return self._steady.sampling
         rows = inputs.rows[inputs.sampling]
         if inputs.guessed:
             rows = rows.repeat(inputs.num_samples)
@@ -366,7 +376,9 @@ class InputBatch:
         if inputs.guessed:
             positions += inputs.sample_places
         (ruled,) = (params["min_tokens_until"] > positions).nonzero()
-        return SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
+        sampling = SampleInputs(params, positions, self._banned(rows, ruled) if len(ruled) else None)
+        self._steady.remember(inputs, sampling)
+        return sampling
 
     def _banned(self, rows: Int64s, ruled: Int64s) -> tuple[Int64s, Int64s]:
         """Stop ids of the samples `ruled`, whose sequences have not reached their minimal length."""
@@ -379,6 +391,9 @@ class InputBatch:
         """The step has run. Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if
         nothing was guessed) are its tokens; guesses before the last of these have proved right, so they are computed.
         """
+        if inputs is self._steady.inputs:
+            self._steady.commit(sampled)
+            return
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.guessed:
@@ -431,17 +446,3 @@ class InputBatch:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise RuntimeError(otherwise)
-
-
-def _row_params(sampling: Sampling) -> tuple[Any, ...]:
-    """`sampling` as one record of ROW_PARAMS."""
-    return (
-        sampling.temperature,
-        max(sampling.top_k, 0),
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seed,
-        sampling.child,
-        NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
-        sampling.min_tokens_until,
-    )

@@ -72,7 +72,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for one that does not fit this worker's state or limits."""
-        self.cache_engine.execute(step.block_ops)
+        if step.block_ops:
+            self.cache_engine.execute(step.block_ops)
         self.batch.apply(step.entries)
         self._guess()
         inputs = self.batch.build()

@@ -17,7 +17,7 @@ from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
 from vllm_lite.supervise import run_child
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
@@ -42,7 +42,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         logger.error("%s", error)
         return 1
     try:
-        _Session(settings, connection, stop).run()
+        Session(settings, connection, stop).run()
     except Exception as error:
         logger.error("%s: %s", type(error).__name__, error)
         logger.debug("where it happened", exc_info=True)
@@ -54,7 +54,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
     return 0
 
 
-class _Session:
+class Session:
     """One conversation with one engine."""
 
     def __init__(self, settings: WorkerSettings, connection: Connection, stop: Wakeup) -> None:
@@ -65,25 +65,23 @@ class _Session:
 
     def run(self) -> None:
         settings = self.settings
-        self._send(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, os.getpid()))
+        self.send(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, os.getpid()))
         progress = Progress()
         with _Heartbeat(settings, progress):
             worker = _import_worker()(settings.config, settings.rank, progress)
-            self._send(worker.load())
-            message = self._receive(settings.config.ready_timeout_s)
+            self.send(worker.load())
+            message = self.receive(settings.config.ready_timeout_s)
             if message is None:
                 return
             if not isinstance(message, Start):
                 raise ProtocolError(f"expected Start, got {type(message).__name__}")
             started = worker.start(message)
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
-            self._send(started)
-            while (message := self._receive()) is not None:
-                if not isinstance(message, SchedulerOutput):
-                    raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
-                self._send(worker.execute(message))
+            self.send(started)
+            while (message := self.receive()) is not None:
+                self.send(_execute(worker, message))
 
-    def _receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
+    def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
         """The engine's next message; None when it is time to go. Raises EngineError after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         # No spinning before the wait: the engine takes longer for its part of a step than a spin may last, and needs
@@ -100,9 +98,17 @@ class _Session:
         message = engine_to_worker.decode(payload)
         return None if isinstance(message, Shutdown) else message
 
-    def _send(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         if self.connection.send(worker_to_engine.encode(message)) is not Delivery.SENT:
             raise EngineError("the engine does not read what its worker sends")
+
+
+def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | TurnOutput:
+    if isinstance(message, SchedulerOutput):
+        return worker.execute(message)
+    if isinstance(message, Turn):
+        return TurnOutput([worker.execute(step) for step in message.steps])
+    raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
 
 
 class _Heartbeat:
@@ -134,18 +140,23 @@ class _Heartbeat:
 
 
 def _import_worker() -> "type[Worker]":
-    """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing."""
+    """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing.
+
+    What it made is frozen: the first collection afterwards would look through all of it, for as long.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         from vllm_lite.worker.worker import Worker
+
+        gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
     return Worker
 
 
-def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
+def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # Before torch loads OpenMP. By default its threads spin for milliseconds at the end of a parallel region; with the
     # engine and the client on the same cores, the others then wait for a thread that is not running (measured on two
     # busy cores: 7 ms a step instead of 90).
@@ -158,4 +169,4 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
 
 
 if __name__ == "__main__":
-    run_child(_process_main, WorkerSettings)
+    run_child(process_main, WorkerSettings)

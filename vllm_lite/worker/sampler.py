@@ -58,6 +58,7 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import GREEDY_BELOW
+from vllm_lite.protocol.step import Sampling
 
 NO_LOGPROBS = -1
 ROW_PARAMS = np.dtype(
@@ -91,6 +92,8 @@ class SampleInputs:
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
     banned: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # (sample, token id) pairs, both [num_banned]
+    plain: bool = False
+    """`is_plain(params)`, known beforehand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +106,13 @@ class Sampled:
 
 
 class Sampler:
-    """Samples rows of logits over one vocabulary. Keeps nothing between calls but a table of the token ids."""
+    """Samples rows of logits over one vocabulary. No result depends on the calls before it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._launcher = default_launcher() if device.type == "cuda" else None
+        self._best_of: native.BestOf | None = None
         tokens = np.arange(vocab_size, dtype=np.uint32)
         self._token_keys = torch.from_numpy(scramble(tokens).view(np.int32)).to(device)  # int32 [vocab]
 
@@ -119,6 +123,9 @@ class Sampler:
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
+        if inputs.plain and inputs.banned is None:
+            picked = self._pick_best(logits)
+            return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
         if inputs.banned is not None:
@@ -133,6 +140,14 @@ class Sampler:
         for sample, report in zip(wanted.tolist(), reports, strict=True):
             logprobs[sample] = None if sample in failed else report
         return Sampled(picked.tokens, failed, logprobs)
+
+    def _pick_best(self, logits: torch.Tensor) -> Picked:
+        """Of each row the best token. The result is overwritten by the next one of the same logits."""
+        if self.device.type != "cpu" or not cpu.available():
+            return self.pick(logits, np.zeros(len(logits), DRAW))
+        if self._best_of is None or self._best_of.logits is not logits:  # decode steps come with the same memory
+            self._best_of = native.BestOf(logits)
+        return self._best_of()
 
     def pick(
         self,
@@ -200,6 +215,25 @@ class Sampler:
 
     def _column(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
+
+
+def row_params(sampling: Sampling) -> tuple[Any, ...]:
+    """`sampling` as one record of ROW_PARAMS."""
+    return (
+        sampling.temperature,
+        max(sampling.top_k, 0),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.child,
+        NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
+        sampling.min_tokens_until,
+    )
+
+
+def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
+    """Whether every row takes its best token, and nobody wants logprobs."""
+    return bool((params["temperature"] < GREEDY_BELOW).all() and (params["logprobs"] == NO_LOGPROBS).all())
 
 
 def draw_records(

@@ -90,11 +90,8 @@ class Worker:
     def _load_model(self) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits = self.device.memory, self.limits
-        allocated = [memory.allocated_bytes()] if memory else []
         self.model = build(self.spec, self.dtype, self.device.torch, limits.max_model_len, limits.max_num_tokens)
-        fixed_bytes = -sum(slot.view.nbytes for slot in self.model.weight_table().values())
-        if memory:  # all that was allocated but the weights are tables and buffers for activations
-            fixed_bytes += memory.allocated_bytes() - allocated[0]
+        allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,
             self.config.model,
@@ -106,7 +103,7 @@ class Worker:
         if not memory:
             return 0
         memory.trim()
-        return memory.allocated_bytes() - allocated[0] - fixed_bytes  # less than the table says if they were quantized
+        return memory.allocated_bytes() - allocated_bytes
 
     def determine_num_available_blocks(self, initial_used_bytes: int, weights_bytes: int) -> int:
         """Run the largest step, report what the memory goes to, and say how many KV blocks the rest holds.

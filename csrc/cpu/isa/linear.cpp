@@ -5,7 +5,7 @@
 // reused stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
 #include "../linear.h"
 
-#include "simd.h"
+#include "linear_task.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -51,29 +51,17 @@ VLLM_LITE_INLINE void load_pair(const BFloat16* block, int64_t pair, int64_t col
   *odd = reinterpret_cast<Vec>(both & static_cast<int32_t>(0xffff0000));
 }
 
+// A group holds two pairs, and 128 has been added to each weight.
 VLLM_LITE_INLINE void load_pair(const Int8* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
-  typedef int16_t Half __attribute__((vector_size(kWidth * 2)));
-  Half both;
-  std::memcpy(&both, block + 2 * (pair * kBlock + column), sizeof both);
-  const VecI wide = __builtin_convertvector(both, VecI);
-  *even = __builtin_convertvector(wide << 24 >> 24, Vec);
-  *odd = __builtin_convertvector(wide >> 8, Vec);
+  VecI four;
+  std::memcpy(&four, block + 4 * (pair / 2 * kBlock + column), sizeof four);
+  const VecI both = pair % 2 == 0 ? four : four >> 16;
+  *even = __builtin_convertvector((both & 0xff) - 128, Vec);
+  *odd = __builtin_convertvector((both >> 8 & 0xff) - 128, Vec);
 }
-
-// What is asked for while a tile is worked on, as the processor by itself looks ahead within 4 KiB only: for each pair
-// of inputs `step` bytes more. Anything may lie there, or nothing.
-struct Ahead {
-  const char* from;
-  int64_t step;
-};
 
 template <class T>
 constexpr int64_t kPairBytes = 2 * kBlock * static_cast<int64_t>(sizeof(T));
-
-template <int64_t kBytes>
-VLLM_LITE_INLINE void prefetch(Ahead ahead, int64_t pair) {
-  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i);
-}
 
 // Bytes for each pair that a kernel asks for. Several groups of rows share the work, so that memory is kept busy all
 // the time and not by the first one only.
@@ -165,16 +153,9 @@ void widen_tile(const T* block, int64_t num_pairs, float* tile, const T* next) {
 VLLM_LITE_INLINE __m512bh load_dots(const BFloat16* block, int64_t pair, int v) {
   return (__m512bh)_mm512_loadu_si512(block + 2 * (pair * kBlock + v * kWidth));
 }
-VLLM_LITE_INLINE __m512 load_integers(const Int8* from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-}
-VLLM_LITE_INLINE __m512bh load_dots(const Int8* block, int64_t pair, int v) {
-  const Int8* from = block + 2 * (pair * kBlock + v * kWidth);
-  return _mm512_cvtne2ps_pbh(load_integers(from + 16), load_integers(from));
-}
-
-template <int R, int64_t kStride, class T>
-void multiply(const BFloat16* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
+template <int R, int64_t kStride>
+void multiply(const BFloat16* x, const BFloat16* block, int64_t num_pairs, float* sums, int64_t sums_stride,
+              Ahead ahead) {
   __m512 total[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -182,7 +163,7 @@ void multiply(const BFloat16* x, const T* block, int64_t num_pairs, float* sums,
     for (int v = 0; v < 2; ++v) total[r][v] = _mm512_loadu_ps(sums + r * sums_stride + v * kWidth);
   }
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    prefetch<kAhead<kStride, T>>(ahead, pair);
+    prefetch<kAhead<kStride, BFloat16>>(ahead, pair);
     const __m512bh first = load_dots(block, pair, 0), second = load_dots(block, pair, 1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -202,15 +183,6 @@ void multiply(const BFloat16* x, const T* block, int64_t num_pairs, float* sums,
 
 VLLM_LITE_INLINE void widen(const BFloat16* from, int64_t count, BFloat16* to) {
   std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
-}
-
-void widen_tile(const Int8* block, int64_t num_pairs, BFloat16* tile, const Int8* next) {
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    prefetch<kPairBytes<Int8>>({reinterpret_cast<const char*>(next), kPairBytes<Int8>}, pair);
-    for (int v = 0; v < 2; ++v) {
-      _mm512_storeu_si512(tile + 2 * (pair * kBlock + v * kWidth), (__m512i)load_dots(block, pair, v));
-    }
-  }
 }
 #endif
 
@@ -246,37 +218,14 @@ constexpr bool kSame = false;
 template <class X>
 constexpr bool kSame<X, X> = true;
 
-template <class Out>
-void write(const LinearCall& call, const LinearTask& task, const float* sums, int64_t sums_stride) {
-  const PackedWeight& weight = *call.weight;
-  const int64_t first = task.first_block * kBlock, left = weight.num_outputs - first;
-  const int64_t count = left < sums_stride ? left : sums_stride;
-  for (int64_t row = 0; row < task.num_rows; ++row, sums += sums_stride) {
-    Out* out = static_cast<Out*>(call.out) + (task.first_row + row) * call.out_stride + first;
-    int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) {
-      Vec value = load(sums + i);
-      if (weight.scales != nullptr) value = value * load(weight.scales + first + i);
-      if (weight.bias != nullptr) value = value + load(weight.bias + first + i);
-      store(out + i, value);
-    }
-    for (; i < count; ++i) {
-      float value = sums[i];
-      if (weight.scales != nullptr) value *= weight.scales[first + i];
-      if (weight.bias != nullptr) value += weight.bias[first + i];
-      from_float(value, out + i);
-    }
-  }
-}
-
 // x is In in memory and X on the stack; weights are T. A tile has kLength inputs.
 template <int64_t kLength, class In, class X, class T>
 void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums) {
   const PackedWeight& weight = *call.weight;
-  const int64_t padded_inputs = (weight.num_inputs + 1) & ~int64_t{1}, sums_stride = task.num_blocks * kBlock;
-  const T* blocks = static_cast<const T*>(weight.data) + task.first_block * kBlock * padded_inputs;
+  const int64_t num_inputs = padded_inputs(weight.num_inputs, weight.type), sums_stride = task.num_blocks * kBlock;
+  const T* blocks = static_cast<const T*>(weight.data) + task.first_block * kBlock * num_inputs;
   const In* rows = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
-  for (int64_t input = 0; input < padded_inputs; input += kLength) {
+  for (int64_t input = 0; input < weight.num_inputs; input += kLength) {
     const int64_t left = weight.num_inputs - input, count = left < kLength ? left : kLength;
     const int64_t num_pairs = (count + 1) / 2;
     for (int64_t row = 0; row < task.num_rows; ++row) {
@@ -284,10 +233,10 @@ void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums
       if (count % 2 != 0) x[row * kLength + count] = X{};
     }
     for (int64_t block = 0; block < task.num_blocks; ++block) {
-      const T* tile = blocks + (block * padded_inputs + input) * kBlock;
-      const T* next = block + 1 < task.num_blocks       ? tile + padded_inputs * kBlock
-                      : input + kLength < padded_inputs ? blocks + (input + kLength) * kBlock
-                                                        : tile;
+      const T* tile = blocks + (block * num_inputs + input) * kBlock;
+      const T* next = block + 1 < task.num_blocks    ? tile + num_inputs * kBlock
+                      : input + kLength < num_inputs ? blocks + (input + kLength) * kBlock
+                                                     : tile;
       float* block_sums = sums + block * kBlock;
       if constexpr (kLength == kLongTile) {
         // The next tile would be too far away: what is to come lies behind what is being read.
@@ -331,9 +280,9 @@ void run_for(const LinearCall& call, const LinearTask& task) {
 }  // namespace
 
 void linear(const LinearCall& call, const LinearTask& task) {
+  if (call.quantized != nullptr) return linear_int8(call, task);
 #if defined(__AVX512BF16__)
   if (call.x_type == kBFloat16 && call.weight->type == kBFloat16) return run<BFloat16, BFloat16, BFloat16>(call, task);
-  if (call.x_type == kBFloat16 && call.weight->type == kInt8Weight) return run<BFloat16, BFloat16, Int8>(call, task);
 #endif
   if (call.x_type == kFloat32) return run_for<float>(call, task);
   if (call.x_type == kFloat16) return run_for<Float16>(call, task);

@@ -10,9 +10,10 @@ from vllm_lite.kernels.cpu.memory import zeros
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT8 = 100  # kInt8Weight
-_ROWS_AT_A_TIME = 256  # quantized in one go, in the cache
+QUANT_GROUP = 128
+"""Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 
-_PACK_TYPES = (pointer, int64, int64, int64, int64, int32, pointer)
+_PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
 _UNPACK_TYPES = (pointer, pointer, int64, pointer, int64)
 _LOOK_UP_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64)
 _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
@@ -35,7 +36,8 @@ class _Record(ctypes.Structure):
 class PackedWeight:
     """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout, in its own dtype or as int8.
 
-    int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127.
+    int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
+    machine multiplies bytes, products quantize their rows as well (see quantize_rows).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
@@ -49,15 +51,21 @@ class PackedWeight:
         self._code = _INT8 if int8 else dtype_code(weight.dtype)
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._scales = torch.empty(self.num_outputs) if int8 else None
-        size = function("vllm_lite_packed_size", (int64, int64), ctypes.c_int64)(self.num_outputs, self.num_inputs)
+        size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(
+            self.num_outputs, self.num_inputs, self._code
+        )
         self._data = zeros(size, self.dtype)
-        for first in range(0, self.num_outputs, _ROWS_AT_A_TIME):
-            rows = weight[first : first + _ROWS_AT_A_TIME].contiguous()
-            if self._scales is not None:
-                rows, self._scales[first : first + _ROWS_AT_A_TIME] = quantize(rows)
-            function("vllm_lite_pack", _PACK_TYPES)(
-                rows.data_ptr(), rows.stride(0), first, len(rows), self.num_inputs, self._code, self._data.data_ptr()
-            )
+        rows = weight if weight.stride(1) == 1 else weight.contiguous()
+        function("vllm_lite_pack", _PACK_TYPES)(
+            rows.data_ptr(),
+            rows.stride(0),
+            dtype_code(rows.dtype),
+            self.num_outputs,
+            self.num_inputs,
+            self._code,
+            self._data.data_ptr(),
+            None if self._scales is None else self._scales.data_ptr(),
+        )
         self._record = _Record(
             self._data.data_ptr(),
             None if self._scales is None else self._scales.data_ptr(),
@@ -112,12 +120,28 @@ def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: [outputs, inputs] -> int8 of the same shape and float32 scales [outputs]; weight ~ int8 * scale."""
+    """weight: [outputs, inputs] -> int8 of the same shape and float32 scales [outputs]; weight ~ int8 * scale.
+
+    The plain twin of what packing does, integer for integer.
+    """
     exact = weight.to(torch.float32, copy=True)
     least, most = exact.aminmax(dim=1)
-    scales = torch.maximum(-least, most) / 127
-    scales[scales == 0] = 1
-    return exact.div_(scales[:, None]).round_().to(torch.int8), scales
+    largest = torch.maximum(-least, most)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
+    return exact.mul_(inverse[:, None]).round_().to(torch.int8), largest / 127
+
+
+def quantize_rows(x: torch.Tensor) -> torch.Tensor:
+    """What a product with int8 weights takes x for where the machine multiplies bytes: each QUANT_GROUP inputs of a
+    row as integers times a scale. x: [rows, inputs] -> float32 of the same shape. The plain twin, for tests."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
+    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
+    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
+
+
+def multiplies_bytes() -> bool:
+    """Whether products with int8 weights quantize their rows: on machines with AVX512-VNNI and AVX512-BF16."""
+    return bool(function("vllm_lite_multiplies_bytes", (), int32)())
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:

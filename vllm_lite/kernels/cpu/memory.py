@@ -6,6 +6,7 @@ import mmap
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
+_MADV_DONTNEED = 4
 _ALIGNMENT_BYTES = 64
 
 
@@ -26,3 +27,16 @@ def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
         start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE_BYTES
         whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     return whole[start : start + num_bytes].view(dtype)
+
+
+def give_back(part: torch.Tensor) -> None:
+    """Take the pages of `part`, which lies in a mapped file and was only read, out of this process's memory.
+
+    They come back by themselves when they are read again. Anonymous memory would read as zeros from then on.
+    """
+    first = part.data_ptr()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    start = first + -first % mmap.PAGESIZE  # whole pages only: neighbours may be in use
+    size = (first + extent * part.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if part.numel() and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_lite.kernels.cpu.library import Function, float32, function, int32, int64, library, pointer, recorded_by
@@ -59,6 +60,11 @@ class Program:
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the functions, in the order of the calls."""
+        return list(self._names)
+
     def record(self, run: Callable[[], None]) -> None:
         """Append the calls that `run` makes. Raises NotRecordable at the first thing in it that cannot be a part."""
         with recorded_by(self._add), _OnlyViews():  # type: ignore[no-untyped-call]
@@ -77,7 +83,16 @@ class Program:
 
     def replay(self) -> None:
         """Make the calls. RuntimeError if one could not do its work, as with an id that does not exist."""
-        failed = self._run(*self._arguments)
+        self._check(self._run(*self._arguments))
+
+    def profile(self) -> NDArray[np.int64]:  # [num_calls]
+        """As replay; returns the nanoseconds that each call took."""
+        times_ns = np.zeros(len(self) + 1, np.int64)
+        run = function("vllm_lite_profile_program", (pointer, int64, pointer), int64)
+        self._check(run(*self._arguments, times_ns.ctypes.data))
+        return np.diff(times_ns)
+
+    def _check(self, failed: int) -> None:
         if failed != _DONE:
             raise RuntimeError(f"call {failed} of {len(self)} of a recorded step failed, {self._names[failed]}")
 

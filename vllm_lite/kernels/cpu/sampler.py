@@ -6,11 +6,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.kernels.cpu.library import Function, function, int32, int64, pointer
 from vllm_lite.kernels.sampling import DRAW, Picked
 
 _SAMPLE_TYPES = (pointer, int64, int32, int64, pointer, pointer, pointer, pointer)
 _NOISE_TYPES = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, int32, pointer, pointer)
+
+
+class BestOf:
+    """`pick` for rows that all take their best token, from logits that stay where they are: one call, no allocation."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        """logits: float32 [num_rows, vocab], on the CPU, each row contiguous."""
+        self.logits = logits
+        self._draws = np.zeros(len(logits), DRAW)
+        self._sample, self._arguments, self._picked = _prepared(logits, self._draws)
+
+    def __call__(self) -> Picked:
+        """The result is overwritten by the next call."""
+        self._sample(*self._arguments)
+        return self._picked
 
 
 def pick(
@@ -18,6 +33,13 @@ def pick(
     draws: NDArray[np.void],  # DRAW [num_rows]
 ) -> Picked:
     """One token per row; the logits stay as they are. The token of a row that is not finite means nothing."""
+    sample, arguments, picked = _prepared(logits, draws)
+    sample(*arguments)
+    return picked
+
+
+def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, tuple[int, ...], Picked]:
+    """A call, and where its result will be."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 rows on the CPU, got {logits.dtype} {list(logits.shape)}")
     if draws.dtype != DRAW or not draws.flags.c_contiguous or draws.shape != logits.shape[:1]:
@@ -25,18 +47,11 @@ def pick(
     num_rows, vocab = logits.shape
     words = np.empty(2 * num_rows, np.int64)  # in one piece: to ask an array for its address takes a microsecond
     address, num_bytes = words.ctypes.data, 8 * num_rows
-    function("vllm_lite_sample", _SAMPLE_TYPES)(
-        logits.data_ptr(),
-        logits.stride(0),
-        vocab,
-        num_rows,
-        draws.ctypes.data,
-        address,
-        address + num_bytes,
-        address + num_bytes + num_bytes // 2,
-    )
+    outputs = address, address + num_bytes, address + num_bytes + num_bytes // 2
+    arguments = (logits.data_ptr(), logits.stride(0), vocab, num_rows, draws.ctypes.data, *outputs)
     floats = words[num_rows:].view(np.float32)
-    return Picked(words[:num_rows], floats[:num_rows], floats[num_rows:])
+    picked = Picked(words[:num_rows], floats[:num_rows], floats[num_rows:])
+    return function("vllm_lite_sample", _SAMPLE_TYPES), arguments, picked
 
 
 def noise(

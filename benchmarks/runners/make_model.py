@@ -1,0 +1,100 @@
+"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium FOLDER
+
+Linear layers are N(0, 1 / inputs) and embeddings N(0, 1), so that every block moves the residual stream and greedy
+output does not end in a loop at once.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB_SIZE = 32_000
+SPECIAL = ["<unk>", "<s>", "</s>"]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "head_dim": 64,
+}
+FIELDS = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+SIZES = {
+    "small": dict(zip(FIELDS, [384, 6, 6, 2, 1024], strict=True)),  # 34 million parameters
+    "medium": dict(zip(FIELDS, [1024, 24, 16, 4, 5120], strict=True)),  # 506 million
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """All bytes, then pairs of them: only token ids are measured, but some engines do not load without a tokenizer."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(one, other) for one in letters for other in letters][: VOCAB_SIZE - len(SPECIAL) - len(letters)]
+    words = [*SPECIAL, *letters, *(one + other for one, other in pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=pairs))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"unk_token": SPECIAL[0], "bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
+    write_json(folder / "special_tokens_map.json", special)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **special}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_weights(folder: Path, size: dict[str, int], seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, num_layers, heads, kv_heads, inner = (size[field] for field in FIELDS)
+    heads, kv_heads = heads * 64, kv_heads * 64
+    weights: dict[str, torch.Tensor] = {}
+
+    def linear(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
+        values = torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
+        weights[f"{name}.weight"] = values.to(torch.bfloat16)
+
+    def norm(name: str) -> None:
+        weights[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+
+    linear("model.embed_tokens", VOCAB_SIZE, hidden, hidden**0.5)
+    linear("lm_head", VOCAB_SIZE, hidden, 2.0)
+    norm("model.norm")
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}"
+        norm(f"{prefix}.input_layernorm")
+        norm(f"{prefix}.post_attention_layernorm")
+        linear(f"{prefix}.self_attn.q_proj", heads, hidden, 1.5)
+        linear(f"{prefix}.self_attn.k_proj", kv_heads, hidden, 1.5)
+        linear(f"{prefix}.self_attn.v_proj", kv_heads, hidden)
+        linear(f"{prefix}.self_attn.o_proj", hidden, heads)
+        linear(f"{prefix}.mlp.gate_proj", inner, hidden)
+        linear(f"{prefix}.mlp.up_proj", inner, hidden)
+        linear(f"{prefix}.mlp.down_proj", hidden, inner)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def main(size: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    write_json(folder / "config.json", {**CONFIG, **SIZES[size]})
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
+    write_weights(folder, SIZES[size])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

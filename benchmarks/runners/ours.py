@@ -1,0 +1,32 @@
+"""vllm_lite, as a script uses it: client, engine and worker are processes of their own."""
+
+import argparse
+import sys
+
+from runners.driver import Outcome, Request, main
+
+from vllm_lite import LLM, SamplingParams, __version__
+
+
+class Ours:
+    def __init__(self, args: argparse.Namespace) -> None:
+        quantization = {"bf16": None, "int8": "int8"}[args.dtype]
+        settings = {"device": "cpu", "dtype": "bfloat16", "cpu_threads": args.threads, "quantization": quantization}
+        self._llm = LLM(args.model, **settings)
+        self.info = {"name": "vllm_lite", "version": __version__, "python": sys.version.split()[0]}
+
+    def run(self, requests: list[Request]) -> Outcome:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=request["n"], ignore_eos=True, detokenize=False)
+            for request in requests
+        ]
+        outputs = self._llm.generate([request["prompt"] for request in requests], params, use_tqdm=False)
+        return Outcome(
+            [list(output.outputs[0].token_ids) for output in outputs],
+            [output.metrics.first_token_time or 0.0 for output in outputs],
+            [output.metrics.last_token_time or 0.0 for output in outputs],
+        )
+
+
+if __name__ == "__main__":
+    main(Ours)

@@ -1,0 +1,235 @@
+// int8: rows quantized as they are used, and bytes times integers where the machine has an instruction for it.
+#include "convert.h"
+#include "linear_task.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+VLLM_LITE_INLINE int32_t sum_of(VecI x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kWidth; ++i) total += x[i];
+  return total;
+#endif
+}
+VLLM_LITE_INLINE int32_t max_of(VecI x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < kWidth; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
+// x as integers in [-127, 127] times *scale; NaN or infinity in x make the scale that. Returns the sum of the integers.
+template <class T>
+VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
+  // As integers the sizes of floats are in order, and NaN is above all.
+  VecI largest = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
+    const VecI size = reinterpret_cast<VecI>(load_some(x + i, left)) & 0x7fffffff;
+    largest = size > largest ? size : largest;
+  }
+  const float size = float_of(static_cast<uint32_t>(max_of(largest)));
+  *scale = size / 127;
+  const Vec inverse = splat(size > 0 ? 127 / size : 0);
+
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
+  VecI total = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
+    const Vec shifted = load_some(x + i, left) * inverse + magic;
+    const VecI whole = reinterpret_cast<VecI>(shifted) - reinterpret_cast<VecI>(magic);
+    const Bytes bytes = __builtin_convertvector(whole, Bytes);
+    std::memcpy(to + i, &bytes, static_cast<size_t>(left));
+    total = total + whole;
+  }
+  return sum_of(total);
+}
+
+template <class T>
+void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
+  const QuantizedRows& rows = *call.quantized;
+  const int64_t num_inputs = call.weight->num_inputs;
+  int8_t* panel = rows.values + task.first_row * padded_inputs(num_inputs, kInt8Weight);
+  for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
+    const int64_t input = group * kQuantGroup, left = num_inputs - input;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      const T* x = static_cast<const T*>(call.x) + (task.first_row + row) * call.x_stride + input;
+      const int64_t place = (task.first_row + row) * rows.num_groups + group;
+      alignas(64) int8_t values[kQuantGroup];
+      int8_t* to = panel + input * task.num_rows + 4 * row;
+      int32_t sum;
+      if (left >= kQuantGroup) {  // of a size that the compiler knows
+        sum = quantize_row(x, kQuantGroup, values, rows.scales + place);
+        for (int64_t i = 0; i < kQuantGroup; i += 4) std::memcpy(to + i * task.num_rows, values + i, 4);
+      } else {
+        std::memset(values, 0, sizeof values);
+        sum = quantize_row(x, left, values, rows.scales + place);
+        for (int64_t i = 0; i < left; i += 4) std::memcpy(to + i * task.num_rows, values + i, 4);
+      }
+      rows.biases[place] = static_cast<int32_t>(0u - 128u * static_cast<uint32_t>(sum));
+    }
+  }
+}
+
+#if defined(__AVX512VNNI__)
+constexpr int kGroup = 12;      // rows at a time: two sums each, and some weights, fill the registers
+constexpr int64_t kTile = 512;  // inputs: a tile of a block's weights stays in L1 for all groups of rows
+constexpr int64_t kQuadBytes = 4 * kBlock;
+constexpr int64_t kAheadBytes = 4096;
+
+// Rows of a panel from a multiple of kQuantGroup inputs on.
+struct Rows {
+  const int8_t* values;  // those of one group of inputs lie together, those of the next `stride` bytes behind
+  int64_t stride;
+  const float* scales;  // [rows][num_groups], like biases
+  const int32_t* biases;
+  int64_t num_groups;
+
+  Rows from(int64_t row) const {
+    return {values + 4 * row, stride, scales + row * num_groups, biases + row * num_groups, num_groups};
+  }
+};
+
+VLLM_LITE_INLINE VecI add_products(VecI total, __m512i bytes, __m512i integers) {
+  return reinterpret_cast<VecI>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(total), bytes, integers));
+}
+
+// total [R] += the products of num_quads groups of four inputs, 32 outputs each.
+template <int R, bool kAlone>
+VLLM_LITE_INLINE void multiply_quads(const int8_t* x, int64_t stride, const uint8_t* tile, int64_t num_quads,
+                                     Ahead ahead, VecI (&total)[R][2]) {
+  for (int64_t quad = 0; quad < num_quads; ++quad, x += stride, tile += kQuadBytes) {
+    prefetch<kAlone ? kQuadBytes : 64>(ahead, quad);
+    const __m512i low = _mm512_loadu_si512(tile), high = _mm512_loadu_si512(tile + 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + 4 * r, 4);
+      const __m512i value = _mm512_set1_epi32(four);
+      total[r][0] = add_products(total[r][0], low, value);
+      total[r][1] = add_products(total[r][1], high, value);
+    }
+  }
+}
+
+// sums [R][sums_stride] += R rows times a tile of one block's weights. A group that is alone asks for all that comes.
+template <int R, bool kAlone>
+void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, float* sums, int64_t sums_stride, Ahead ahead) {
+  for (int64_t first = 0, group = 0; first < num_quads; first += kQuantGroup / 4, ++group) {
+    VecI total[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) total[r][v] = VecI{} + rows.biases[r * rows.num_groups + group];
+    }
+    const int64_t left = num_quads - first, count = left < kQuantGroup / 4 ? left : kQuantGroup / 4;
+    multiply_quads<R, kAlone>(rows.values + first * rows.stride, rows.stride, tile + first * kQuadBytes, count,
+                              {ahead.from + first * ahead.step, ahead.step}, total);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const __m512 scale = _mm512_set1_ps(rows.scales[r * rows.num_groups + group]);
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        float* sum = sums + r * sums_stride + v * kWidth;
+        _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(reinterpret_cast<__m512i>(total[r][v])), scale,
+                                              _mm512_loadu_ps(sum)));
+      }
+    }
+  }
+}
+
+// For `count` rows, 1 <= count <= R.
+template <int R, bool kAlone>
+void multiply_group(int64_t count, const Rows& rows, const uint8_t* tile, int64_t num_quads, float* sums,
+                    int64_t sums_stride, Ahead ahead) {
+  if constexpr (R > 1) {
+    if (count < R) return multiply_group<R - 1, kAlone>(count, rows, tile, num_quads, sums, sums_stride, ahead);
+  }
+  multiply<R, kAlone>(rows, tile, num_quads, sums, sums_stride, ahead);
+}
+
+// All rows of a task times a tile of one block; groups differ by one row at most. The next tile is at `next`.
+void multiply_rows(const Rows& rows, int64_t num_rows, const uint8_t* tile, int64_t num_quads, float* sums,
+                   int64_t sums_stride, const uint8_t* next) {
+  const int64_t num_groups = (num_rows + kGroup - 1) / kGroup, step = kQuadBytes / num_groups;
+  const char* from = reinterpret_cast<const char*>(next);
+  if (num_groups == 1) {
+    return multiply_group<kGroup, true>(num_rows, rows, tile, num_quads, sums, sums_stride, {from, step});
+  }
+  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
+    const int64_t end = (group + 1) * num_rows / num_groups;
+    const Ahead ahead = {from + group * num_quads * step, step};
+    multiply_group<kGroup, false>(end - row, rows.from(row), tile, num_quads, sums + row * sums_stride, sums_stride,
+                                  ahead);
+    row = end;
+  }
+}
+
+void run_tiles(const LinearCall& call, const LinearTask& task, int64_t length, float* sums) {
+  const int64_t num_inputs = padded_inputs(call.weight->num_inputs, kInt8Weight);
+  const int64_t sums_stride = task.num_blocks * kBlock;
+  const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
+  const QuantizedRows& all = *call.quantized;
+  for (int64_t input = 0; input < num_inputs; input += length) {
+    const int64_t first_group = task.first_row * all.num_groups + input / kQuantGroup;
+    const Rows rows = {all.values + task.first_row * num_inputs + input * task.num_rows, 4 * task.num_rows,
+                       all.scales + first_group, all.biases + first_group, all.num_groups};
+    const int64_t left = num_inputs - input, count = left < length ? left : length;
+    for (int64_t block = 0; block < task.num_blocks; ++block) {
+      const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;
+      const uint8_t* next = length == num_inputs          ? tile + kAheadBytes  // what is to come lies behind
+                            : block + 1 < task.num_blocks ? tile + num_inputs * kBlock
+                            : input + length < num_inputs ? blocks + (input + length) * kBlock
+                                                          : tile;
+      multiply_rows(rows, task.num_rows, tile, count / 4, sums + block * kBlock, sums_stride, next);
+    }
+  }
+}
+#endif
+
+}  // namespace
+
+bool multiplies_bytes() {
+#if defined(__AVX512VNNI__)
+  return true;
+#else
+  return false;
+#endif
+}
+
+void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* scale) {
+  if (type == kFloat32) {
+    quantize_row(static_cast<const float*>(x), count, to, scale);
+  } else if (type == kFloat16) {
+    quantize_row(static_cast<const Float16*>(x), count, to, scale);
+  } else {
+    quantize_row(static_cast<const BFloat16*>(x), count, to, scale);
+  }
+}
+
+void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
+  if (call.x_type == kFloat32) return quantize_panel<float>(call, task);
+  if (call.x_type == kFloat16) return quantize_panel<Float16>(call, task);
+  quantize_panel<BFloat16>(call, task);
+}
+
+void linear_int8([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
+#if defined(__AVX512VNNI__)
+  alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
+  const int64_t stride = task.num_blocks * kBlock;
+  std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);
+  run_tiles(call, task, task.num_rows <= kGroup ? padded_inputs(call.weight->num_inputs, kInt8Weight) : kTile, sums);
+  if (call.out_type == kFloat32) return write<float>(call, task, sums, stride);
+  if (call.x_type == kFloat16) return write<Float16>(call, task, sums, stride);
+  write<BFloat16>(call, task, sums, stride);
+#endif
+}
+
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,46 @@
+// What tasks of all types share: asking for memory ahead of its use, and writing what they have summed up.
+#pragma once
+
+#include "../linear.h"
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+// What is asked for while a tile is worked on, as the processor by itself looks ahead within 4 KiB only: for each pair
+// of inputs `step` bytes more. Anything may lie there, or nothing.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
+template <int64_t kBytes>
+VLLM_LITE_INLINE void prefetch(Ahead ahead, int64_t pair) {
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i);
+}
+
+template <class Out>
+void write(const LinearCall& call, const LinearTask& task, const float* sums, int64_t sums_stride) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t first = task.first_block * kBlock, left = weight.num_outputs - first;
+  const int64_t count = left < sums_stride ? left : sums_stride;
+  for (int64_t row = 0; row < task.num_rows; ++row, sums += sums_stride) {
+    Out* out = static_cast<Out*>(call.out) + (task.first_row + row) * call.out_stride + first;
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      Vec value = load(sums + i);
+      if (weight.scales != nullptr) value = value * load(weight.scales + first + i);
+      if (weight.bias != nullptr) value = value + load(weight.bias + first + i);
+      store(out + i, value);
+    }
+    for (; i < count; ++i) {
+      float value = sums[i];
+      if (weight.scales != nullptr) value *= weight.scales[first + i];
+      if (weight.bias != nullptr) value += weight.bias[first + i];
+      from_float(value, out + i);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,182 @@
+"""Loading packs one weight after another, whatever the files look like, and keeps nothing that it was lent."""
+
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.checkpoints import load_and_see, make_checkpoint
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import memory
+from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.model_spec import ModelSpec
+from vllm_lite.models.llama import Llama
+from vllm_lite.models.weights import INDEX_FILE, SINGLE_FILE, load_weights
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+
+def make_model(path: Path, dtype: torch.dtype) -> Llama:
+    return Llama(ModelSpec.load(path), dtype, CPU, max_model_len=64, max_num_tokens=8)
+
+
+def reorder(path: Path, num_shards: int) -> None:
+    """Deal a checkpoint's tensors out to shards, and let their data lie in the opposite order of their names."""
+    tensors = load_file(path / SINGLE_FILE)
+    (path / SINGLE_FILE).unlink()
+    files = {name: f"model-{number % num_shards}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        header, data = {}, b""
+        for name in sorted((name for name in tensors if files[name] == file), reverse=True):
+            one = save({name: tensors[name]})
+            size = int.from_bytes(one[:8], "little")
+            body = one[8 + size :]
+            header[name] = json.loads(one[8 : 8 + size])[name] | {"data_offsets": [len(data), len(data) + len(body)]}
+            data += body
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        (path / file).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_order_and_shards_change_nothing(tmp_path: Path, dtype: torch.dtype, stored: str, tied: bool) -> None:
+    path = make_checkpoint(tmp_path, dtype=stored, tie_word_embeddings=tied, attention_bias=True)
+    tensors = load_file(path / SINGLE_FILE)
+    before = load_and_see(make_model(path, dtype), path)
+    reorder(path, num_shards=3)
+    after = load_and_see(make_model(path, dtype), path)
+    assert before.keys() == after.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(before[name], tensor.to(dtype)), name
+        assert torch.equal(after[name], before[name]), name
+
+
+class Live:
+    """Bytes of the tensors that `make` has made and that somebody still has, and the most there were at once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.most = 0
+
+    def watch(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: object) -> torch.Tensor:
+            tensor = make(*args)
+            self.num_bytes += tensor.nbytes
+            self.most = max(self.most, self.num_bytes)
+            weakref.finalize(tensor, self.forget, tensor.nbytes)
+            return tensor
+
+        return made
+
+    def forget(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_memory_does_not_grow_with_the_number_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    peaks = []
+    for num_layers in (2, 8):
+        path = make_checkpoint(tmp_path / str(num_layers), dtype="bfloat16", num_hidden_layers=num_layers)
+        live, model = Live(), make_model(path, torch.float32)  # other than what is stored: every tensor is converted
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "zeros", live.watch(memory.zeros))
+            patch.setattr(WeightGroup, "empty", live.watch(WeightGroup.empty))
+            load_weights(model, path, quantization=quantization)  # type: ignore[arg-type]
+        kept = sum(norm.weight.nbytes for layer in model.layers for norm in (layer.input_norm, layer.mlp_norm))
+        kept += model.norm.weight.nbytes + model.embedding.weight.nbytes
+        assert live.num_bytes == kept
+        peaks.append(live.most - kept)
+    assert 0 < peaks[0] <= 2 * 384 * 64 * 4  # the LM head is the largest, and what was too small for it has just gone
+    assert peaks[1] == peaks[0]
+
+
+@needs_native
+def test_what_is_lent_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and buffers are something else when a layer has taken its weight: here they are wiped."""
+    path = make_checkpoint(tmp_path, attention_bias=True)
+    groups = Llama.weight_groups
+    wiped = []
+
+    def wiping(model: Llama, quantization: None = None) -> Iterator[WeightGroup]:
+        for group in groups(model, quantization):
+
+            def take(weight: torch.Tensor, bias: torch.Tensor | None, group: WeightGroup = group) -> None:
+                group.take(weight, bias)
+                if group.lent:
+                    wiped.append(group.weights[0].name)
+                    weight.zero_()
+
+            yield group._replace(take=take)
+
+    x, outputs = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), []
+    for _ in range(2):
+        model = make_model(path, torch.float32)
+        load_weights(model, path)
+        out = torch.empty(2, sum(rows.size for rows in model.layers[1].qkv.outputs))
+        model.layers[1].qkv.forward(x, out)
+        outputs.append((out, model.logits(x)))
+        monkeypatch.setattr(Llama, "weight_groups", wiping)
+    assert len(wiped) == 2 * 4 + 1
+    for plain, other in zip(*outputs, strict=True):
+        assert torch.equal(plain, other)
+
+
+def resident_bytes(file: Path) -> int:
+    """Of the mappings of `file` in this process."""
+    entries = Path("/proc/self/smaps").read_text().split("VmFlags")
+    found = [entry for entry in entries if str(file) in entry]
+    return sum(int(entry.split("\nRss:")[1].split()[0]) * 1024 for entry in found)
+
+
+def test_pages_of_a_file_are_given_back_and_come_again(tmp_path: Path) -> None:
+    file = tmp_path / "numbers"
+    count = 1 << 20
+    values = torch.arange(count, dtype=torch.int32)
+    file.write_bytes(values.numpy().tobytes())
+    mapped = torch.from_file(str(file), shared=False, size=count, dtype=torch.int32)
+    assert torch.equal(mapped, values)
+    assert resident_bytes(file) == 4 * count
+    memory.give_back(mapped[1000 : count - 1000])
+    assert resident_bytes(file) <= 16 * 1024
+    assert torch.equal(mapped, values)
+    for part in (mapped[:0], mapped[5:10]):  # no whole page
+        memory.give_back(part)
+    assert resident_bytes(file) == 4 * count
+    columns = mapped.view(1024, 1024)[:, :3]
+    memory.give_back(columns)
+    assert resident_bytes(file) <= 8 * 1024
+    assert torch.equal(mapped, values)
+
+
+def test_a_checkpoint_is_given_back_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path)
+    given_back = []
+    monkeypatch.setattr(memory, "give_back", lambda part: given_back.append(part.numel()))
+    loaded = load_and_see(make_model(path, torch.float32), path)
+    assert len(given_back) == len(loaded) - 1  # the last goes with the mapping
+    load_and_see(make_model(path, torch.float32), path, load_format="dummy")
+    assert len(given_back) == len(loaded) - 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_another_device_is_given_tensors_of_its_own(tmp_path: Path, quantization: str | None, tied: bool) -> None:
+    path = make_checkpoint(tmp_path, tie_word_embeddings=tied, attention_bias=True)
+    device = torch.device("meta")
+    model = Llama(ModelSpec.load(path), torch.bfloat16, device, max_model_len=64, max_num_tokens=8)
+    assert not any(group.lent for group in model.weight_groups())
+    load_weights(model, path, quantization=quantization)  # type: ignore[arg-type]
+    forms = [vars(form.form) for layer in model.layers for form in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    kept = [part for form in (*forms, vars(model.lm_head.form)) for part in form.values() if torch.is_tensor(part)]
+    assert kept
+    assert {part.device for part in (*kept, model.embedding.weight, model.norm.weight)} == {device}

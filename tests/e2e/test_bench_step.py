@@ -1,0 +1,48 @@
+"""`vllm-lite bench step` on the demo model: that its figures are there and add up, not what they are."""
+
+import json
+
+import pytest
+
+from vllm_lite import cli
+from vllm_lite.bench import step
+from vllm_lite.bench.step_worker import call_names
+from vllm_lite.kernels import cpu
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "step", "--streams", "3", "--context", "40", "--steps", "24", "--cpu-threads", "2"]
+    assert cli.main([*arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["streams"], figures["context"], figures["threads"]) == (3, 40, 2)
+    for process in ("worker", "engine"):
+        parts = dict(figures[process])
+        whole = parts.pop("step")
+        assert parts.pop("cpu") > 0
+        assert sum(parts.values()) == pytest.approx(whole, rel=1e-3)
+        assert all(value >= 0 for value in parts.values())
+    assert {"batch", "graph", "program", "sampler", "send", "receive", "wait", "rest"} <= figures["worker"].keys()
+    assert {"schedule", "update", "publish", "send", "receive", "wait", "rest"} <= figures["engine"].keys()
+    kernels = figures["kernels"]
+    assert kernels["linear LM head"]["calls"] == 1
+    assert kernels["linear qkv"]["calls"] == kernels["linear down"]["calls"] == kernels["attend"]["calls"] > 1
+    assert 0 < sum(kernel["us"] for kernel in kernels.values()) <= figures["worker"]["program"]
+    assert figures["bound"]["bytes"] > 2_000_000
+    assert figures["bound"]["us"] == pytest.approx(figures["bound"]["bytes"] / figures["bound"]["gb_s"] / 1e3)
+    text = step.table(figures)
+    assert "linear gate-up" in text
+    assert "of the step" in text
+
+
+@pytest.mark.parametrize("numbers", [["--streams", "0"], ["--steps", "3"], ["--context", "64", "--steps", "128"]])
+def test_numbers_that_cannot_be_measured(numbers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", *numbers]) == 2
+    assert "at least 1 stream and 4 steps" in capsys.readouterr().err
+
+
+def test_linear_layers_are_named_by_their_order() -> None:
+    layer = ["vllm_lite_linear", "vllm_lite_attend", *["vllm_lite_linear"] * 3]
+    names = call_names(["vllm_lite_look_up", *layer, *layer, "vllm_lite_linear"])
+    one = ["linear qkv", "attend", "linear output", "linear gate-up", "linear down"]
+    assert names == ["look_up", *one, *one, "linear LM head"]
