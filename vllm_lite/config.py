@@ -328,8 +328,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = Engine
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             metavar = field.name.rsplit("_", 1)[-1].upper()
-            nargs = "+" if tuple in _types(hints[field.name]) or field.name == "served_model_name" else None
-            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, nargs=nargs)
+            more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
+            if tuple in _types(hints[field.name]):
+                more = {"action": "append"}
+            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, **more)
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +362,7 @@ def _description(hint: Any) -> str:
 def _plain(name: str, value: Any, hint: Any) -> Any:
     """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
     kinds = _types(hint)
-    if isinstance(value, list) and (tuple in kinds or str in kinds):  # of a flag that takes several words
+    if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
         value = " ".join(map(str, value))
     if not isinstance(value, str):
         return value

@@ -157,6 +157,37 @@ def test_tokens_there_and_back(http: httpx.Client) -> None:
     assert error_of(http.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
 
 
+def test_tokens_in_and_out(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    params = {"temperature": 0, "max_tokens": 5, "logprobs": 1}
+    whole = http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": params}).json()
+    assert whole["request_id"].startswith("gen-")
+    choice = whole["choices"][0]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
+    asked = {"prompt": ids, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    assert http.post("/v1/completions", json=asked).json()["choices"][0]["token_ids"] == choice["token_ids"]
+    body = {"token_ids": ids, "sampling_params": params, "stream": True}
+    events = http.post("/inference/v1/generate", json=body).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    bad = {"token_ids": ids, "sampling_params": {"guided_json": {"a": 1}}}
+    assert error_of(http.post("/inference/v1/generate", json=bad), 400)["param"] == "guided_json"
+    assert error_of(http.post("/inference/v1/generate", json={"token_ids": [-1]}), 400)["param"] == "token_ids"
+
+
+def test_the_document_names_every_route_and_field(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            answer = http.request(method, path.replace("{model}", "demo_model").replace("{request_id}", "none"))
+            assert answer.status_code != 405, path
+            assert answer.status_code != 404 or "no request" in answer.text, path
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "logprobs", "stream", "top_k"} <= set(fields)
+    assert "openapi.json" in http.get("/docs").text
+
+
 # ---- malformed
 
 
@@ -186,6 +217,8 @@ def test_tokens_there_and_back(http: httpx.Client) -> None:
         b'{"prompt": [true, false]}',
         b'{"prompt": "x", "logit_bias": {"a": 1}}',
         b'{"prompt": "x", "request_id": "a b"}',
+        b'{"prompt": "x", "user": "' + b"u" * 300 + b'"}',
+        b'{"prompt": "x", "cache_salt": "' + b"u" * 300 + b'"}',
     ],
 )
 def test_a_malformed_body_is_refused(http: httpx.Client, body: bytes) -> None:
@@ -229,7 +262,7 @@ def test_what_is_not_http_is_refused(server: Server, data: bytes) -> None:
     assert b'{"error":{"message":' in answer
 
 
-@pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 1_000_000, b"X: y\r\n" * 100_000])
+@pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 1_000_000, b"X: y\r\n" * 100_000, b"X: y\r\n" * 12_000])
 def test_headers_have_a_size(server: Server, header: bytes) -> None:
     assert exchange(server, b"GET /health HTTP/1.1\r\n" + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
 
@@ -262,12 +295,15 @@ def test_a_request_can_be_aborted_by_its_id(http: httpx.Client, session: Session
     with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "mine"}) as answer:
         lines = answer.iter_lines()
         assert '"id":"cmpl-mine"' in next(lines)
+        state = http.get("/v1/requests/cmpl-mine").json()
+        assert (state["id"], state["state"]) == ("cmpl-mine", "running")
         again = http.post("/v1/completions", json={**LONG, "request_id": "mine"})
         error_of(again, 409)
         assert http.delete("/v1/requests/cmpl-mine").json()["deleted"] is True
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert chunks[-1]["choices"][0]["finish_reason"] == "abort"
     error_of(http.delete("/v1/requests/cmpl-mine"), 404)
+    error_of(http.get("/v1/requests/cmpl-mine"), 404)
     until(lambda: session.stats().num_used_blocks == 0, "the end of an aborted request")
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -179,6 +180,20 @@ def test_health_knows_of_a_dead_engine() -> None:
 
 
 # ---- where it listens
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
+def test_https(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
+    with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
+        assert server.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=certificate)
+        asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
+        answer = httpx.post(server.url + "/v1/completions", json=asked, verify=trust, timeout=30)
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -> None:

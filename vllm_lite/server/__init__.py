@@ -11,6 +11,8 @@ logprobs.py       log-probabilities in both of OpenAI's shapes
 answer.py         a call as an HTTP response: whole or streamed, aborted when its client goes
 gate.py           before any route: request ids, API keys
 connection.py     limits on what a connection may send before there is a request
+calls.py          all calls that run: who may start one, and what is done about clients that do not read
 api.py            the routes
+openapi.py        what the routes take, as a document
 serve.py          `vllm-lite serve`: engine, workers and HTTP in one command
 """

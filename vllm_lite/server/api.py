@@ -1,8 +1,9 @@
 """The routes."""
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,23 +16,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite import __version__, log
+from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server import bodies
+from vllm_lite.server import bodies, openapi
 from vllm_lite.server.answer import Answer
-from vllm_lite.server.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from vllm_lite.server.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.errors import ApiError, error_body, refused
 from vllm_lite.server.gate import Gate
 from vllm_lite.server.logprobs import Spelling
-from vllm_lite.server.prompts import Prompts
-from vllm_lite.server.shapes import ChatShape, CompletionShape
+from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts
+from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
 
 DRAIN_S = 2.0
 """How long a body that is refused is still read, so that its client comes to read the answer."""
+
+_PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
+"""By what ids begin with: where the prompt stands in the body."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 logger = log.get(__name__)
@@ -89,15 +94,12 @@ class Api:
         body, headers = await self._read(request, CompletionBody)
         name = self._model.name(body.model)
         self._calls.check()
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "logprobs with echo are not supported by this server", "echo")
-        params = bodies.sampling(body, self._model.defaults, {"logprobs": body.logprobs})
+        params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
         prompts = await self._prompts.of_completion(body)
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
-        skip = params.skip_special_tokens
-        echo = [self._prompts.decode(ids, skip_special_tokens=skip) for ids in prompts] if body.echo else None
-        call = self._call("cmpl", body, prompts, params)
+        call = await self._call("cmpl", body.request_id, prompts, params)
+        echo = [self._text(stream) for stream in call.streams] if body.echo else None
         shape = CompletionShape(call, body, name, self._spelling, echo=echo)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
@@ -107,31 +109,62 @@ class Api:
         self._calls.check()
         changes = _chat_changes(body)
         params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, changes)
-        call = self._call("chatcmpl", body, [await self._prompts.of_chat(body)], params)
+        call = await self._call("chatcmpl", body.request_id, [await self._prompts.of_chat(body)], params)
         shape = ChatShape(call, body, name, self._spelling)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
-    async def abort(self, request: Request) -> Response:
-        request_id = request.path_params["request_id"]
-        if not self._calls.abort(request_id):
-            raise ApiError(404, f"no request {request_id!r} is running")
-        return _json({"id": request_id, "object": "request", "deleted": True})
+    async def generate(self, request: Request) -> Response:
+        body, headers = await self._read(request, GenerateBody)
+        name = self._model.name(body.model)
+        self._calls.check()
+        given = body.sampling_params
+        changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
+        changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
+        params = bodies.sampling(given, self._model.defaults, changes)
+        call = await self._call("gen", body.request_id, [body.token_ids], params)
+        shape = TokensShape(call, body, name, self._spelling)
+        return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
-    def _call(self, kind: str, body: Body, prompts: list[list[int]], params: SamplingParams) -> Call:
-        call_id = self._calls.new_id(kind, body.request_id)
+    async def abort(self, request: Request) -> Response:
+        """Its client is told so."""
+        call = self._calls.get(request.path_params["request_id"])
+        self._calls.relay.abort(call)
+        return _json({"id": call.id, "object": "request", "deleted": True})
+
+    async def state(self, request: Request) -> Response:
+        """How far a request is."""
+        call = self._calls.get(request.path_params["request_id"])
+        num_tokens = sum(stream.num_tokens for stream in call.streams)
+        usage = {"prompt_tokens": call.num_prompt_tokens, "completion_tokens": num_tokens}
+        state = "running" if num_tokens else "waiting"
+        return _json({"id": call.id, "object": "request", "created": call.created, "state": state, "usage": usage})
+
+    async def _call(
+        self, kind: str, request_id: str | None, prompts: Sequence[PromptLike], params: SamplingParams
+    ) -> Call:
+        """Its streams, not started. Raises ApiError."""
+        call_id = f"{kind}-{request_id or os.urandom(12).hex()}"
         streams: list[RequestStream] = []
+        make = self._factory.make
         for place, prompt in enumerate(prompts):
+            stream_id = call_id if len(prompts) == 1 else f"{call_id}-{place}"
             try:
-                stream_id = call_id if len(prompts) == 1 else f"{call_id}-{place}"
-                streams.append(self._factory.make({"prompt_token_ids": prompt}, params, stream_id))
+                if isinstance(prompt, str) and len(prompt) > LONG_TEXT_CHARS:
+                    streams.append(await asyncio.to_thread(make, prompt, params, stream_id))
+                else:
+                    streams.append(make(prompt, params, stream_id))
             except RequestError as error:
-                raise refused(
-                    error, bodies.field_of(str(error), "messages" if kind == "chatcmpl" else "prompt")
-                ) from error
+                field = bodies.field_of(str(error), _PROMPT_FIELDS[kind])
+                raise refused(error, field) from error
         if self._config.enable_log_requests:
-            for stream, prompt in zip(streams, prompts, strict=True):
-                logger.info("%s: %d tokens %s, %s", stream.request_id, len(prompt), prompt, params)
+            for stream in streams:
+                logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
         return Call(call_id, streams)
+
+    def _text(self, stream: RequestStream) -> str:
+        """Of its prompt."""
+        skip, prompt = stream.params.skip_special_tokens, stream.prompt
+        return self._prompts.decode(prompt.token_ids, skip_special_tokens=skip) if prompt.text is None else prompt.text
 
     # ---- tokens
 
@@ -170,8 +203,8 @@ class Api:
 
     async def live(self, _: Request) -> Response:
         """200 as long as there is something to wait for."""
-        if self._calls.relay.session.dead is not None:
-            raise ApiError(503, str(self._calls.relay.session.dead))
+        if self._calls.death is not None:
+            raise ApiError(503, self._calls.death)
         return Response()
 
     async def version(self, _: Request) -> Response:
@@ -179,6 +212,12 @@ class Api:
 
     async def load(self, _: Request) -> Response:
         return _json({"server_load": len(self._calls)})
+
+    async def openapi(self, _: Request) -> Response:
+        return _json(openapi.document())
+
+    async def docs(self, _: Request) -> Response:
+        return Response(openapi.PAGE, media_type="text/html")
 
     # ---- bodies
 
@@ -188,6 +227,9 @@ class Api:
         if media != "application/json":
             raise ApiError(415, f"the body must be application/json, got {media!r}")
         body, ignored = bodies.read(await self._receive(request), kind)
+        wanted = body.sampling_params if isinstance(body, GenerateBody) else body
+        if isinstance(wanted, Sampling) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
+            raise ApiError(400, "prompt_logprobs are not told in a stream", "prompt_logprobs")
         return body, bodies.warning(ignored)
 
     async def _receive(self, request: Request) -> bytes:
@@ -225,6 +267,16 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
             return
 
 
+def _completion_changes(body: CompletionBody) -> dict[str, Any]:
+    """What a completion calls by other names than SamplingParams. Raises ApiError."""
+    changes: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        if "prompt_logprobs" not in bodies.SAMPLING or body.stream:
+            raise ApiError(400, "echo with logprobs is not supported" + " in a stream" * bool(body.stream), "echo")
+        changes["prompt_logprobs"] = body.logprobs
+    return changes
+
+
 def _chat_changes(body: ChatBody) -> dict[str, Any]:
     """What a chat calls by other names than SamplingParams."""
     if body.top_logprobs and not body.logprobs:
@@ -251,12 +303,16 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
         ("/ping", api.health),
         ("/version", api.version),
         ("/load", api.load),
+        ("/openapi.json", api.openapi),
+        ("/docs", api.docs),
         ("/v1/models", api.models),
+        ("/v1/requests/{request_id}", api.state),
         ("/v1/models/{model:path}", api.model),
     ]
     posts = [
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat),
+        ("/inference/v1/generate", api.generate),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
     ]
@@ -275,7 +331,9 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
         )
         middleware.insert(0, cors)
     handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to where the Host header says
+    return app
 
 
 async def _on_api_error(_: Request, error: ApiError) -> Response:

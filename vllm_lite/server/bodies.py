@@ -26,6 +26,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+Name = Annotated[str, Meta(max_length=256)]
+"""As the engine takes them: what it cannot decode it would not answer."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """What is passed on to SamplingParams under the same name, if that has it. None: not given."""
 
@@ -48,8 +52,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     priority: int | None = None
-    user: str | None = None
-    cache_salt: str | None = None
+    user: Name | None = None
+    cache_salt: Name | None = None
     deadline_ms: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -58,6 +62,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 
 
 class Body(Sampling, frozen=True, kw_only=True):
@@ -66,18 +74,9 @@ class Body(Sampling, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
+    request_id: RequestId | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     return_token_ids: bool | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -119,6 +118,25 @@ class ChatBody(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+
+
+class GenerateParams(Sampling, frozen=True, kw_only=True):
+    """Sampling of POST /inference/v1/generate."""
+
+    logprobs: int | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: GenerateParams = GenerateParams()
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    cache_salt: Name | None = None
+    priority: int | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,12 +196,20 @@ B = TypeVar("B", bound=msgspec.Struct)
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     """The body and the names of the fields that are ignored. Raises ApiError."""
     fields = _decode(data, dict[str, msgspec.Raw])
+    ignored = _ignored(fields, kind)
+    body: B = _decode(data, kind)
+    if isinstance(body, GenerateBody) and "sampling_params" in fields:
+        ignored += _ignored(_decode(fields["sampling_params"], dict[str, msgspec.Raw]), GenerateParams)
+    return body, ignored
+
+
+def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
+    """Those of `fields` that are. Raises ApiError for one that is refused."""
     known = set(kind.__struct_fields__) - (set(Sampling.__struct_fields__) - set(SAMPLING))
     for name in fields.keys() - known:
         if name in REFUSED and _decode(fields[name], Any) not in (*NOTHING, *REFUSED[name]):
             raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
-    body = _decode(data, kind)
-    return body, sorted(fields.keys() - known - REFUSED.keys())
+    return sorted(fields.keys() - known - REFUSED.keys())
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
@@ -209,7 +235,7 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
 
 
-def sampling(body: Body, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
+def sampling(body: Sampling, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
     """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed

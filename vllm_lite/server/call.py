@@ -10,7 +10,7 @@ from vllm_lite.errors import VllmLiteError
 
 
 class Choice:
-    """One continuation of one prompt: `told()` hands out each part of it once."""
+    """One continuation of one prompt: `news()` hands out each part of it once."""
 
     __slots__ = ("_chars", "_index", "_tokens", "ended", "index", "stream")
 
@@ -23,7 +23,10 @@ class Choice:
         self._tokens = 0
 
     def news(self) -> CompletionOutput | None:
-        """What has come since the last call: new text, tokens and logprobs, and how it ended if it has; or None."""
+        """What has come since the last call: new text, tokens and logprobs, and how it ended if it has; or None.
+
+        An error is the whole call's, and told by that.
+        """
         if self.ended:
             return None
         if self.stream.ends_at_once:  # ranked when all have ended
@@ -33,9 +36,9 @@ class Choice:
             return self.stream.output().outputs[self._index]
         sample = self.stream.samples[self._index]
         chars, tokens = self._chars, self._tokens
-        reason = sample.finish_reason
-        self.ended = reason is not None
-        if len(sample.token_ids) == tokens and not self.ended:
+        self.ended = sample.finish_reason is not None
+        reason = None if sample.finish_reason == "error" else sample.finish_reason
+        if len(sample.token_ids) == tokens and reason is None:
             return None
         self._chars, self._tokens = len(sample.text), len(sample.token_ids)
         logprobs = sample.logprobs[tokens:] if sample.logprobs is not None else None

@@ -2,7 +2,6 @@
 that do not read."""
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.server.answer import PING_S
 from vllm_lite.server.call import Call
-from vllm_lite.server.errors import ApiError, refused
+from vllm_lite.server.errors import ApiError, refused, told
 from vllm_lite.server.relay import Relay
 
 LOOK_S = 0.25
@@ -39,10 +38,16 @@ class Calls:
         return len(self._running)
 
     @property
+    def death(self) -> str | None:
+        """Why the engine ended, None as long as it lives."""
+        dead = self.relay.session.dead
+        return None if dead is None else told(dead)
+
+    @property
     def trouble(self) -> str | None:
         """Why nothing can be served, None as long as it can."""
-        if self.relay.session.dead is not None:
-            return str(self.relay.session.dead)
+        if self.death is not None:
+            return self.death
         return "the server is shutting down" if self.is_draining else None
 
     def check(self) -> None:
@@ -57,18 +62,12 @@ class Calls:
                 headers={"Retry-After": str(RETRY_AFTER_S)},
             )
 
-    def new_id(self, kind: str, wanted: str | None) -> str:
-        """`kind` is what it begins with. Raises ApiError if it is in use."""
-        call_id = f"{kind}-{wanted or os.urandom(12).hex()}"
-        if call_id in self._running:
-            raise ApiError(409, f"request id {call_id!r} is in use; choose another", "request_id")
-        return call_id
-
     @contextmanager
     def run(self, call: Call) -> Iterator[None]:
-        """Start `call`; afterwards nothing of it is left. Raises ApiError if the engine is gone."""
+        """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
         self.check()
-        self.new_id(*call.id.split("-", 1))
+        if call.id in self._running:
+            raise ApiError(409, f"request id {call.id!r} is in use; choose another", "request_id")
         self._running[call.id] = call
         try:
             try:
@@ -80,12 +79,11 @@ class Calls:
             del self._running[call.id]
             self.relay.drop(call)
 
-    def abort(self, call_id: str) -> bool:
-        """End a call, whose client is told; False if there is no such call."""
-        call = self._running.get(call_id)
-        if call is not None:
-            self.relay.abort(call)
-        return call is not None
+    def get(self, call_id: str) -> Call:
+        """A call that runs. Raises ApiError if there is none."""
+        if call_id not in self._running:
+            raise ApiError(404, f"no request {call_id!r} is running")
+        return self._running[call_id]
 
     def abort_all(self) -> None:
         for call in self._running.values():
@@ -99,7 +97,8 @@ class Calls:
             future = asyncio.wrap_future(self.relay.session.request_stats())
             return await asyncio.wait_for(future, PROBE_TIMEOUT_S)
         except (TimeoutError, EngineError) as error:
-            raise ApiError(503, str(error) or f"the engine did not answer within {PROBE_TIMEOUT_S:g} s") from error
+            text = told(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
+            raise ApiError(503, text) from error
 
     async def watch(self) -> None:
         """For ever: comments where streams are silent, an end to clients that do not read, a look at the queue."""

@@ -9,7 +9,6 @@ from msgspec import Meta
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 
-Seconds = Annotated[float, Meta(gt=0)]
 _SECRET = {"api_key"}
 
 

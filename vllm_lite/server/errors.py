@@ -1,10 +1,13 @@
 """Every answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
+import re
+
 import msgspec
 from starlette.responses import Response
 
 from vllm_lite.errors import EngineError, VllmLiteError
 
+_ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -49,10 +52,15 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
     """`error`, met before anything was generated: the request's fault, or the engine's."""
     if isinstance(error, EngineError):
-        return ApiError(503, str(error))
+        return ApiError(503, told(error))
     return ApiError(400, str(error), param)
 
 
 def failed(error: VllmLiteError) -> ApiError:
     """`error`, met while a request was running: not its fault."""
-    return ApiError(500, str(error))
+    return ApiError(500, told(error))
+
+
+def told(error: VllmLiteError) -> str:
+    """What a stranger may know of it: no addresses on this machine."""
+    return _ADDRESS.sub("its address", str(error))

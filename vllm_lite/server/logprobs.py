@@ -6,13 +6,14 @@ from typing import Any
 
 from vllm_lite.client.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
 from vllm_lite.client.outputs import Logprob
+from vllm_lite.client.stream import RequestStream
 from vllm_lite.client.tokenizer import Tokenizer
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
-Entries = Sequence[dict[int, Logprob]]
-"""For each token: candidates by id, the sampled one first."""
+Candidates = dict[int, Logprob]
+"""For one token: by id, the token itself first."""
 
 
 class Spelling:
@@ -58,12 +59,12 @@ class Offsets:
         return place
 
 
-def of_chat(entries: Entries, top: int, spelling: Spelling) -> dict[str, Any]:
+def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict[str, Any]:
     """`choices[].logprobs` of a chat, with the `top` likeliest candidates of each token."""
     return {"content": [_chat_token(candidates, top, spelling) for candidates in entries], "refusal": None}
 
 
-def _chat_token(candidates: dict[int, Logprob], top: int, spelling: Spelling) -> dict[str, Any]:
+def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> dict[str, Any]:
     token_id = next(iter(candidates))
     likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
     return {
@@ -77,17 +78,43 @@ def _candidate(token_id: int, candidate: Logprob, spelling: Spelling) -> dict[st
     return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(data)}
 
 
-def of_completion(entries: Entries, offsets: Offsets, spelling: Spelling) -> dict[str, list[Any]]:
-    """`choices[].logprobs` of a completion; `offsets` go on from one piece of it to the next."""
+def of_completion(
+    token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: Spelling
+) -> dict[str, list[Any]]:
+    """`choices[].logprobs` of a completion, or of the prompt before it, whose first token has none; `offsets` go on
+    from one piece to the next."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for candidates in entries:
-        token_id, sampled = next(iter(candidates.items()))
+    for token_id, candidates in zip(token_ids, entries, strict=False):
         text, data = spelling.of(token_id)
         found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(sampled.logprob))
-        found["top_logprobs"].append({spelling.of(other)[0]: _finite(it.logprob) for other, it in candidates.items()})
         found["text_offset"].append(offsets.next(data))
+        if candidates is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(_finite(candidates[token_id].logprob))
+        found["top_logprobs"].append({spelling.of(other)[0]: _finite(it.logprob) for other, it in candidates.items()})
     return found
+
+
+def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
+    """Of the prompt of a stream that has ended, None if not asked for."""
+    return getattr(stream.output(), "prompt_logprobs", None)
+
+
+def as_objects(entries: Sequence[Candidates | None] | None) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` as vLLM answers them: by token id."""
+    if entries is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else {
+            str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
+            for token_id, it in candidates.items()
+        }
+        for candidates in entries
+    ]
 
 
 def _finite(logprob: float) -> float:

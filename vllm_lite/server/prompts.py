@@ -1,16 +1,17 @@
-"""Bodies to prompts: texts, token ids, messages through the chat template. All of it ends as token ids."""
+"""Bodies to prompts: texts, token ids, messages through the chat template."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from vllm_lite.client.chat_template import ChatTemplate
+from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
-from vllm_lite.server.bodies import MAX_PROMPTS, Body, ChatBody, ChatMessage, CompletionBody, TokenizeBody
+from vllm_lite.server.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
 from vllm_lite.server.errors import ApiError, refused
 
-_LONG_TEXT_CHARS = 16_384
+LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
 _FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
 
@@ -22,19 +23,16 @@ class Prompts:
         self.tokenizer = tokenizer
         self._template = template
 
-    async def of_completion(self, body: CompletionBody) -> list[list[int]]:
-        """Token ids of each prompt."""
-        special = body.add_special_tokens is not False
-        prompts = [
-            await self.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-            for prompt in _several(body.prompt)
-        ]
-        return [_truncated(prompt, body) for prompt in prompts]
+    async def of_completion(self, body: CompletionBody) -> list[PromptLike]:
+        """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
+        prompts = _several(body.prompt)
+        if body.add_special_tokens is not False:
+            return prompts
+        return [await self.encode(it, add_special_tokens=False) if isinstance(it, str) else it for it in prompts]
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """Token ids of the prompt."""
-        ids = await self.encode(self.render(body), add_special_tokens=bool(body.add_special_tokens))
-        return _truncated(ids, body)
+        """Token ids of the prompt. Its special tokens are the template's, unless more are asked for."""
+        return await self.encode(self.render(body), add_special_tokens=bool(body.add_special_tokens))
 
     def render(self, body: ChatBody | TokenizeBody) -> str:
         """The text of a chat, special tokens included."""
@@ -59,7 +57,7 @@ class Prompts:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
-        if len(text) <= _LONG_TEXT_CHARS:
+        if len(text) <= LONG_TEXT_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
@@ -69,7 +67,7 @@ class Prompts:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def _several(given: Any) -> list[str | list[int]]:
+def _several(given: Any) -> list[PromptLike]:
     """One prompt or many: a list of integers is one."""
     if isinstance(given, str):
         return [given]
@@ -81,12 +79,6 @@ def _several(given: Any) -> list[str | list[int]]:
     if len(given) > MAX_PROMPTS:
         raise ApiError(400, f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", "prompt")
     return list(given)
-
-
-def _truncated(token_ids: list[int], body: Body) -> list[int]:
-    """The last `truncate_prompt_tokens` of them."""
-    length = body.truncate_prompt_tokens
-    return token_ids if length is None or length < 0 else token_ids[len(token_ids) - min(length, len(token_ids)) :]
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -25,11 +25,6 @@ class Relay:
         self.num_sequences = 0
         """Of the streams that run."""
 
-    @property
-    def num_unstarted(self) -> int:
-        """Streams that have no token yet."""
-        return sum(not stream.num_tokens for stream, _ in self._streams.values())
-
     def start(self, call: Call) -> None:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
         try:

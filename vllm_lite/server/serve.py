@@ -5,6 +5,9 @@ import gc
 import os
 import signal
 import socket
+import ssl
+import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +35,6 @@ from vllm_lite.server.connection import limited
 from vllm_lite.server.prompts import Prompts
 from vllm_lite.server.relay import Relay
 
-BACKLOG = 2048
 START_TIMEOUT_S = 10.0
 ABORT_S = 2.0
 """How long what is aborted at the end may take to tell its clients so."""
@@ -86,6 +88,7 @@ def serve(config: ServeConfig) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    _check_tls(config)
     listener = _bind(config)
     try:
         loaded = Loaded(config)
@@ -130,10 +133,25 @@ def _bind(config: ServeConfig) -> socket.socket:
 def _remove_stale(path: str) -> None:
     """A socket that nobody listens on any more is in the way; one that somebody does is not ours to remove."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+
+
+def _check_tls(config: ServeConfig) -> None:
+    """What uvicorn would meet when the engine has started already. Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        if config.ssl_certfile is not None:
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs)))
+        raise ConfigError(f"the TLS files {files} cannot be used: {error}") from error
 
 
 class _Uvicorn(uvicorn.Server):
@@ -220,19 +238,19 @@ class _Service:
         )
 
     def _uvicorn_config(self, calls: Calls) -> uvicorn.Config:
-        """Raises ConfigError for TLS files that are at fault."""
         config, engine, loaded = self._config, self._launched.engine, self._loaded
         names = config.names or (engine.model,)
         model = Model(names, None if config.names else config.model, engine.max_model_len, loaded.defaults)
         prompts = Prompts(loaded.tokenizer, loaded.template)
         api = Api(config, model, StreamFactory(engine, loaded.tokenizer), prompts, calls)
-        settings = uvicorn.Config(
+        return uvicorn.Config(
             build(api, config, self._keys),
             http=limited(config.header_timeout_s),
             ws="none",
             loop="none",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -242,11 +260,6 @@ class _Service:
             ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=config.ssl_cert_reqs,
         )
-        try:
-            settings.load()
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ConfigError(f"the TLS files cannot be used: {error}") from error
-        return settings
 
     def _greeting(self) -> str:
         """Where it is, what it serves, what it holds, and something to try."""
