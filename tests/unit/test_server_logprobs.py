@@ -10,7 +10,7 @@ from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.server import logprobs
 from vllm_lite.server.logprobs import Offsets, Spelling
 
-TEXT = "the 🙂é the"
+TEXT = "the 🙂ł é the"
 
 
 @pytest.mark.parametrize("data", [byte_level(), byte_fallback()])

@@ -198,7 +198,8 @@ class _Service:
                 raise EngineError("the HTTP server ended as it started")
             gc.collect()
             gc.freeze()  # what lives now lives for ever
-            print(self._greeting(), flush=True)
+            with suppress(OSError):  # nobody reads it; the service goes on
+                print(self._greeting(), flush=True)
             return await self._wait(calls, ended)
         finally:
             watching.cancel()
