@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.http_server import Server, serving, short_socket, until
 from vllm_lite.client.session import Session
+from vllm_lite.protocol.params import SamplingParams
 
 PROMPT = "Once upon a time there was a"
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a bear."}]
@@ -173,6 +174,23 @@ def test_logprobs_of_a_completion(api: OpenAI) -> None:
     streamed = [chunk.choices[0].logprobs for chunk in api.completions.create(stream=True, **settings)]
     assert [token for entry in streamed if entry for token in entry.tokens or []] == found.tokens
     assert [place for entry in streamed if entry for place in entry.text_offset or []] == found.text_offset
+
+
+@pytest.mark.skipif("prompt_logprobs" not in SamplingParams.__struct_fields__, reason="the sampler has none yet")
+def test_echo_with_logprobs_scores_the_prompt(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 1, "logprobs": 2}
+    choice = api.completions.create(echo=True, **settings).choices[0]
+    found = choice.logprobs
+    assert found is not None
+    assert "".join(found.tokens or []) == "<|bos|>" + choice.text
+    first, *rest = found.token_logprobs or []
+    assert first is None
+    assert all(logprob is not None and logprob <= 0 for logprob in rest)
+    scored = api.completions.create(extra_body={"prompt_logprobs": 0}, **settings).choices[0]
+    told: Any = scored.prompt_logprobs  # type: ignore[attr-defined]
+    assert [None if entry is None else next(iter(entry.values()))["logprob"] for entry in told] == [None, *rest[:-1]]
+    with pytest.raises(openai.BadRequestError):
+        api.completions.create(extra_body={"prompt_logprobs": 0}, stream=True, **settings)
 
 
 def test_logprobs_of_a_chat(api: OpenAI) -> None:
