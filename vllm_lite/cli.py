@@ -1,9 +1,10 @@
-"""The command line: `vllm-lite bench | replay | why`. Every other command comes with the issue that builds it."""
+"""The command line: `vllm-lite serve | bench | replay | why`. Every other one comes with the issue that builds it."""
 
 import argparse
 import json
 import sys
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from vllm_lite import __version__
 from vllm_lite.errors import VllmLiteError
@@ -12,11 +13,19 @@ ENGINE_FLAGS = ("quantization", "kv_cache_dtype", "attention_backend", "cpu_thre
 """Fields of EngineConfig that can be given to what measures an engine."""
 
 
+class Parser(argparse.ArgumentParser):
+    """One line for an error, as for every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
-    parser = argparse.ArgumentParser(prog="vllm-lite", description="An LLM inference engine.")
+    parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_serve(commands)
     bench = commands.add_parser("bench", help="measure this machine").add_subparsers(dest="bench", required=True)
     _add_bench_engine(bench)
     _add_bench_kernels(bench)
@@ -24,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_bench_throughput(bench)
     _add_replay(commands)
     _add_why(commands)
-    arguments = parser.parse_args(argv)
+    arguments = _parse(parser, argv)
     try:
         return int(arguments.run(arguments))
     except VllmLiteError as error:
@@ -34,8 +43,51 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _parse(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
+    """What is not known is said with the nearest flag that is."""
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser = getattr(arguments, "parser", parser)
+        flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
+        near = get_close_matches(unknown[0].split("=")[0], flags, 1)
+        parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return arguments
+
+
+def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
+    from vllm_lite.config import add_flags
+    from vllm_lite.server.config import ServeConfig
+
+    parser = commands.add_parser(
+        "serve",
+        help="engine, workers and an OpenAI-compatible HTTP server",
+        description="Serve a model over HTTP; without MODEL the bundled demo model. Flags win over VLLM_LITE_* "
+        "variables, those over the file of --config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
+    add_flags(parser, ServeConfig)
+    parser.set_defaults(run=_serve, parser=parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from vllm_lite.server.config import ServeConfig
+
+    flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
+    flags["model"] = arguments.folder or arguments.model
+    config = ServeConfig.load(flags, file=arguments.config)
+    if arguments.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    from vllm_lite.server.serve import serve
+
+    return serve(config)
+
+
 def _add_bench_engine(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
     parser = commands.add_parser("engine", help="scheduler, messages and processes, without a model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -51,7 +103,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench_kernels(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
     parser = commands.add_parser("kernels", help="the native CPU kernels against memory's speed and torch")
     parser.add_argument("--parts", default="attention,linear,fused", help="[attention,linear,fused]")
@@ -76,7 +128,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench_step(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
     from vllm_lite.config import DEMO_MODEL
 
@@ -115,7 +167,7 @@ def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_bench_throughput(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
     from vllm_lite.config import DEMO_MODEL
 
@@ -146,7 +198,7 @@ def _bench_throughput(arguments: argparse.Namespace) -> int:
 
 
 def _add_replay(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
 ) -> None:
     parser = commands.add_parser("replay", help="decide again what a trace says was decided")
     parser.add_argument("file", help="what the engine wrote with --record")
@@ -170,7 +222,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     return int(arguments.must_agree and replay.divergence is not None)
 
 
-def _add_why(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_why(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = commands.add_parser("why", help="tell what happened to one request, and why")
     parser.add_argument("request", help="the request's id")
     parser.add_argument("file", help="what the engine wrote with --record")

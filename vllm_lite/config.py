@@ -8,10 +8,11 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -231,17 +232,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         flags: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         file: str | Path | None = None,
-    ) -> "EngineConfig":
+    ) -> Self:
         """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
         values: dict[str, Any] = {}
         if file is not None:
             values |= _canonical(_read_file(Path(file)))
-        values |= _canonical(_read_env(os.environ if env is None else env))
+        values |= _canonical(_read_env(os.environ if env is None else env, cls.__struct_fields__))
         values |= _canonical({name: value for name, value in (flags or {}).items() if value is not None})
         return cls.check(values)
 
     @classmethod
-    def check(cls, values: Mapping[str, Any]) -> "EngineConfig":
+    def check(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
         known = set(cls.__struct_fields__)
         values = _canonical(values)
@@ -249,7 +250,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 raise ConfigError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        plain = {name: _plain(name, value) for name, value in values.items()}
+        hints = get_type_hints(cls, include_extras=True)
+        plain = {name: _plain(name, value, hints[name]) for name, value in values.items()}
         try:
             return msgspec.convert(plain, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -257,10 +259,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             name = match.group(1) if match else ""
             what = str(error).split(" - at ")[0]
             if what.startswith("Invalid enum value"):
-                what = f"must be one of {', '.join(_choices(name))}"
+                what = f"must be one of {', '.join(_choices(hints[name]))}"
             raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
 
-    def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> "EngineConfig":
+    def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> Self:
         """Fill in every default that depends on the model or the machine. Raises ConfigError."""
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
@@ -315,10 +317,10 @@ def check_address(address: str) -> None:
         raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = EngineConfig) -> None:
     """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
-    hints = get_type_hints(EngineConfig, include_extras=True)
-    for field in msgspec.structs.fields(EngineConfig):
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
         names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
@@ -326,16 +328,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             metavar = field.name.rsplit("_", 1)[-1].upper()
-            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text)
+            more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
+            if tuple in _types(hints[field.name]):
+                more = {"action": "append"}
+            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, **more)
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     return {ALIASES.get(name, name): value for name, value in values.items()}
 
 
-def _choices(name: str) -> tuple[str, ...]:
+def _types(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation: of `Annotated[tuple[int, ...] | None, ...]` they are tuple and NoneType."""
+    if get_origin(hint) is Annotated:
+        return _types(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(kind for part in get_args(hint) for kind in _types(part))
+    return (get_origin(hint) or hint,)
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
     """The values that a field of a fixed set may have."""
-    kind = get_args(get_type_hints(EngineConfig, include_extras=True)[name])[0]
+    kind = get_args(hint)[0]
     return tuple(
         choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
     )
@@ -345,27 +359,28 @@ def _description(hint: Any) -> str:
     return next((meta.description for meta in get_args(hint)[1:] if getattr(meta, "description", None)), "")
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, hint: Any) -> Any:
     """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
+    kinds = _types(hint)
+    if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
+        value = " ".join(map(str, value))
     if not isinstance(value, str):
         return value
-    if name == "max_model_len" and value == "auto":  # the engine serves what its KV cache holds
-        return None
+    if value.lower() in ("none", "null") or (name == "max_model_len" and value == "auto"):
+        return None  # auto: the engine serves what its KV cache holds
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
-    if match and name not in ("model", "tokenizer", "served_model_name", "prefix_hash_seed", "address", "record"):
+    if match and str not in kinds and tuple not in kinds:
         return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
-    if name == "cudagraph_capture_sizes" and value.lower() not in ("none", "null"):
-        return value.replace(",", " ").split()
-    if value.startswith("{"):
+    if value.startswith(("{", "[")) and str not in kinds:
         try:
             return msgspec.json.decode(value)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
-    return None if value.lower() in ("none", "null") else value
+    return value.replace(",", " ").split() if tuple in kinds else value
 
 
-def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    names = (*EngineConfig.__struct_fields__, *ALIASES)
+def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
+    names = (*fields, *ALIASES)
     return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
 
 

@@ -1,6 +1,7 @@
 """What a user's process runs: text in, text out, over one connection to an engine. No torch, no transformers.
 
 tokenizer.py      text -> token ids -> text, over the `tokenizers` library
+chat_template.py  messages -> text, by the checkpoint's template in a sandbox
 detokenizer.py    token ids one at a time -> text, exactly the same text; stop strings
 outputs.py        what a user gets
 prompt.py         what a user may give, checked

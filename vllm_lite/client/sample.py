@@ -19,8 +19,8 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self.cumulative_logprob: float | None = 0.0 if logprobs else None
         self.logprobs: list[dict[int, Logprob]] | None = [] if logprobs else None
-        self._stop_reason: int | str | None = None
-        self._text = ""
+        self.stop_reason: int | str | None = None
+        self.text = ""
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._include_stop = include_stop
@@ -33,7 +33,7 @@ class Sample:
         if isinstance(event, Finished):
             if event.cumulative_logprob is not None:
                 self.cumulative_logprob = event.cumulative_logprob
-            self._text += "" if self._detokenizer is None else self._detokenizer.flush()
+            self.text += "" if self._detokenizer is None else self._detokenizer.flush()
         if self._detokenizer is not None and self._detokenizer.stopped is not None:
             self.finish("stop", self._detokenizer.stopped)
         elif isinstance(event, Finished):
@@ -41,7 +41,7 @@ class Sample:
 
     def finish(self, reason: FinishReason, stop: int | str | None = None) -> None:
         self.finish_reason = reason
-        self._stop_reason = stop
+        self.stop_reason = stop
 
     def inherit(self, parent: "Sample") -> None:
         """Begin with all that `parent` has. Its text was searched for stop strings already, and not for these."""
@@ -54,12 +54,12 @@ class Sample:
         """A snapshot, which later events do not change."""
         return CompletionOutput(
             index=index,
-            text=self._text,
+            text=self.text,
             token_ids=self.token_ids.copy(),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=self.logprobs.copy() if logprobs and self.logprobs is not None else None,
             finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
+            stop_reason=self.stop_reason,
         )
 
     def _take(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None, *, is_stop: bool) -> None:
@@ -67,7 +67,7 @@ class Sample:
         taken = len(token_ids)
         if self._detokenizer is not None:
             hidden = is_stop and not self._include_stop
-            self._text += self._detokenizer.feed(token_ids[:-1] if hidden else token_ids)
+            self.text += self._detokenizer.feed(token_ids[:-1] if hidden else token_ids)
             if self._detokenizer.stopped is not None:
                 taken = self._detokenizer.num_tokens - len(self.token_ids)
         self.token_ids += token_ids[:taken]

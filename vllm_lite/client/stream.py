@@ -96,6 +96,11 @@ class RequestStream:
         """Of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of the prompt; known when a sample has ended."""
+        return self._num_cached_tokens
+
     def apply(self, event: Event) -> None:
         """Take the next event. Whatever comes after the end is ignored."""
         if self.finished:

@@ -1,0 +1,348 @@
+"""What only raw HTTP can show: malformed input, limits, keys, ids, the exact form of streams and errors."""
+
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http_server import Server, client, serving, short_socket, until
+from vllm_lite.client.session import Session
+
+KEY = "a-key-of-the-tests"
+OTHER_KEY = "a-key-in-a-file"
+PROMPT = "Once upon a time"
+JSON = {"Content-Type": "application/json"}
+LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+MAX_BYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="vl") as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text(f"# keys\n{OTHER_KEY}\n")
+        flags = ["--address", short_socket(Path(folder)), "--api-key-file", str(keys), "--max-num-seqs", "4"]
+        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", "1"]
+        flags += ["--body-timeout-s", "1", "--allowed-origins", "https://example.org"]
+        with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def session(server: Server) -> Iterator[Session]:
+    args = server.process.args
+    assert isinstance(args, list)
+    session = Session.connect(str(args[args.index("--address") + 1]))
+    yield session
+    session.close()
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, which has OpenAI's shape."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"].endswith("Error")
+    assert error["code"] == status
+    assert "Traceback" not in answer.text
+    assert "/vllm_lite" not in answer.text
+    return error
+
+
+# ---- who may call
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping"])
+def test_health_needs_no_key(server: Server, path: str) -> None:
+    answer = httpx.get(server.url + path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("key", [None, "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer \xe9"])
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/load", "/nothing", "/health/../v1/models", "//health"])
+def test_everything_else_needs_a_key(server: Server, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": key.encode("latin-1")}
+    error = error_of(httpx.get(server.url + path, headers=headers), 401)  # type: ignore[arg-type]
+    assert error["type"] == "AuthenticationError"
+    assert KEY not in error["message"]
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY])
+def test_every_key_opens(server: Server, key: str) -> None:
+    headers = {"Authorization": f"bearer {key}", "Host": "localhost/health"}
+    assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+
+
+def test_keys_are_not_logged(server: Server) -> None:
+    assert KEY not in server.output
+    assert OTHER_KEY not in server.output
+
+
+def test_other_pages_may_ask_if_allowed(server: Server) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, status in (("https://example.org", 200), ("https://example.com", 400)):
+        answer = httpx.options(server.url + "/v1/completions", headers={"Origin": origin, **asked})
+        assert answer.status_code == status
+        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+
+
+# ---- ids and forms
+
+
+def test_a_request_id_comes_back(http: httpx.Client) -> None:
+    assert http.get("/version", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = {http.get("/version", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "a b")}
+    assert len(made) == 2
+    assert made.isdisjoint({"", "a b"})
+
+
+def test_version_and_load(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": "0.1.0"}
+    assert http.get("/load").json() == {"server_load": 0}
+
+
+def test_the_form_of_a_stream(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_characters_are_never_split(http: httpx.Client) -> None:
+    """The model's text has characters of several tokens; each chunk is whole JSON and whole UTF-8."""
+    body = {"prompt": PROMPT + " there was a", "temperature": 0, "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+    assert any(ord(character) > 127 for character in "".join(texts))
+    assert "\ufffd" not in "".join(texts)
+
+
+def test_an_ignored_field_is_told(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1, "brand_new": 1, "bad\r\nname": 2}
+    warning = http.post("/v1/completions", json=body).headers["warning"]
+    assert "brand_new" in warning
+    assert "bad??name" in warning
+
+
+def test_tokens_there_and_back(http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"prompt": "Łucja and a cat", "return_token_strs": True}).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["max_model_len"] == 2048
+    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"].endswith("Łucja and a cat")
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    assert text == "<|bos|><|user|>Hi<|end|><|assistant|>"
+    error_of(http.post("/tokenize", json={}), 400)
+    assert error_of(http.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
+
+
+def test_tokens_in_and_out(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    params = {"temperature": 0, "max_tokens": 5, "logprobs": 1}
+    whole = http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": params}).json()
+    assert whole["request_id"].startswith("gen-")
+    choice = whole["choices"][0]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
+    asked = {"prompt": ids, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    assert http.post("/v1/completions", json=asked).json()["choices"][0]["token_ids"] == choice["token_ids"]
+    body = {"token_ids": ids, "sampling_params": params, "stream": True}
+    events = http.post("/inference/v1/generate", json=body).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    bad = {"token_ids": ids, "sampling_params": {"guided_json": {"a": 1}}}
+    assert error_of(http.post("/inference/v1/generate", json=bad), 400)["param"] == "guided_json"
+    assert error_of(http.post("/inference/v1/generate", json={"token_ids": [-1]}), 400)["param"] == "token_ids"
+
+
+def test_the_document_names_every_route_and_field(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            answer = http.request(method, path.replace("{model}", "demo_model").replace("{request_id}", "none"))
+            assert answer.status_code != 405, path
+            assert answer.status_code != 404 or "no request" in answer.text, path
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "logprobs", "stream", "top_k"} <= set(fields)
+    assert "openapi.json" in http.get("/docs").text
+
+
+# ---- malformed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "n": 99999999999999999999999}',
+        b'{"prompt": "x", "max_tokens": 1.5}',
+        b'{"prompt": "x", "stop": [[]]}',
+        b'{"prompt": "x", "stop": ""}',
+        b'{"prompt": "x", "stream_options": 3}',
+        b'{"prompt": null}',
+        b'{"model": "demo"}',
+        b'{"prompt": "x", "unknown": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"prompt": "x", "tools": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"prompt": [[]]}',
+        b'{"prompt": [true, false]}',
+        b'{"prompt": "x", "logit_bias": {"a": 1}}',
+        b'{"prompt": "x", "request_id": "a b"}',
+        b'{"prompt": "x", "user": "' + b"u" * 300 + b'"}',
+        b'{"prompt": "x", "cache_salt": "' + b"u" * 300 + b'"}',
+    ],
+)
+def test_a_malformed_body_is_refused(http: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        error_of(http.post(path, content=body, headers=JSON), 400)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("GET", "/nothing", 404), ("PUT", "/health", 405)],
+)
+def test_wrong_routes_have_the_shape_of_errors(http: httpx.Client, method: str, path: str, status: int) -> None:
+    error_of(http.request(method, path), status)
+
+
+def test_another_content_type_is_refused(http: httpx.Client) -> None:
+    error_of(http.post("/v1/completions", data={"prompt": "x"}), 415)
+
+
+def exchange(server: Server, data: bytes) -> bytes:
+    """Send `data` and read until the server closes the connection."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        try:
+            connection.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it answered already
+        answer = b""
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionResetError:
+            pass
+    return answer
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
+def test_what_is_not_http_is_refused(server: Server, data: bytes) -> None:
+    answer = exchange(server, data)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'{"error":{"message":' in answer
+
+
+@pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 1_000_000, b"X: y\r\n" * 100_000, b"X: y\r\n" * 12_000])
+def test_headers_have_a_size(server: Server, header: bytes) -> None:
+    assert exchange(server, b"GET /health HTTP/1.1\r\n" + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: y\r\n"])
+def test_headers_have_a_time(server: Server, data: bytes) -> None:
+    assert exchange(server, data).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_has_a_time(server: Server) -> None:
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
+    assert exchange(server, head.encode() + b'{"pro').startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_has_a_size(http: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(30):
+            yield b" " * (MAX_BYTES // 20)
+
+    for content in (b" " * (MAX_BYTES + 1), chunks()):
+        error_of(http.post("/v1/completions", content=content, headers=JSON), 413)
+    inside = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    assert http.post("/v1/completions", content=inside.ljust(MAX_BYTES), headers=JSON).status_code == 200
+
+
+# ---- aborts and queues
+
+
+def test_a_request_can_be_aborted_by_its_id(http: httpx.Client, session: Session) -> None:
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "mine"}) as answer:
+        lines = answer.iter_lines()
+        assert '"id":"cmpl-mine"' in next(lines)
+        state = http.get("/v1/requests/cmpl-mine").json()
+        assert (state["id"], state["state"]) == ("cmpl-mine", "running")
+        again = http.post("/v1/completions", json={**LONG, "request_id": "mine"})
+        error_of(again, 409)
+        assert http.delete("/v1/requests/cmpl-mine").json()["deleted"] is True
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "abort"
+    error_of(http.delete("/v1/requests/cmpl-mine"), 404)
+    error_of(http.get("/v1/requests/cmpl-mine"), 404)
+    until(lambda: session.stats().num_used_blocks == 0, "the end of an aborted request")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_vanish_leave_nothing(server: Server, session: Session, stream: bool) -> None:
+    async def vanish(place: int, http: httpx.AsyncClient) -> None:
+        try:
+            async with asyncio.timeout(0.05 + 0.02 * place):
+                body = {**LONG, "stream": stream, "n": 1 + place % 2}
+                async with http.stream("POST", "/v1/completions", json=body) as answer:
+                    await answer.aread()
+        except TimeoutError:
+            pass
+
+    async def main() -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30) as http:
+            await asyncio.gather(*(vanish(place, http) for place in range(6)))
+
+    before = session.stats().generated_tokens
+    asyncio.run(main())
+    until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
+    stats = session.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.generated_tokens > before
+
+
+def test_a_full_queue_refuses(server: Server, session: Session) -> None:
+    """Four sequences are in a batch and two may wait: of twelve at once six are served."""
+
+    async def main() -> list[httpx.Response]:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as http:
+            body = {**LONG, "max_tokens": 300}
+            return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
+
+    answers = asyncio.run(main())
+    assert sorted(answer.status_code for answer in answers) == [200] * 6 + [429] * 6
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert error_of(refused, 429)["type"] == "RateLimitError"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert session.stats().num_running == 0

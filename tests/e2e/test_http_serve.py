@@ -1,0 +1,219 @@
+"""`vllm-lite serve` as a process: how it starts, what it refuses, how it ends."""
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.http_server import Server, children, client, serving, until
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_lite", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **(env or {})},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# ---- what is refused at once
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-modl-len", "100"], ["--max-modl-len", "--max-model-len"]),
+        (["--prot=1"], ["--prot", "--port"]),
+        (["--port", "http"], ["port"]),
+        (["--port", "70000"], ["port"]),
+        (["--dtype", "int3"], ["dtype", "bfloat16"]),
+        (["/no/such/folder"], ["/no/such/folder"]),
+        (["--ssl-keyfile", "x"], ["ssl_certfile"]),
+        (["--api-key-file", "/no/such/file"], ["api_key_file"]),
+        (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
+        (["--chat-template", "/no/such/file"], ["/no/such/file"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(flags: list[str], words: list[str]) -> None:
+    status, out, err = run("serve", *flags)
+    lines = [line for line in err.splitlines() if line.startswith("vllm-lite")]
+    assert status == 2
+    assert out == ""
+    assert len(lines) == 1
+    assert "Traceback" not in err
+    assert all(word in lines[0] for word in words)
+
+
+def test_a_taken_port_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        status, _, err = run("serve", "--port", str(port))
+    assert status == 2
+    assert err.count("\n") == 1
+    assert str(port) in err
+
+
+def test_a_bad_checkpoint_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Unknown"]}')
+    status, _, err = run("serve", str(tmp_path), "--port", "0")
+    assert status == 2
+    assert "Unknown" in err.splitlines()[-1]
+
+
+def test_bad_tls_files_end_the_start(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("no key")
+    flags = ["--ssl-keyfile", str(tmp_path / "key"), "--ssl-certfile", str(tmp_path / "key")]
+    status, _, err = run("serve", "--port", "0", *flags)
+    assert status == 2
+    assert "TLS" in err.splitlines()[-1]
+
+
+def test_help_and_print_config(tmp_path: Path) -> None:
+    status, out, _ = run("serve", "--help")
+    assert status == 0
+    assert "--max-model-len" in out
+    assert "--shutdown-timeout" in out
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1111\nmax-model-len: 1k\nserved_model_name: [a, b]\n")
+    env = {"VLLM_LITE_PORT": "2222", "VLLM_LITE_MAX_NUM_SEQS": "3", "VLLM_LITE_API_KEY": "secret"}
+    status, out, err = run("serve", "--config", str(file), "--port", "3333", "--print-config", env=env)
+    assert status == 0, err
+    for line in ("port: 3333", "max_model_len: 1000", "max_num_seqs: 3", "served_model_name: a b"):
+        assert line in out.splitlines()
+    assert "secret" not in out
+    again = tmp_path / "again.yaml"
+    again.write_text(out)
+    assert run("serve", "--config", str(again), "--print-config")[1] == out
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize("text", ["", "worker 0"])
+def test_sigterm_while_it_starts(text: str) -> None:
+    with serving(ready=False) as server:
+        server.wait_for(text)
+        server.stop()
+        assert "Traceback" not in server.output
+
+
+def test_it_drains(tmp_path: Path) -> None:
+    """SIGTERM: not ready at once, what runs goes on to its end, the exit is clean and leaves nothing."""
+    with serving("--shutdown-timeout", "30", env={"TMPDIR": str(tmp_path)}) as server:
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(server.url + "/v1/completions", json=BODY, timeout=60))
+
+        with client(server) as http:
+            asking = threading.Thread(target=ask)
+            asking.start()
+            until(lambda: http.get("/load").json()["server_load"] == 1, "the request")
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: http.get("/health/ready").status_code == 503, "the end of readiness")
+            assert not answers, "the request was over before the server was told to end"
+            assert http.get("/health/live").status_code == 200
+            refused = http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
+        asking.join(60)
+        assert server.wait() == 0
+        assert answers[0].json()["usage"]["completion_tokens"] == BODY["max_tokens"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_takes_too_long_is_aborted() -> None:
+    with serving("--shutdown-timeout", "0") as server:
+        with client(server) as http, http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            text = "".join(lines)
+        assert '"finish_reason":"abort"' in text
+        assert text.endswith("data: [DONE]")
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("module", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
+def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
+    """Those who wait hear of it, and so does the exit status."""
+    with serving() as server, client(server) as http:
+        with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(children(server.process.pid)[module], signal.SIGKILL)
+            text = "".join(lines)
+        assert '{"error":{"message":' in text
+        assert "[DONE]" not in text
+        assert server.wait() == 1
+        assert "Traceback" not in server.output
+        assert "SIGKILL" in server.output.splitlines()[-1]
+
+
+def test_health_knows_of_a_dead_engine() -> None:
+    with serving() as server, client(server) as http:
+        assert http.get("/health").status_code == 200
+        os.kill(children(server.process.pid)["vllm_lite.engine.process"], signal.SIGKILL)
+        codes = []
+        try:
+            while True:
+                codes.append(http.get("/health").status_code)
+                assert len(codes) < 100_000
+        except httpx.TransportError:
+            pass  # it has ended
+        assert 503 in codes
+        assert codes[codes.index(503) :] == [503] * (len(codes) - codes.index(503))
+        assert server.wait() == 1
+
+
+# ---- where it listens
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
+def test_https(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
+    with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
+        assert server.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=certificate)
+        asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
+        answer = httpx.post(server.url + "/v1/completions", json=asked, verify=trust, timeout=30)
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A model without a chat template, by its path."""
+    uds = str(tmp_path / "s")
+    model = tmp_path / "plain"
+    shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    server = Server(str(model), "--uds", uds)
+    try:
+        server.wait_for("Try:")
+        assert f"unix:{uds}" in server.output
+        assert "/v1/completions" in server.output
+        transport = httpx.HTTPTransport(uds=uds)
+        with httpx.Client(transport=transport, base_url="http://server", timeout=30) as http:
+            asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 2}
+            assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 2
+            chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+            assert chat.status_code == 400
+            assert "--chat-template" in chat.json()["error"]["message"]
+        assert server.stop(signal.SIGINT) == 0
+        assert not Path(uds).exists()
+    finally:
+        server.close()

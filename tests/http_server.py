@@ -1,0 +1,124 @@
+"""A really running server, `python -m vllm_lite serve`, for the tests that speak HTTP to it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+READY_S = 60.0
+END_S = 30.0
+
+
+class Server:
+    """A started server. `output` is all it has printed."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.output = ""
+        self._lines = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_lite", "serve", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        """Once it is ready."""
+        match = re.search(r"ready at (\S+),", self.output)
+        assert match, self.output
+        return match.group(1)
+
+    def wait_for(self, text: str, timeout_s: float = READY_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        with self._lines:
+            while text not in self.output:
+                left_s = deadline_s - time.monotonic()
+                assert left_s > 0, f"{text!r} was not printed in {timeout_s:.0f} s: {self.output}"
+                assert self._reader.is_alive(), f"{text!r} was never printed: {self.output}"
+                self._lines.wait(min(left_s, 1.0))
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end. Returns the exit status."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(END_S)
+        self._reader.join(END_S)
+        return status
+
+    def close(self) -> None:
+        """The end, whatever was before."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(END_S)
+        self._reader.join(END_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._lines:
+                self.output += line
+                self._lines.notify_all()
+        with self._lines:
+            self._lines.notify_all()
+
+
+@contextmanager
+def serving(*flags: str, env: dict[str, str] | None = None, ready: bool = True) -> Iterator[Server]:
+    """A server of the demo model on a free port, ended with the block."""
+    server = Server(*flags, "--port", "0", env=env)
+    try:
+        if ready:
+            server.wait_for("ready at")
+            server.wait_for("Try:")
+        yield server
+    finally:
+        server.close()
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Look until `condition()` holds; fail after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not come in {timeout_s:g} s"
+        time.sleep(0.01)  # between two looks
+
+
+def client(server: Server, **settings: object) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=30.0, **settings)  # type: ignore[arg-type]
+
+
+def children(pid: int) -> dict[str, int]:
+    """Pids of the engine and the workers below a server, by module."""
+    import psutil
+
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        words = child.cmdline()
+        if "-m" in words:
+            found[words[words.index("-m") + 1]] = child.pid
+    return found
+
+
+def short_socket(folder: Path) -> str:
+    """An ipc address in `folder`, whose path is short enough."""
+    return f"ipc://{folder}/e"

@@ -1,0 +1,217 @@
+"""Chat templates: the text that transformers makes of them, and nothing that a request or a template could abuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from vllm_lite.client.chat_template import ChatTemplate
+from vllm_lite.errors import ModelError, RequestError
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+# In the manner of six families: what each of them does differently is what can go wrong.
+LLAMA2 = """{%- if messages[0]['role'] == 'system' %}
+    {%- set system = '<<SYS>>\\n' + messages[0]['content'] | trim + '\\n<</SYS>>\\n\\n' %}
+    {%- set rest = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+    {%- set rest = messages %}
+{%- endif %}
+{%- for message in rest %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- set content = system + message['content'] if loop.first else message['content'] %}
+    {%- if message['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + content | trim + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + content | trim + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+LLAMA3 = """{{- bos_token }}
+{%- if date_string is not defined %}
+    {%- if strftime_now is defined %}{% set date_string = strftime_now('%Y') %}{% endif %}
+{%- endif %}
+{%- if not tools is none %}{{- raise_exception('no tools here') }}{% endif %}
+<|start|>system<|end|>
+
+Today is in {{ date_string }}
+{% for message in messages %}
+    {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+<|start|>assistant<|end|>
+
+{% endif %}"""
+MISTRAL = """{%- set ns = namespace(index=0, system='') %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% set ns.system = message.content %}{% continue %}{% endif %}
+    {%- if ns.index > 20 %}{% break %}{% endif %}
+    {%- set ns.index = ns.index + 1 %}
+    {%- if message.role == 'user' %}
+        {{- '[INST]' }}
+        {%- if loop.last and ns.system != '' %}{{- ns.system + '\\n\\n' }}{% endif %}
+        {{- message.content + '[/INST]' }}
+    {%- else %}
+        {{- message['content'] }}{{ eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+QWEN = """{%- macro show(text) %}<|im|>{{ text }}{% endmacro %}
+{%- if messages[0].role != 'system' %}{{- show('system') }}
+You are helpful.
+{%- endif %}
+{%- for message in messages[::-1] | reverse %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- show(message.role) + '\\n' + content + '<|done|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- show('assistant') + '\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+CHATML = """{% for message in messages %}{{'<|im|>' + message['role'] + '
+' + message['content'] + '<|end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im|>assistant\n' }}{% endif %}"""
+GEMMA = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+<turn>{{ role }}
+{% generation %}{{ {'é': [1.5, none]} | tojson(indent=2) }}{% endgeneration %}{{ message['content'] | trim }}
+{{ dict(a=1)['a'] }}{{ ['ü', '<&>'] | tojson }}<end>
+{% endfor %}
+{% if add_generation_prompt %}<turn>model
+{% endif %}"""
+FAMILIES = {
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen": QWEN,
+    "chatml": CHATML,
+    "gemma": GEMMA,
+}
+
+USER = {"role": "user", "content": "  What is 2 < 3 & é?\n"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": "<think>hm</think>\nIt is true. 🙂"}
+CHATS: list[list[dict[str, Any]]] = [[USER], [SYSTEM, USER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER, USER, ANSWER]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("template") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token, tokenizer.eos_token = TOKENS["bos_token"], TOKENS["eos_token"]
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("chat", CHATS, ids=len)
+def test_the_text_is_that_of_transformers(oracle: Any, family: str, chat: list[dict[str, Any]], generate: bool) -> None:
+    wanted = oracle.apply_chat_template(
+        chat, chat_template=FAMILIES[family], tokenize=False, add_generation_prompt=generate
+    )
+    template = ChatTemplate(FAMILIES[family], TOKENS)
+    assert template.render(chat, add_generation_prompt=generate) == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("content", ["It is", "It is  \n", " It is"])
+def test_the_last_message_can_be_continued(oracle: Any, family: str, content: str) -> None:
+    chat = [USER, {"role": "assistant", "content": content}]
+    settings: Any = {"tokenize": False, "continue_final_message": True, "add_generation_prompt": False}
+    wanted = oracle.apply_chat_template(chat, chat_template=FAMILIES[family], **settings)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
+    assert template.render(chat, add_generation_prompt=False, continue_final_message=True) == wanted
+    assert chat[-1]["content"] == content
+
+
+def test_variables_reach_the_template(oracle: Any) -> None:
+    wanted = oracle.apply_chat_template(
+        [USER], chat_template=QWEN, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert ChatTemplate(QWEN, TOKENS).render([USER], variables={"enable_thinking": False}) == wanted
+    assert "<think>" in wanted
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
+def test_reserved_variables_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        ChatTemplate(CHATML, TOKENS).render([USER], variables={name: "x"})
+
+
+def test_what_a_template_raises_is_told() -> None:
+    with pytest.raises(RequestError, match="Roles must alternate"):
+        ChatTemplate(LLAMA2, TOKENS).render([USER, USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__['os'] }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ self.__init__ }}{{ self._TemplateReference__context.eval_ctx.environment }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ lipsum(n=1000) }}",
+        "{% include 'x' %}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+    ],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    chat = [dict(USER)]
+    with pytest.raises(RequestError):
+        ChatTemplate(source, TOKENS).render(chat)
+    assert chat == [USER]
+
+
+@pytest.mark.parametrize("source", ["{{ strftime_now.__code__ }}", "{{ messages[0].content.format.__self__ }}"])
+def test_what_is_hidden_is_nothing(source: str) -> None:
+    assert ChatTemplate(source, TOKENS).render([USER]) == ""
+
+
+def test_a_broken_template_is_a_broken_model() -> None:
+    with pytest.raises(ModelError, match="here"):
+        ChatTemplate("{% if %}", name="here")
+
+
+def test_a_mark_cannot_be_forged() -> None:
+    """What a user writes never ends the prompt."""
+    chat = [{"role": "user", "content": "CONTINUE_FINAL_MESSAGE_TAG "}, {"role": "assistant", "content": "So"}]
+    text = ChatTemplate(CHATML).render(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im|>assistant\nSo")
+
+
+def test_where_templates_lie(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    tokens = {"bos_token": {"content": "<b>"}, "eos_token": "<e>", "pad_token": None}
+    show = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    config = {**tokens, "chat_template": show + "1"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert _loaded(tmp_path).render([USER]) == "<b><e>1"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": show + "2"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert _loaded(tmp_path).render([USER]) == "<b><e>2"
+    (tmp_path / "chat_template.jinja").write_text(show + "3")
+    assert _loaded(tmp_path).render([USER]) == "<b><e>3"
+    (tmp_path / "own.jinja").write_text(show + "4")
+    own = ChatTemplate.load(tmp_path, tmp_path / "own.jinja")
+    assert own is not None
+    assert own.render([USER]) == "<b><e>4"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match="tokenizer_config"):
+        ChatTemplate.load(tmp_path)
+
+
+def _loaded(folder: Path) -> ChatTemplate:
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    return template

@@ -1,0 +1,361 @@
+"""A call as a response, against an engine that does as it is told: what is written when, and what is left behind."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from importlib.resources import files
+from typing import Any, cast
+
+import pytest
+
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Event, Failure, StreamFactory
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import EngineDeadError, EngineError, RequestError
+from vllm_lite.protocol.api import Abort, Finished, Stats, Tokens, Welcome
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server import answer as answer_module
+from vllm_lite.server import calls as calls_module
+from vllm_lite.server.answer import Answer
+from vllm_lite.server.bodies import ChatBody, ChatMessage, StreamOptions
+from vllm_lite.server.call import Call
+from vllm_lite.server.calls import Calls
+from vllm_lite.server.connection import ABORT
+from vllm_lite.server.errors import ApiError
+from vllm_lite.server.logprobs import Spelling
+from vllm_lite.server.relay import Relay
+from vllm_lite.server.shapes import ChatShape
+
+DEADLINE_S = 10.0
+TOKENIZER = Tokenizer.load(str(files("vllm_lite") / "demo_model"))
+WELCOME = Welcome(1, 1, "demo", 2048, 2048, (1, 4), 100, 16)
+FACTORY = StreamFactory(WELCOME, TOKENIZER)
+WORDS = TOKENIZER.encode("Once upon a time there was a bear", add_special_tokens=False)
+
+
+class FakeSession:
+    """Remembers what it is told; the test is the engine."""
+
+    def __init__(self) -> None:
+        self.dead: EngineError | None = None
+        self.sinks: dict[str, Callable[[list[Event]], None]] = {}
+        self.dropped: list[str] = []
+        self.aborted: list[str] = []
+
+    def submit(self, message: Any, sink: Callable[[list[Event]], None]) -> None:
+        if self.dead is not None:
+            raise self.dead
+        self.sinks[message.request_id] = sink
+
+    def drop(self, request_id: str) -> None:
+        self.dropped.append(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(Abort(request_id).request_id)
+
+    def say(self, *events: Event) -> None:
+        self.sinks[events[0].request_id](list(events))
+
+
+class Talk:
+    """One streamed or whole answer, with the wire in the test's hands."""
+
+    def __init__(self, *, n: int = 1, stream: bool = True, usage: bool = False, max_queued: int = 10) -> None:
+        self.session = FakeSession()
+        self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
+        self.calls = Calls(self.relay, capacity=1, max_queued=max_queued, write_timeout_s=1.0)
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.cut = False
+        self.task = asyncio.create_task(self.answer("chatcmpl-1", n=n, stream=stream, usage=usage))
+
+    async def answer(self, call_id: str, *, n: int = 1, stream: bool = True, usage: bool = False) -> None:
+        options = StreamOptions(include_usage=True) if usage else None
+        body = ChatBody(messages=[ChatMessage("user", "Hi")], stream=stream, stream_options=options)
+        call = Call(call_id, [FACTORY.make([5, 6, 7], SamplingParams(n=n, max_tokens=100, seed=1), call_id)])
+        shape = ChatShape(call, body, "demo", Spelling(TOKENIZER))
+        scope = {"type": "http", "extensions": {ABORT: {"abort": self._abort}}}
+        response = Answer(call, shape, self.calls.run, stream=stream, headers={})
+        await response(scope, self._receive, self._send)  # type: ignore[arg-type]
+
+    def _abort(self) -> None:
+        self.cut = True
+        self.gone.set()
+        self.may_write.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.may_write.wait()
+        self.sent.append(message)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def started(self) -> None:
+        await self.until(lambda: bool(self.session.sinks))
+
+    async def writes(self, count: int) -> bytes:
+        """The body's last write, once there are `count` (headers not counted)."""
+        await self.until(lambda: len(self.sent) > count)
+        assert len(self.sent) == count + 1
+        return bytes(self.sent[-1]["body"])
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.task
+        assert len(self.calls) == 0
+        assert self.relay.num_sequences == 0
+        assert self.session.dropped.count("chatcmpl-1") == 1
+
+
+def tokens(start: int, count: int, index: int = 0) -> Tokens:
+    return Tokens("chatcmpl-1", start, WORDS[start : start + count], index=index)
+
+
+def end(start: int, index: int = 0, **settings: Any) -> Finished:
+    return Finished("chatcmpl-1", start, WORDS[start : start + 1], "length", index=index, **settings)
+
+
+def told(data: bytes) -> list[Any]:
+    """The events of a write."""
+    events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event.startswith("data: ")]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+def test_one_write_for_all_that_one_message_brings() -> None:
+    async def main() -> None:
+        talk = Talk(n=2, usage=True)
+        await talk.started()
+        talk.session.say(tokens(0, 2), tokens(0, 1, index=1))
+        first = told(await talk.writes(1))
+        assert [chunk["choices"][0]["delta"].get("role") for chunk in first] == ["assistant", "assistant", None, None]
+        assert [chunk["choices"][0]["delta"]["content"] for chunk in first[2:]] == ["Once upon", "Once"]
+        talk.session.say(end(2), tokens(1, 1, index=1))
+        assert [chunk["choices"][0]["finish_reason"] for chunk in told(await talk.writes(2))] == ["length", None]
+        talk.session.say(end(2, index=1, num_cached_tokens=2))
+        *_, last, done = told(await talk.writes(3))
+        assert done == "[DONE]"
+        assert last["usage"]["completion_tokens"] == 6
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+        assert talk.sent[-1]["more_body"] is False
+        await talk.ended()
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("event", "status"),
+    [
+        (Finished("chatcmpl-1", 0, [], "error", error="max_tokens is wrong"), 400),
+        (Failure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 500),
+    ],
+)
+def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
+    async def main() -> None:
+        talk = Talk(stream=stream)
+        await talk.started()
+        talk.session.say(event)
+        with pytest.raises(ApiError) as caught:
+            await talk.ended()
+        assert caught.value.status == status
+        assert "ipc://" not in caught.value.message
+        assert caught.value.param == ("max_tokens" if status == 400 else None)
+        assert talk.sent == []
+        assert len(talk.calls) == 0
+
+    run(main)
+
+
+def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        talk.session.say(tokens(0, 1))
+        await talk.writes(1)
+        talk.session.say(Failure("chatcmpl-1", EngineDeadError("it died")))
+        (error,) = told(await talk.writes(2))
+        assert error == {"error": {"message": "it died", "type": "InternalServerError", "param": None, "code": 500}}
+        assert talk.sent[-1]["more_body"] is False
+        await talk.ended()
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_client_that_goes_leaves_nothing(stream: bool, begun: bool) -> None:
+    async def main() -> None:
+        talk = Talk(stream=stream)
+        await talk.started()
+        if begun:
+            talk.session.say(tokens(0, 1))
+            if stream:
+                await talk.writes(1)
+        before = len(talk.sent)
+        talk.gone.set()
+        await talk.ended()
+        assert len(talk.sent) == before
+
+    run(main)
+
+
+def test_what_comes_while_a_client_does_not_read_is_one_write() -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        talk.session.say(tokens(0, 1))
+        await talk.writes(1)
+        talk.may_write.clear()
+        for place in range(1, 5):
+            talk.session.say(tokens(place, 1))
+            await asyncio.sleep(0)
+        talk.may_write.set()
+        await talk.until(lambda: len(talk.sent) > 3)
+        texts = [chunk["choices"][0]["delta"]["content"] for sent in talk.sent[2:] for chunk in told(sent["body"])]
+        assert "".join(texts) == TOKENIZER.decode(WORDS[:5]).removeprefix("Once")
+        assert len(texts) == 2
+        talk.gone.set()
+        await talk.ended()
+
+    run(main)
+
+
+def test_a_silent_stream_gets_a_comment_and_a_blocked_one_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        talk = Talk()
+        watch = asyncio.create_task(talk.calls.watch())
+        await talk.until(lambda: len(talk.sent) > 3)
+        assert told(talk.sent[1]["body"])[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert {sent["body"] for sent in talk.sent[2:]} == {b": ping\n\n"}
+        assert not talk.cut
+        talk.calls._write_timeout_s = 0.0
+        talk.may_write.clear()
+        await talk.until(lambda: talk.cut)
+        await talk.ended()
+        watch.cancel()
+
+    for module in (answer_module, calls_module):
+        monkeypatch.setattr(module, "PING_S", 0.0)
+    monkeypatch.setattr(calls_module, "LOOK_S", 0.0)
+    run(main)
+
+
+def test_the_queue_has_an_end() -> None:
+    async def main() -> None:
+        talk = Talk(max_queued=1)
+        await talk.started()
+        other = asyncio.create_task(talk.answer("chatcmpl-2"))
+        await talk.until(lambda: len(talk.session.sinks) == 2)
+        with pytest.raises(ApiError) as caught:
+            await talk.answer("chatcmpl-3")
+        assert caught.value.status == 429
+        assert int(caught.value.headers["Retry-After"]) >= 1
+        with pytest.raises(ApiError) as caught:
+            talk.calls.check()
+        talk.gone.set()
+        await talk.ended()
+        await other
+        talk.calls.check()
+
+    run(main)
+
+
+def test_an_id_is_used_once() -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        with pytest.raises(ApiError) as caught:
+            await talk.answer("chatcmpl-1")
+        assert caught.value.status == 409
+        assert talk.session.dropped == []
+        talk.gone.set()
+        await talk.ended()
+
+    run(main)
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_nothing_starts_when_nothing_is_served(draining: bool) -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        if draining:
+            talk.calls.is_draining = True
+        else:
+            talk.session.dead = EngineDeadError("it died")
+        with pytest.raises(ApiError) as caught:
+            await talk.answer("chatcmpl-2")
+        assert caught.value.status == 503
+        with pytest.raises(ApiError):
+            await talk.calls.probe()
+        talk.gone.set()
+        await talk.ended()
+
+    run(main)
+
+
+def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        talk = Talk(stream=False)
+        other = asyncio.create_task(talk.answer("chatcmpl-2", stream=False))
+        await talk.until(lambda: len(talk.session.sinks) == 2)
+        stream = talk.relay._streams["chatcmpl-2"][0]
+        monkeypatch.setattr(stream.samples[0], "apply", lambda event: 1 / 0)
+        talk.session.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"), end(0))
+        with pytest.raises(ApiError) as caught:
+            await other
+        assert caught.value.status == 500
+        await talk.ended()
+        assert json.loads(talk.sent[-1]["body"])["choices"][0]["message"]["content"] == "Once"
+
+    run(main)
+
+
+def test_the_engine_is_asked_how_many_wait() -> None:
+    """Its batch may have room for what its KV cache has not."""
+
+    async def main() -> None:
+        talk = Talk(max_queued=0)
+        await talk.started()
+        monkey = Stats(1, 3, 10, 10, 0, 10, 1, 1, 0, 1, 0)
+        talk.calls.probe = lambda: _soon(monkey)  # type: ignore[method-assign]
+        assert await talk.calls._count_waiting() == 3
+        talk.gone.set()
+        await talk.ended()
+        assert await talk.calls._count_waiting() == 0
+
+    run(main)
+
+
+async def _soon(stats: Stats) -> Stats:
+    return stats
+
+
+def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        call = Call("chatcmpl-9", [FACTORY.make([5], SamplingParams(), "chatcmpl-9")])
+        monkeypatch.setattr(talk.session, "submit", refuse)
+        with pytest.raises(ApiError) as caught, talk.calls.run(call):
+            pass
+        assert caught.value.status == 400
+        talk.gone.set()
+        await talk.ended()
+
+    def refuse(message: Any, sink: Any) -> None:
+        raise RequestError("request id is in use")
+
+    run(main)

@@ -1,0 +1,100 @@
+"""What `vllm-lite serve` can be told: an engine's settings and the server's own, in one layering."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_lite.config import EngineConfig, add_flags
+from vllm_lite.errors import ConfigError
+from vllm_lite.server.config import ServeConfig
+
+
+def parsed(*arguments: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServeConfig)
+    return vars(parser.parse_args(arguments))
+
+
+def load(*arguments: str, env: dict[str, str] | None = None, file: Path | None = None) -> ServeConfig:
+    return ServeConfig.load(parsed(*arguments), env or {}, file)
+
+
+def test_flags_of_both_kinds() -> None:
+    config = load("--port", "9", "--max-model-len", "1k", "--max-request-bytes", "2M", "--no-enable-prefix-caching")
+    assert (config.port, config.max_model_len, config.max_request_bytes) == (9, 1000, 2 * 2**20)
+    engine = config.engine()
+    assert type(engine) is EngineConfig
+    assert (engine.max_model_len, engine.enable_prefix_caching) == (1000, False)
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["a,b"], ["a b"]])
+def test_several_names(words: list[str]) -> None:
+    config = load("--served-model-name", *words)
+    assert config.names == ("a", "b")
+    assert config.engine().served_model_name == "a"
+    assert load().names == ()
+    assert load().engine().served_model_name is None
+
+
+def test_several_keys(tmp_path: Path) -> None:
+    """A flag takes one, so that it cannot take the model for another."""
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nthree\n\n four \n")
+    assert load("--api-key", "one", "--api-key", "two").keys() == ("one", "two")
+    assert load("--api-key", "5k").keys() == ("5k",)
+    assert load("--api-key", "one", "--api-key-file", str(file)).keys() == ("one", "three", "four")
+    assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys() == ("one", "two")
+    assert load().keys() == ()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="holds no key"):
+        load("--api-key-file", str(file)).keys()
+
+
+@pytest.mark.parametrize("words", ['["https://a", "https://b"]', "https://a,https://b"])
+def test_origins(words: str) -> None:
+    assert load("--allowed-origins", words).allowed_origins == ("https://a", "https://b")
+
+
+def test_a_file_with_lists(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("served_model_name: [a, b]\napi_key: [one, two]\nallowed_origins: ['*']\n")
+    config = load(file=file)
+    assert (config.names, config.keys(), config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
+
+
+def test_what_is_shown_can_be_read_again_and_holds_no_key(tmp_path: Path) -> None:
+    config = load("--api-key", "secret", "--port", "7", "--allowed-origins", "*", "--served-model-name", "a", "b")
+    file = tmp_path / "settings.yaml"
+    file.write_text(config.to_yaml())
+    assert "secret" not in config.to_yaml()
+    again = load(file=file)
+    assert again.to_yaml() == config.to_yaml()
+    assert (again.port, again.names, again.allowed_origins) == (7, ("a", "b"), ("*",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "70000"], "port"),
+        (["--port", "x"], "port"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
+        (["--generation-config", "x"], "auto, vllm"),
+        (["--ssl-certfile", "x"], "ssl_keyfile"),
+        (["--model", "x", "--block-size", "3"], "block_size"),
+    ],
+)
+def test_wrong_values(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(*arguments)
+
+
+def test_an_engine_knows_nothing_of_ports() -> None:
+    with pytest.raises(ConfigError, match="port"):
+        EngineConfig.check({"port": 1})

@@ -1,0 +1,195 @@
+"""A checkpoint's chat template: messages in, the text of a prompt out. The text transformers would make of them.
+
+The template comes with the model, so it runs in a sandbox that lets it change nothing it is given; a request cannot
+bring one. What a request may bring, values for the template's variables, is plain data.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vllm_lite.errors import ModelError, RequestError
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables that a template gets from the server, besides the names of special tokens."""
+MAX_TEMPLATE_BYTES = 1024 * 1024
+
+Scalar = str | int | float | bool | None
+Message = Mapping[str, Any]
+"""{"role": ..., "content": text, ...}"""
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name. Rendering is safe in any thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None, name: str = "template") -> None:
+        """`source` is Jinja, `name` its name in errors. Raises ModelError."""
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{name}: the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
+        """The template of the checkpoint in `folder`, or the one in the file `template` with that checkpoint's special
+        tokens; None if there is none. Raises ModelError."""
+        folder = Path(folder)
+        config = _read_json(folder / CONFIG_FILE)
+        tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
+        path = folder / TEMPLATE_FILE if template is None else Path(template)
+        if template is not None or path.is_file():
+            return cls(_read(path).decode(errors="replace"), tokens, str(path))
+        source = _default(config.get("chat_template"))
+        return None if source is None else cls(source, tokens, str(folder / CONFIG_FILE))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Scalar] | None = None,
+    ) -> str:
+        """The prompt for `messages`.
+
+        `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
+        message, to be continued. `variables` are what the template is given besides. Raises RequestError, also with
+        what the template itself says is wrong.
+        """
+        variables = variables or {}
+        if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
+            raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
+        mark = ""
+        if continue_final_message:
+            mark = os.urandom(16).hex()  # nobody can have written it into a message
+            messages = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
+        try:
+            text = self._template.render(
+                **self.special_tokens,
+                **variables,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # whatever a template does wrong; what it raises on purpose is a TemplateError
+            raise RequestError(f"the model's chat template does not take these messages: {error}") from error
+        return _cut(text, mark) if mark else text
+
+
+class _Generation(Extension):
+    """{% generation %} marks what an assistant wrote, for training. Here it is a block like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What a template may use: Jinja's own, and what transformers adds to it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _dict  # the class itself has methods that a template does not need
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - a model is told the local date
+
+
+def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
+    return dict(*pairs, **items)
+
+
+def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
+    """`messages` with `mark` at the end of the last one, where the text of the prompt is to end."""
+    if add_generation_prompt:
+        raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise RequestError("continue_final_message needs a last message with a text to continue")
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + mark + " "}]
+
+
+def _cut(text: str, mark: str) -> str:
+    """`text` up to `mark`. If the space behind it was trimmed away, so is what stands before it."""
+    place = text.rfind(mark)
+    if place < 0:
+        raise RequestError("continue_final_message: the model's chat template leaves the last message out")
+    kept = text[place + len(mark) :].startswith(" ")
+    return text[:place] if kept else text[:place].rstrip()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} for a file that does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(_read(path), type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEMPLATE_BYTES * 64 + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return data
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those entries of a tokenizer's config that are tokens: texts, or objects that hold one."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                found[name] = token
+    return found
+
+
+def _default(template: Any) -> str | None:
+    """A config has one template, or several with names."""
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,111 @@
+"""A call as an HTTP response, whole or streamed. Whichever way it ends, nothing of it is left in the engine.
+
+A stream's status is decided by its first event: what the engine refuses is an error like any other, not a stream.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.server.bodies import field_of
+from vllm_lite.server.call import Call
+from vllm_lite.server.connection import ABORT
+from vllm_lite.server.errors import ApiError, failed, refused
+from vllm_lite.server.shapes import Shape
+
+PING = b": ping\n\n"
+PING_S = 15.0
+"""A stream is never silent for longer: proxies end connections that are."""
+
+
+class Answer(Response):
+    """Runs `call` when the response is asked for; aborts it if the client goes."""
+
+    def __init__(
+        self,
+        call: Call,
+        shape: Shape,
+        run: Callable[[Call], AbstractContextManager[None]],
+        *,
+        stream: bool,
+        headers: dict[str, str],
+    ) -> None:
+        """`run` starts the call in the engine, and ends what is left of it."""
+        kind = "text/event-stream; charset=utf-8" if stream else "application/json"
+        super().__init__(headers={"content-type": kind, **headers})
+        self._call = call
+        self._shape = shape
+        self._run = run
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        call.cut = scope.get("extensions", {}).get(ABORT, {}).get("abort", call.cut)
+        watch = asyncio.ensure_future(_until_gone(receive))
+        watch.add_done_callback(lambda _: call.leave())
+        try:
+            with self._run(call):
+                await (self._tell_pieces(send) if self._stream else self._tell_whole(send))
+        finally:
+            watch.cancel()
+
+    async def _tell_whole(self, send: Send) -> None:
+        call = self._call
+        while not call.finished and not call.gone and call.error is None:
+            await call.wait()
+        if call.gone:
+            return
+        if call.error is not None:
+            raise _as_answer(call)
+        body = self._shape.whole()
+        headers = [*self._own_headers(), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _tell_pieces(self, send: Send) -> None:
+        call, shape = self._call, self._shape
+        await call.wait()
+        if call.error is not None:
+            raise _as_answer(call)
+        if call.gone:
+            return
+        headers = [*self._own_headers(), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = shape.opening()
+        while not call.gone:
+            ended = call.finished or call.error is not None
+            data += b"".join([shape.piece(choice, news) for choice, news in call.news()])
+            if ended:
+                data += shape.closing() if call.error is None else b"data: " + failed(call.error).body() + b"\n\n"
+            now_s = time.monotonic()
+            if not data and now_s - call.quiet_since_s >= PING_S:
+                data = PING
+            if data:
+                call.quiet_since_s, call.is_blocked = now_s, True
+                await send({"type": "http.response.body", "body": data, "more_body": not ended})
+                call.is_blocked = False
+            if ended:
+                return
+            data = b""
+            await call.wait()
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        return [header for header in self.raw_headers if header[0] != b"content-length"]
+
+
+def _as_answer(call: Call) -> ApiError:
+    """The error of a call of which nothing has been told: the request's fault only if nothing was generated."""
+    error = call.error
+    if isinstance(error, RequestError) and not any(stream.num_tokens for stream in call.streams):
+        return refused(error, field_of(str(error)))
+    return failed(error or VllmLiteError("the request failed"))
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,255 @@
+"""What a request may say, as structs. One table says which fields are passed on, refused or ignored.
+
+A field that SamplingParams has is passed on; one that a later version will have is refused by name, unless its value
+means nothing; any other is ignored, and the answer's Warning header names it.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.errors import ApiError
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_CHOICES = 1024
+"""Of all prompts of one request together."""
+_TOLD = re.compile(r"[^\w.-]")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+Name = Annotated[str, Meta(max_length=256)]
+"""As the engine takes them: what it cannot decode it would not answer."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What is passed on to SamplingParams under the same name, if that has it. None: not given."""
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    priority: int | None = None
+    user: Name | None = None
+    cache_salt: Name | None = None
+    deadline_ms: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+
+
+class Body(Sampling, frozen=True, kw_only=True):
+    """What both kinds of generation share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """`tool_calls` and `tool_call_id` are there to be refused by name."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Variables = dict[str, str | int | float | bool | None]
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+
+
+class GenerateParams(Sampling, frozen=True, kw_only=True):
+    """Sampling of POST /inference/v1/generate."""
+
+    logprobs: int | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: GenerateParams = GenerateParams()
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    cache_salt: Name | None = None
+    priority: int | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: either a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+
+
+SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__)
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **{name: () for name in Sampling.__struct_fields__ if name not in SamplingParams.__struct_fields__},
+    "audio": (),
+    "chat_template": (),
+    "documents": (),
+    "echo": (),
+    "function_call": ("none",),
+    "functions": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logits_processors": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "web_search_options": (),
+}
+"""Fields that would change the answer but cannot yet, and the values, besides NOTHING, with which they change nothing.
+Those that SamplingParams or a body has are not looked up here."""
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
+    """The body and the names of the fields that are ignored. Raises ApiError."""
+    fields = _decode(data, dict[str, msgspec.Raw])
+    ignored = _ignored(fields, kind)
+    body: B = _decode(data, kind)
+    if isinstance(body, GenerateBody) and "sampling_params" in fields:
+        ignored += _ignored(_decode(fields["sampling_params"], dict[str, msgspec.Raw]), GenerateParams)
+    return body, ignored
+
+
+def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
+    """Those of `fields` that are. Raises ApiError for one that is refused."""
+    known = set(kind.__struct_fields__) - (set(Sampling.__struct_fields__) - set(SAMPLING))
+    for name in fields.keys() - known:
+        if name in REFUSED and _decode(fields[name], Any) not in (*NOTHING, *REFUSED[name]):
+            raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
+    return sorted(fields.keys() - known - REFUSED.keys())
+
+
+def warning(ignored: Iterable[str]) -> dict[str, str]:
+    """The header that names ignored fields; of their names, which a client made up, only what may stand there."""
+    names = [_TOLD.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
+    return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
+
+
+def _reason(name: str) -> str:
+    if name == "chat_template":
+        return ": templates come from the model or the server's --chat-template, never from a request"
+    return ""
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
+        raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def sampling(body: Sampling, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
+    """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
+        given["seed"] = body.seed % 2**64
+    try:
+        return SamplingParams(**{**defaults, **given, **changes})
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), field_of(str(error))) from error
+
+
+def field_of(message: str, default: str | None = None) -> str | None:
+    """The field that a message of the client library or the engine is about: it begins with it, or names it."""
+    names = SamplingParams.__struct_fields__
+    words = re.findall(r"\w+", message)
+    if words and words[0] in names:
+        return str(words[0])
+    return next((word for word in words if "_" in word and word in names), default)

@@ -1,0 +1,105 @@
+"""Call: one HTTP request that generates. Its streams (one for each prompt), and how much of them has been told."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.stream import RequestStream
+from vllm_lite.errors import VllmLiteError
+
+
+class Choice:
+    """One continuation of one prompt: `news()` hands out each part of it once."""
+
+    __slots__ = ("_chars", "_index", "_tokens", "ended", "index", "stream")
+
+    def __init__(self, index: int, stream: RequestStream, sample_index: int) -> None:
+        self.index = index
+        self.stream = stream
+        self.ended = False
+        self._index = sample_index
+        self._chars = 0
+        self._tokens = 0
+
+    def news(self) -> CompletionOutput | None:
+        """What has come since the last call: new text, tokens and logprobs, and how it ended if it has; or None.
+
+        An error is the whole call's, and told by that.
+        """
+        if self.ended:
+            return None
+        if self.stream.ends_at_once:  # ranked when all have ended
+            if not self.stream.finished:
+                return None
+            self.ended = True
+            return self.stream.output().outputs[self._index]
+        sample = self.stream.samples[self._index]
+        chars, tokens = self._chars, self._tokens
+        self.ended = sample.finish_reason is not None
+        reason = None if sample.finish_reason == "error" else sample.finish_reason
+        if len(sample.token_ids) == tokens and reason is None:
+            return None
+        self._chars, self._tokens = len(sample.text), len(sample.token_ids)
+        logprobs = sample.logprobs[tokens:] if sample.logprobs is not None else None
+        token_ids = sample.token_ids[tokens:]
+        return CompletionOutput(self._index, sample.text[chars:], token_ids, None, logprobs, reason, sample.stop_reason)
+
+
+class Call:
+    """Woken whenever one of its streams has news."""
+
+    def __init__(self, call_id: str, streams: Sequence[RequestStream]) -> None:
+        """`streams` have the same number of samples each."""
+        self.id = call_id
+        self.created = int(time.time())
+        self.streams = streams
+        num = streams[0].params.n
+        self.choices = [
+            Choice(place * num + sample, stream, sample)
+            for place, stream in enumerate(streams)
+            for sample in range(num)
+        ]
+        self.gone = False
+        self.quiet_since_s = time.monotonic()
+        self.is_blocked = False
+        """Its client has not taken what it was sent before."""
+        self.cut: Callable[[], None] = lambda: None
+        """Ends the connection of its client."""
+        self._news = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.finished for stream in self.streams)
+
+    @property
+    def error(self) -> VllmLiteError | None:
+        """What the first stream that failed ended with."""
+        return next((stream.error for stream in self.streams if stream.error is not None), None)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(stream.prompt.token_ids) for stream in self.streams)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(stream.num_cached_tokens or 0 for stream in self.streams)
+
+    def news(self) -> Iterator[tuple[Choice, CompletionOutput]]:
+        """Each choice that has something new, with it."""
+        for choice in self.choices:
+            if (news := choice.news()) is not None:
+                yield choice, news
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def leave(self) -> None:
+        """Its client has gone."""
+        self.gone = True
+        self._news.set()
+
+    async def wait(self) -> None:
+        """Until something has come, its client has gone, or a comment is due. Whoever wakes it has a deadline."""
+        await self._news.wait()
+        self._news.clear()

@@ -1,0 +1,90 @@
+"""ServeConfig: everything `vllm-lite serve` can be told, an engine's settings and the server's own."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+
+_SECRET = {"api_key"}
+
+
+class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Build it with `ServeConfig.load(...)`, which checks every value."""
+
+    # where
+    host: Annotated[str, Meta(description="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0 takes any that is free")] = 8000
+    uds: Annotated[str | None, Meta(description="Unix socket to listen on, instead of host and port")] = None
+
+    # who
+    api_key: Annotated[tuple[str, ...], Meta(description="keys that clients must give, one of them")] = ()
+    api_key_file: Annotated[str | None, Meta(description="file with one key on each line")] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="private key, for https")] = None
+    ssl_certfile: Annotated[str | None, Meta(description="certificate, for https")] = None
+    ssl_ca_certs: Annotated[str | None, Meta(description="certificates that clients' must be signed by")] = None
+    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2, description="clients' certificates: 0 no, 1 optional, 2 must")] = 0
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="origins of web pages that may call this server, * for all (CORS)")
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Meta(description="what such pages may call")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Meta(description="headers such pages may send")] = ("*",)
+    allow_credentials: Annotated[bool, Meta(description="such pages may send cookies")] = False
+
+    # how much
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)")
+    ] = 10_000
+    max_request_bytes: Annotated[int, Meta(ge=1, description="longest body of a request")] = 32 * 1024 * 1024
+    header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
+    body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
+    write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that running requests may take to end after SIGTERM")
+    ] = 5.0
+
+    # what
+    chat_template: Annotated[str | None, Meta(description="file with a Jinja template (default: the model's)")] = None
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Meta(description="where sampling defaults come from: auto is the model's generation_config.json"),
+    ] = "auto"
+    enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile go together; give both")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model, the first of them being what it is called in answers; () if not set."""
+        return tuple((self.served_model_name or "").replace(",", " ").split())
+
+    def engine(self) -> EngineConfig:
+        """The engine's part."""
+        values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
+        values["served_model_name"] = self.names[0] if self.names else None
+        return EngineConfig(**values)
+
+    def keys(self) -> tuple[str, ...]:
+        """All API keys, () if everybody may call. Raises ConfigError."""
+        keys = list(self.api_key)
+        if self.api_key_file is not None:
+            try:
+                lines = Path(self.api_key_file).read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"api_key_file {self.api_key_file!r} cannot be read: {error}") from error
+            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not found:
+                raise ConfigError(f"api_key_file {self.api_key_file!r} holds no key; write one on each line")
+            keys += found
+        return tuple(keys)
+
+    def to_yaml(self) -> str:
+        """All values, as a file for --config; keys are left out."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _SECRET}
+        return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()

@@ -1,0 +1,66 @@
+"""Every answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+
+import msgspec
+from starlette.responses import Response
+
+from vllm_lite.errors import EngineError, VllmLiteError
+
+_ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(Exception):
+    """An answer with `status`; `param` names the field of the body that is at fault."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        return error_body(self.status, self.message, self.param)
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """The JSON of an error."""
+    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
+    """`error`, met before anything was generated: the request's fault, or the engine's."""
+    if isinstance(error, EngineError):
+        return ApiError(503, told(error))
+    return ApiError(400, str(error), param)
+
+
+def failed(error: VllmLiteError) -> ApiError:
+    """`error`, met while a request was running: not its fault."""
+    return ApiError(500, told(error))
+
+
+def told(error: VllmLiteError) -> str:
+    """What a stranger may know of it: no addresses on this machine."""
+    return _ADDRESS.sub("its address", str(error))

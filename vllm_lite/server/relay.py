@@ -1,0 +1,75 @@
+"""Relay: the engine's events, from the session's thread to the calls of this event loop.
+
+One crossing from thread to loop for each message of the engine, however many streams it is for; a call with several
+streams is woken once for all of them.
+"""
+
+import asyncio
+
+from vllm_lite import log
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Event, Failure, RequestStream
+from vllm_lite.errors import EngineError
+from vllm_lite.server.call import Call
+
+logger = log.get(__name__)
+
+
+class Relay:
+    """All streams of one session. Every method is called on the loop."""
+
+    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+        self.session = session
+        self._loop = loop
+        self._streams: dict[str, tuple[RequestStream, Call]] = {}
+        self.num_sequences = 0
+        """Of the streams that run."""
+
+    def start(self, call: Call) -> None:
+        """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
+        try:
+            for stream in call.streams:
+                self.session.submit(stream.message(), self._arrive)
+                self._streams[stream.request_id] = stream, call
+                self.num_sequences += len(stream.samples)
+        except BaseException:
+            self.drop(call)
+            raise
+
+    def drop(self, call: Call) -> None:
+        """Nobody wants more of `call`: what still runs is aborted in the engine."""
+        for stream in call.streams:
+            if self._streams.get(stream.request_id, (None, None))[1] is call:
+                self._forget(stream)
+
+    def abort(self, call: Call) -> None:
+        """End `call`; its streams end when the engine says so."""
+        for stream in call.streams:
+            self.session.abort(stream.request_id)
+
+    def _arrive(self, events: list[Event]) -> None:
+        """On the session's thread."""
+        self._loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[Event]) -> None:
+        woken: dict[Call, None] = {}
+        for event in events:
+            stream, call = self._streams.get(event.request_id, (None, None))
+            if stream is None or call is None:
+                continue
+            try:
+                stream.apply(event)
+            except Exception as error:  # of one stream; the others' events are still to be sorted
+                logger.exception("request %s failed", event.request_id)
+                stream.apply(Failure(event.request_id, EngineError(f"the server failed: {error!r}")))
+            if stream.finished:  # at a stop string, perhaps, of which the engine does not know
+                self._forget(stream)
+            woken[call] = None
+        for call in woken:
+            call.wake()
+
+    def _forget(self, stream: RequestStream) -> None:
+        """If the engine has not ended it, it is aborted there."""
+        del self._streams[stream.request_id]
+        self.num_sequences -= len(stream.samples)
+        self.session.drop(stream.request_id)
