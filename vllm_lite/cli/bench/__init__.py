@@ -1,0 +1,16 @@
+"""Measure this machine, or a server."""
+
+import argparse
+
+from vllm_lite.cli import add_commands
+
+COMMANDS = {
+    "engine": "scheduler, messages and processes, without a model",
+    "kernels": "the native CPU kernels against memory's speed and torch",
+    "step": "where the time of one decode step goes, in all processes",
+    "throughput": "many requests at once against one at a time",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_commands(parser, __name__, COMMANDS, tuple(COMMANDS))

@@ -1,0 +1,26 @@
+"""Serve a model over HTTP; without MODEL the bundled demo model. Flags win over VLLM_LITE_* variables, those over the
+file of --config."""
+
+import argparse
+
+from vllm_lite.config import add_flags as add_config_flags
+from vllm_lite.server.config import ServeConfig
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
+    add_config_flags(parser, ServeConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
+    flags["model"] = arguments.folder or arguments.model
+    config = ServeConfig.load(flags, file=arguments.config)
+    if arguments.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    from vllm_lite.server.serve import serve
+
+    return serve(config)

@@ -1,0 +1,16 @@
+"""Tell what happened to one request, and why."""
+
+import argparse
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("request", help="the request's id")
+    parser.add_argument("file", help="what the engine wrote with --record")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.trace.reader import TraceReader
+    from vllm_lite.trace.story import story
+
+    print("\n".join(story(arguments.request, TraceReader(arguments.file))))
+    return 0
