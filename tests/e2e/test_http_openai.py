@@ -187,7 +187,7 @@ def test_echo_with_logprobs_scores_the_prompt(api: OpenAI) -> None:
     assert first is None
     assert all(logprob is not None and logprob <= 0 for logprob in rest)
     scored = api.completions.create(extra_body={"prompt_logprobs": 0}, **settings).choices[0]
-    told: Any = scored.prompt_logprobs  # type: ignore[attr-defined]
+    told: Any = scored.prompt_logprobs
     assert [None if entry is None else next(iter(entry.values()))["logprob"] for entry in told] == [None, *rest[:-1]]
     with pytest.raises(openai.BadRequestError):
         api.completions.create(extra_body={"prompt_logprobs": 0}, stream=True, **settings)
@@ -318,14 +318,14 @@ def test_many_at_once(server: Server) -> None:
     async def main() -> list[str]:
         async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as api:
 
-            async def one(seed: int) -> Any:
+            async def one(seed: int) -> str:
                 settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "seed": seed % 4}
                 if seed % 2:
-                    return (await api.completions.create(**settings)).choices[0].text
+                    return str((await api.completions.create(**settings)).choices[0].text)
                 stream = await api.completions.create(stream=True, **settings)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
-            return await asyncio.gather(*(one(seed) for seed in range(32)))
+            return list(await asyncio.gather(*(one(seed) for seed in range(32))))
 
     texts = asyncio.run(main())
     assert all(text == texts[place % 4] for place, text in enumerate(texts))

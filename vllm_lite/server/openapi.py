@@ -44,7 +44,12 @@ PAGE = b"""<!doctype html>
 summary{cursor:pointer;padding:.3em 0}td{padding:.1em 1em .1em 0;vertical-align:top}</style>
 <h1>vllm_lite</h1><p>What <a href="openapi.json">openapi.json</a> says:</p><main></main>
 <script>
-const show = (tag, text, parent) => { const e = document.createElement(tag); e.textContent = text; parent.append(e); return e }
+const show = (tag, text, parent) => {
+  const element = document.createElement(tag)
+  element.textContent = text
+  parent.append(element)
+  return element
+}
 fetch("openapi.json").then(answer => answer.json()).then(doc => {
   const main = document.querySelector("main"), schemas = doc.components.schemas
   for (const [path, methods] of Object.entries(doc.paths)) for (const [method, route] of Object.entries(methods)) {
@@ -96,7 +101,9 @@ def document() -> dict[str, Any]:
 def _route(path: str, summary: str) -> dict[str, Any]:
     reference = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     errors = {code: {"description": text, "content": reference} for code, text in _ERRORS.items()}
-    security = [] if path in _OPEN else [{}, {"key": []}]  # the first: where no keys are set
+    security: list[dict[str, list[str]]] = (
+        [] if path in _OPEN else [{}, {"key": []}]
+    )  # the first: where no keys are set
     return {"summary": summary, "responses": {"200": {"description": "done"}, **errors}, "security": security}
 
 
