@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from vllm_lite.protocol.api import Histogram, Measured, Stats, Welcome
 from vllm_lite.server.calls import Calls
 
 PATH = "/metrics"
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 """The route of what no route takes."""
 LABELS = ("model_name", "engine")
@@ -186,8 +187,8 @@ class Metrics:
         self._endpoints: dict[object, str] = {}
         self._responses = Counter[tuple[str, str]]()
 
-    async def get(self, request: Request) -> Response:
-        """Prometheus' text, or OpenMetrics where that is asked for. Raises ApiError, 503, if the engine is dead."""
+    async def get(self, _: Request) -> Response:
+        """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
         stats = await self._calls.stats()
         measured = stats.measured
         if measured is None:
@@ -196,8 +197,9 @@ class Metrics:
             *(stats, measured, self._config, self._engine),
             *(len(self._calls), self._responses, self._server),
         )
-        encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(_Collected(scrape, self._labels)), headers={"Content-Type": media_type})
+        # Also for those who would rather have OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
+        text = generate_latest(_Collected(scrape, self._labels))
+        return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
         """Responses are counted by these routes."""
