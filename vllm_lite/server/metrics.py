@@ -73,7 +73,7 @@ _COUNTERS = (
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "preemptions", "Sequences that had to give way."),
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("vllm:external_prefix_cache_queries", "host_queries", "Those not on the device, looked up in host memory."),
+    ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
     ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were guessed."),
     ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens guessed."),
@@ -91,19 +91,23 @@ _HISTOGRAMS = (  # name, field of Measured, text
     (
         "vllm:inter_token_latency_seconds",
         "token_gap_s",
-        "From the tokens of a step to those of the sample's next step.",
+        "From the tokens of a step to those of the sample's next.",
     ),
     ("vllm:time_per_output_token_seconds", "token_gap_s", "Deprecated: vllm:inter_token_latency_seconds."),
-    ("vllm:request_time_per_output_token_seconds", "mean_token_s", "Its mean in each request of several tokens."),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "mean_token_s",
+        "Mean inter-token latency of each request of several.",
+    ),
     ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
-    ("vllm:request_queue_time_seconds", "queue_s", "From its arrival until it came in, or ended without."),
-    ("vllm:request_prefill_time_seconds", "prefill_s", "From there to its first token."),
-    ("vllm:request_decode_time_seconds", "decode_s", "From its first token to its end."),
-    ("vllm:request_inference_time_seconds", "inference_s", "From its coming in to its end."),
+    ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
+    ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's coming in to its first token."),
+    ("vllm:request_decode_time_seconds", "decode_s", "From a request's first token to its end."),
+    ("vllm:request_inference_time_seconds", "inference_s", "From a request's coming in to its end."),
     ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens of each request that has ended."),
-    ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for it, all samples together."),
-    ("vllm:request_params_n", "samples", "Samples it asked for."),
-    ("vllm:request_params_max_tokens", "max_tokens", "The most tokens a sample of it might have got."),
+    ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
+    ("vllm:request_params_n", "samples", "Samples that each asked for."),
+    ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
     ("vllm:iteration_tokens_total", "step_tokens", "Tokens computed in each step."),
     ("vllm_lite:iteration_tokens", "step_tokens", "The same, by a name that no counter would have."),
 )
@@ -151,6 +155,7 @@ def _device_hits(at: Scrape) -> float:
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
+_GAVE_WAY = "Sequences that had to give way, by what became of their KV."
 _LOAD = "HTTP requests under way that generate."
 
 METRICS: tuple[Definition, ...] = (
@@ -162,10 +167,12 @@ METRICS: tuple[Definition, ...] = (
         "vllm:lora_requests_info", "gauge", "There are no LoRAs; 1.", lambda _: {("0", "", ""): 1}, _LORA_LABELS
     ),
     *(Definition(name, "counter", text, attrgetter(f"stats.{field}")) for name, field, text in _COUNTERS),
-    Definition("vllm:prefix_cache_hits", "counter", "Prompt tokens found there, on the device.", _device_hits),
+    Definition(
+        "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
+    ),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
-    Definition("vllm_lite:preemptions", "counter", "By what became of their KV.", _preemptions, ("mode",)),
-    Definition("vllm_lite:swapped_blocks", "counter", "KV blocks moved out and in for them.", _swapped, ("direction",)),
+    Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
+    Definition("vllm_lite:swapped_blocks", "counter", "KV blocks moved for them.", _swapped, ("direction",)),
     *(Definition(name, "histogram", text, attrgetter(f"measured.{field}")) for name, field, text in _HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
     Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
