@@ -31,7 +31,7 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
-HISTOGRAM = api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)
+MEASURED = api.Measured({"stop": 3, "error": 1}, *[api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)] * 13)
 
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
@@ -43,7 +43,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_client, api.Refused("no")),
     (codec.engine_to_client, api.Dying("why")),
     (codec.engine_to_client, api.Heartbeat(1, 2)),
-    (codec.engine_to_client, api.Stats(*range(11), measured=api.Measured({"stop": 3, "error": 1}, *[HISTOGRAM] * 13))),
+    (codec.engine_to_client, api.Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, measured=MEASURED)),
     (
         codec.engine_to_client,
         api.OutputBatch(

@@ -63,10 +63,10 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm:num_requests_waiting", "num_waiting", "Sequences that wait to come in."),
     ("vllm_lite:kv_blocks", "num_blocks", "KV blocks on the device."),
     ("vllm_lite:kv_blocks_used", "num_used_blocks", "KV blocks that live sequences hold."),
-    ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most they ever held."),
+    ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most KV blocks that live sequences ever held."),
     ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
-    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "Those of sequences that gave way."),
+    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of sequences that gave way."),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
@@ -97,7 +97,7 @@ _HISTOGRAMS = (  # name, field of Measured, text
     (
         "vllm:request_time_per_output_token_seconds",
         "mean_token_s",
-        "Mean inter-token latency of each request of several.",
+        "Mean time between the tokens of each request.",
     ),
     ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
     ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
@@ -108,8 +108,8 @@ _HISTOGRAMS = (  # name, field of Measured, text
     ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
     ("vllm:request_params_n", "samples", "Samples that each asked for."),
     ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
-    ("vllm:iteration_tokens_total", "step_tokens", "Tokens computed in each step."),
-    ("vllm_lite:iteration_tokens", "step_tokens", "The same, by a name that no counter would have."),
+    ("vllm:iteration_tokens_total", "step_tokens", "Tokens scheduled in each step."),
+    ("vllm_lite:iteration_tokens", "step_tokens", "The same, by a name that is no counter's."),
 )
 _CACHE_LABELS = (
     *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),
@@ -156,6 +156,7 @@ def _device_hits(at: Scrape) -> float:
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _GAVE_WAY = "Sequences that had to give way, by what became of their KV."
+_SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
 _LOAD = "HTTP requests under way that generate."
 
 METRICS: tuple[Definition, ...] = (
@@ -172,7 +173,7 @@ METRICS: tuple[Definition, ...] = (
     ),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
-    Definition("vllm_lite:swapped_blocks", "counter", "KV blocks moved for them.", _swapped, ("direction",)),
+    Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
     *(Definition(name, "histogram", text, attrgetter(f"measured.{field}")) for name, field, text in _HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
     Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
