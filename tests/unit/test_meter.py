@@ -254,6 +254,7 @@ def test_a_sequence_that_paused_is_measured_by_itself() -> None:
     last = [now_s for now_s, items in bench.got if any(item.request.request_id == "b" for item in items)]
     assert max(later - earlier for earlier, later in pairwise(last)) > 5
     assert measured.token_gap_s.sum == pytest.approx(12.0 + last[-1] - last[0])
+    assert (count(measured.queue_s), measured.queue_s.sum) == (2, 0.0), "it waits for its first admission only"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
