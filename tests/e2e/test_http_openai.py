@@ -330,3 +330,16 @@ def test_many_at_once(server: Server) -> None:
     texts = asyncio.run(main())
     assert all(text == texts[place % 4] for place, text in enumerate(texts))
     assert len(set(texts)) > 1
+
+
+def test_a_deadline_is_a_status_of_its_own(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900}
+    extra = {"deadline_ms": 5, "ignore_eos": True}
+    with pytest.raises(openai.APIStatusError, match="deadline of 5 ms passed") as caught:
+        api.completions.create(**settings, extra_body=extra)
+    assert caught.value.status_code == 408
+    with (
+        pytest.raises(openai.APIError, match="deadline of 5 ms passed"),
+        api.completions.create(**settings, extra_body=extra, stream=True) as stream,
+    ):
+        list(stream)

@@ -162,7 +162,7 @@ def test_decode_step_stays_small() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1}, "temperature must be between 0.0 and 100.0, got -1"),
+        ({"temperature": -1}, "temperature must be between 0.01 and 100.0, got -1"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"top_p": 0}, "top_p must be greater than 0"),
@@ -182,8 +182,8 @@ def test_decode_step_stays_small() -> None:
         ({"presence_penalty": 2.5}, "presence_penalty must be between -2.0 and 2.0, got 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be between -2.0 and 2.0, got nan"),
         ({"frequency_penalty": None}, "frequency_penalty must be a number, got None"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0 and at most 100, got 0"),
-        ({"repetition_penalty": -1}, "repetition_penalty must be between 0.0 and 100.0, got -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 0.01 and 100.0, got 0"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be between 0.01 and 100.0, got -1"),
         ({"logit_bias": [1]}, "logit_bias must be a dict of token ids and numbers"),
         ({"logit_bias": {"one": 1}}, "logit_bias must have token ids as keys, got 'one'"),
         ({"logit_bias": {True: 1}}, "logit_bias must have token ids as keys, got True"),
