@@ -162,7 +162,7 @@ def test_decode_step_stays_small() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1}, "temperature must be between 0.01 and 100.0, got -1"),
+        ({"temperature": -1}, "temperature must be between 0.0 and 100.0, got -1"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"top_p": 0}, "top_p must be greater than 0"),
