@@ -50,7 +50,7 @@ def ready_line(launched: Launched) -> str:
 
 def run(flags: dict[str, Any], stop: threading.Event) -> int:
     config = EngineConfig.load(flags, file=flags.pop("config"))
-    log.setup("launcher", config.log_level)
+    log.setup("launcher", *config.logging)
     launched = launch(config, stop.is_set)
     try:
         print(ready_line(launched), flush=True)

@@ -26,6 +26,7 @@ GIB = 1024**3
 ENV_PREFIX = "VLLM_LITE_"
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
+SHORT_FLAGS = {"tensor_parallel_size": "-tp"}
 ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
 """Other names of settings, which other engines give them."""
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -219,12 +220,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
     ] = 20.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="of the lines of the log, on stderr")] = "text"
+    log_config_file: Annotated[
+        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, which then has the last word")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
         if self.address is not None:
             check_address(self.address)
+
+    @property
+    def logging(self) -> tuple[str, str, str | None]:
+        """What log.setup() takes behind the name of a process."""
+        return self.log_level, self.log_format, self.log_config_file
 
     @classmethod
     def load(
@@ -323,6 +333,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = Engine
     for field in msgspec.structs.fields(kind):
         names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
+        flags += [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
         text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
         if field.type is bool or isinstance(field.default, bool):
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
