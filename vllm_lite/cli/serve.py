@@ -4,9 +4,9 @@ file of --config."""
 import argparse
 from pathlib import Path
 
-from vllm_lite.config import add_flags as add_config_flags
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.settings import add_flags as add_config_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
