@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite import log
+from vllm_lite.addresses import check_address, split_tcp
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
 
@@ -214,6 +215,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: Annotated[
         str | None, Meta(description="ipc://PATH that clients connect to (default: a private folder)")
     ] = None
+    tcp_address: Annotated[
+        str | None, Meta(description="tcp://IP:PORT that clients on other machines connect to, beside address")
+    ] = None
+    curve_keys: Annotated[
+        str | None, Meta(description="folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
+    ] = None
+    insecure: Annotated[
+        bool, Meta(description="let in whoever reaches tcp_address, without keys and in the clear")
+    ] = False
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
@@ -225,6 +235,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
         if self.address is not None:
             check_address(self.address)
+        if self.tcp_address is not None:
+            self._check_tcp(self.tcp_address)
+
+    def _check_tcp(self, address: str) -> None:
+        split_tcp(address)
+        if self.single_process:
+            raise ValueError("tcp_address needs an engine process of its own, so it cannot go with single_process")
+        if (self.curve_keys is None) is not self.insecure:
+            raise ValueError(
+                f"tcp_address {address} needs either curve_keys, a folder made by `vllm-lite keys`, or insecure, which "
+                f"lets in whoever reaches it; got {'neither' if self.curve_keys is None else 'both'}"
+            )
 
     @classmethod
     def load(
@@ -306,15 +328,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if has_driver() and not hides_gpus():
             logger.warning("the GPU of this machine is not used: %s", lack)
         return "cpu"
-
-
-def check_address(address: str) -> None:
-    """Raise ValueError unless `address` is an endpoint this version can serve."""
-    scheme, _, path = address.partition("://")
-    if scheme not in ("ipc", "inproc") or not path:
-        raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
-    if scheme == "ipc" and len(os.fsencode(path)) > 107:
-        raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = EngineConfig) -> None:

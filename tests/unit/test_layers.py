@@ -24,6 +24,7 @@ LAYERS = [
     "metrics",
     "wakeup",
     "machine",
+    "addresses",
     "config",
     "model_spec",
     "supervise",

@@ -27,7 +27,7 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
-from vllm_lite.transport import Delivery
+from vllm_lite.transport import Delivery, Tcp
 from vllm_lite.transport.interface import Pollable
 
 HEARTBEAT_S = 0.5
@@ -79,8 +79,8 @@ class Outbox:
 class ClientPort:
     """All clients of one engine."""
 
-    def __init__(self, address: str, epoch: int) -> None:
-        self.listener = transport.bind(address)
+    def __init__(self, address: str, epoch: int, tcp: Tcp | None = None) -> None:
+        self.listener = transport.bind(address, tcp)
         self.malformed = 0
         self._epoch = epoch
         self._welcome: Welcome | None = None

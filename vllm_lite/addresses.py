@@ -1,0 +1,29 @@
+"""Where an engine may listen: sockets below private folders, and tcp where somebody asked for it."""
+
+import os
+from ipaddress import ip_address
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError unless `address` is an endpoint this version can serve."""
+    scheme, _, path = address.partition("://")
+    if scheme not in ("ipc", "inproc") or not path:
+        raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
+    if scheme == "ipc" and len(os.fsencode(path)) > 107:
+        raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
+
+
+def split_tcp(address: str) -> tuple[str, int]:
+    """IP address and port of tcp://IP:PORT, as an engine may listen on it. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        ip_address(host)
+        if not (address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"tcp_address must look like tcp://IP:PORT, for example tcp://0.0.0.0:5555 or tcp://[::]:5555, "
+            f"got {address!r}"
+        ) from None
+    return host, int(port)
