@@ -1,6 +1,7 @@
 """Where an engine may listen: sockets below private folders, and tcp where somebody asked for it."""
 
 import os
+from contextlib import suppress
 from ipaddress import ip_address
 
 
@@ -17,13 +18,9 @@ def split_tcp(address: str) -> tuple[str, int]:
     """IP address and port of tcp://IP:PORT, as an engine may listen on it. Raises ValueError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        ip_address(host)
-        if not (address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"tcp_address must look like tcp://IP:PORT, for example tcp://0.0.0.0:5555 or tcp://[::]:5555, "
-            f"got {address!r}"
-        ) from None
-    return host, int(port)
+    if address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535:
+        with suppress(ValueError):
+            return str(ip_address(host)), int(port)
+    raise ValueError(
+        f"tcp_address must look like tcp://IP:PORT, for example tcp://0.0.0.0:5555 or tcp://[::]:5555, got {address!r}"
+    )

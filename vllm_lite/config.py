@@ -221,9 +221,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve_keys: Annotated[
         str | None, Meta(description="folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
     ] = None
-    insecure: Annotated[
-        bool, Meta(description="let in whoever reaches tcp_address, without keys and in the clear")
-    ] = False
+    insecure: Annotated[bool, Meta(description="let in whoever reaches tcp_address, without keys and in the clear")] = (
+        False
+    )
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")

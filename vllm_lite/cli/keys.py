@@ -1,5 +1,5 @@
-"""Make the CURVE keys by which an engine and its clients know each other over tcp: those of the engine, if FOLDER has
-none yet, and a pair for each CLIENT, which may connect from then on. To shut one out, remove its file in FOLDER/clients."""
+"""Make the CURVE keys by which an engine and its clients know each other over tcp: the engine's, if FOLDER has none yet,
+and a pair for each CLIENT, which may connect from then on. To shut one out, remove its file in FOLDER/clients."""
 
 import argparse
 from pathlib import Path

@@ -109,9 +109,10 @@ class Session:
     ) -> "Session":
         """Shake hands with the engine at `address`, waiting while it loads.
 
-        A tcp address needs `keys`: this client's folder, or False for none. `alive` tells why the engine's process ended, None while it runs. Raises EngineError if the engine refuses
-        (another version, another model, a failed start, the keys), has ended, or does not answer in `timeout_s`;
-        ModelError if it cannot start because of its model or configuration; ConfigError for missing keys.
+        A tcp address needs `keys`: the folder of this client's, or False for none. `alive` tells why the engine's
+        process ended, None while it runs. Raises EngineError if the engine refuses (another version or model, a failed
+        start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start because of
+        its model or configuration; ConfigError for missing keys.
         """
         connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode(), keys)
         try:

@@ -26,7 +26,7 @@ from vllm_lite.protocol.api import (
     Tokens,
     Welcome,
 )
-from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, request_named_in
 from vllm_lite.transport import Delivery, Tcp
 from vllm_lite.transport.interface import Pollable
 
@@ -104,6 +104,9 @@ class ClientPort:
             except ProtocolError as error:
                 self.malformed += 1
                 logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
+                request_id = request_named_in(payload)
+                if request_id is not None:
+                    self.push(peer, Finished(request_id, 0, [], "error", error=str(error)))
                 continue
             if isinstance(message, Hello):
                 self._greet(peer, message)

@@ -1,9 +1,9 @@
 """CURVE key pairs as files, laid out as ZeroMQ's certificates usually are (Z85 text).
 
-    FOLDER/server.key                   the engine's public key
-    FOLDER/server.key_secret            both of its keys, mode 0600
-    FOLDER/clients/NAME.key             the public keys that may connect
-    FOLDER/for/NAME/                    what that client is given: client.key_secret (0600), client.key and server.key
+FOLDER/server.key                   the engine's public key
+FOLDER/server.key_secret            both of its keys, mode 0600
+FOLDER/clients/NAME.key             the public keys that may connect
+FOLDER/for/NAME/                    what that client is given: client.key_secret (0600), client.key and server.key
 """
 
 import os

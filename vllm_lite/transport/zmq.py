@@ -76,7 +76,9 @@ class ZmqListener:
 
     def _listen_on(self, tcp: Tcp) -> None:
         if tcp.keys is None:
-            logger.warning("insecure: whoever reaches %s can use this engine, and nothing there is encrypted", tcp.address)
+            logger.warning(
+                "insecure: whoever reaches %s can use this engine, and nothing there is encrypted", tcp.address
+            )
         else:
             keys = load_engine_keys(tcp.keys)
             self._door = Door(Authorised(keys.clients), self._socket.get_monitor_socket(EVENTS))
