@@ -1,7 +1,7 @@
 """Write docs/protocol.md and docs/protocol.schema.json from the messages' own declarations: make protocol
 
-What is not about one message comes from protocol_prose.md. The clients that import nothing of vllm_lite get the version's
-number; whether their messages are right their test tells.
+What is not about one message comes from protocol_prose.md. The clients that import nothing of vllm_lite get the
+version's number; whether their messages are right their test tells.
 
 With --check nothing is written; the exit status is 1 if one of them is out of date.
 """
@@ -162,7 +162,7 @@ def fields(kind: Kind) -> Iterator[str]:
 def default_of(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
-    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[operator]
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if isinstance(default, bytes):
         return "empty"
     return "nil" if default is None else f"`{json.dumps(default)}`"
@@ -213,10 +213,10 @@ def bounds_of_meta(meta: msgspec.Meta, of: str) -> Iterator[str]:
     words = [f"{of}length" if is_length else of.strip()]
     if meta.gt is not None:
         words.append(f"above {short(meta.gt)},")
-    if low is not None and high is not None:
-        words.append(f"{short(low)} to {short(high)}")
-    elif low is not None or high is not None:
-        words.append(f"at least {short(low)}" if high is None else f"at most {short(high)}")
+    if low is not None:
+        words.append(f"at least {short(low)}" if high is None else f"{short(low)} to {short(high)}")
+    elif high is not None:
+        words.append(f"at most {short(high)}")
     if len(words) > 1:
         yield " ".join(filter(None, words))
 

@@ -1,8 +1,8 @@
 """Stream a completion with pyzmq and msgpack alone: python scripts/raw_client.py ipc:///path/to/socket 1 415 333
 
 An example to copy: nothing of vllm_lite is imported; docs/protocol.md tells all the rest. The prompt is token ids, or,
-where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address --keys
-is the folder that `vllm-lite keys` made for this client.
+where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address
+--keys is the folder that `vllm-lite keys` made for this client.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def send(socket: "zmq.Socket[bytes]", *message: object) -> None:
     socket.send(msgpack.packb(message))
 
 
-def receive(socket: "zmq.Socket[bytes]", timeout_s: float) -> Any:
+def receive(socket: "zmq.Socket[bytes]", timeout_s: int) -> Any:
     if not socket.poll(1000 * timeout_s):
         sys.exit(f"raw_client: nothing came within {timeout_s} s; is the address right, are the keys?")
     message = msgpack.unpackb(socket.recv())
@@ -102,15 +102,16 @@ def main() -> int:
     text = " ".join(args.prompt)
     prompt = tokenizer.encode(text).ids if tokenizer else [int(word) for word in args.prompt]
 
-    shown, output = "", []
+    shown, output = 0, []
     for token_ids in stream(socket, prompt, {"max_tokens": args.max_tokens, "temperature": args.temperature}):
         output += token_ids
         if tokenizer is None:
             print(*token_ids, end=" ", flush=True)
-        elif not (now := tokenizer.decode(output)).endswith("\ufffd"):  # the rest of a character comes later
-            print(now[len(shown) :], end="", flush=True)
-            shown = now
-    print()
+        else:
+            text = tokenizer.decode(output).rstrip("\ufffd")  # the rest of a character comes later
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    print(tokenizer.decode(output)[shown:] if tokenizer else "")
     return 0
 
 

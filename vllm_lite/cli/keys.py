@@ -1,4 +1,4 @@
-"""Make the CURVE keys by which an engine and its clients know each other over tcp: the engine's, if FOLDER has none yet,
+"""Make the CURVE keys by which an engine and its clients know each other over tcp: the engine's, if FOLDER has none,
 and a pair for each CLIENT, which may connect from then on. To shut one out, remove its file in FOLDER/clients."""
 
 import argparse

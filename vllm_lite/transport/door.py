@@ -39,6 +39,7 @@ class Door:
             self._questions.bind(_ENDPOINT)
         except zmq.ZMQError as error:
             self._questions.close()
+            self._monitor.close(0)
             raise EngineError(f"another listener of this process checks its clients' keys already: {error}") from error
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()

@@ -115,10 +115,10 @@ class ZmqListener:
 
     def close(self) -> None:
         if self._door is not None:
-            self._socket.disable_monitor()
             self._door.close()
             self._door = None
         if not self._socket.closed:
+            self._socket.disable_monitor()
             self._socket.close()
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
