@@ -56,5 +56,5 @@ bench: $(STAMP)  ## measure the engine's own cost, without a model
 	$(BIN)/vllm-lite bench engine $(ARGS)
 
 clean:  ## remove everything that was made here, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf scripts/node/node_modules $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

@@ -62,9 +62,8 @@ def stream(address: str, keys: KeysOption = None, prompt: str | list[int] = PROM
 
     async def run() -> tuple[list[int], str]:
         async with AsyncClient(address, keys=keys, timeout_s=DEADLINE_S) as client:
-            async for output in client.generate(prompt, GREEDY):
-                pass
-            return list(output.outputs[0].token_ids), output.outputs[0].text
+            outputs = [output async for output in client.generate(prompt, GREEDY)]
+            return list(outputs[-1].outputs[0].token_ids), outputs[-1].outputs[0].text
 
     return asyncio.run(run())
 
@@ -172,7 +171,7 @@ def test_node(engine: Launched, keys: Path, expected: list[int], end: str, tmp_p
         pytest.skip("what it imports is not here: make node-client")
     shutil.copy(SCRIPTS / "node/raw_client.mjs", tmp_path)
     (tmp_path / "node_modules").symlink_to(NODE_MODULES)
-    client = ("node", tmp_path / "raw_client.mjs", *ends_of(engine, keys)[end])
+    client = ["node", str(tmp_path / "raw_client.mjs"), *ends_of(engine, keys)[end]]
     done = run(*client, *ids(PROMPT))
     assert done.returncode == 0, done.stderr
     assert list(map(int, done.stdout.split())) == expected

@@ -49,7 +49,7 @@ def test_engine_and_client_have_each_others_public_key(keys: Path) -> None:
     assert len({engine.public, engine.secret, client.public, client.secret}) == 4
     assert Authorised(engine.clients).name_of(client.public) == "alice"
     assert Authorised(engine.clients).name_of(engine.public) is None
-    public = [path for path in keys.rglob("*.key")]
+    public = list(keys.rglob("*.key"))
     assert len(public) == 4
     assert not any(re.search(r"^\s*secret-key", path.read_text(), re.MULTILINE) for path in public)
 

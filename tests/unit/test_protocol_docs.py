@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import protocol_docs  # noqa: E402 - found only once scripts/ is on the path
 
 from tests.unit.test_protocol import MESSAGES  # noqa: E402
+from vllm_lite.protocol.params import SamplingParams  # noqa: E402
 
 
 def test_the_files_are_current() -> None:
@@ -27,7 +28,7 @@ def test_every_message_and_every_field_is_there() -> None:
         section = sections[type(message).__name__]
         for place, field in enumerate(type(message).__struct_fields__, 1):
             assert f"| {place} | `{field}` |" in section
-    for field in protocol_docs.params.SamplingParams.__struct_fields__:
+    for field in SamplingParams.__struct_fields__:
         assert f"| `{field}` |" in sections["SamplingParams"]
 
 

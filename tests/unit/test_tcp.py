@@ -232,7 +232,7 @@ def test_strangers_on_the_port_disturb_nobody(engine: Engine, alice: Path) -> No
         assert hears(engine, friend)
 
 
-def test_ten_thousand_malformed_messages(engine: Engine, alice: Path) -> None:
+def test_ten_thousand_malformed_messages(engine: Engine, alice: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a client that is let in. All are dropped and counted but those that happen to say something."""
     rng = random.Random(2)
     messages = [message for codec, message in MESSAGES if codec is client_to_engine]
@@ -251,6 +251,7 @@ def test_ten_thousand_malformed_messages(engine: Engine, alice: Path) -> None:
         while engine.heard.get(timeout=DEADLINE_S) != Abort("last"):
             pass
         assert 9_000 < engine.port.malformed <= 10_000
+        assert 10 < caplog.text.count("dropped from a client") < 20
         assert hears(engine, friend)
     connection.close()
 
@@ -265,7 +266,7 @@ def test_a_malformed_request_ends(engine: Engine, alice: Path) -> None:
         ["generate"],
         ["abort", 5],
     ):
-        connection.send(client_to_engine.encode(message))  # type: ignore[arg-type]
+        connection.send(client_to_engine.encode(message))
     ends: list[Finished] = []
     greeted = False
     while len(ends) < 2:

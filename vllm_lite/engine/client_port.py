@@ -103,7 +103,8 @@ class ClientPort:
                 message = client_to_engine.decode(payload)
             except ProtocolError as error:
                 self.malformed += 1
-                logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
+                if self.malformed & (self.malformed - 1) == 0:  # 1, 2, 4, 8, ...: garbage is not to fill a disk
+                    logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
                 request_id = request_named_in(payload)
                 if request_id is not None:
                     self.push(peer, Finished(request_id, 0, [], "error", error=str(error)))
