@@ -158,6 +158,8 @@ class ZmqConnection:
         try:
             return self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
+            if not self._was_there:  # or the news that it is there would end every wait
+                self._listen()
             return None
 
     def send(self, payload: bytes) -> Delivery:
