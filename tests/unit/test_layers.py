@@ -24,7 +24,7 @@ LAYERS = [
     "metrics",
     "wakeup",
     "machine",
-    "addresses",
+    "settings",
     "config",
     "model_spec",
     "supervise",

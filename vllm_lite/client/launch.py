@@ -8,9 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from vllm_lite import supervise
-from vllm_lite.addresses import check_address, split_tcp
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings
+from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
