@@ -89,6 +89,7 @@ class ZmqListener:
         self._socket.setsockopt(zmq.IPV6, "[" in tcp.address)
         self._socket.bind(tcp.address)
         self.tcp_address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        logger.info("clients %s may connect to %s", "with keys" if tcp.keys else "of any kind", self.tcp_address)
 
     def recv(self) -> tuple[bytes, bytes] | None:
         try:
