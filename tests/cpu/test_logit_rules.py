@@ -153,7 +153,7 @@ def test_min_p_is_that_of_transformers(min_p: float) -> None:
     from transformers import MinPLogitsWarper
 
     logits = random_logits()
-    warped = MinPLogitsWarper(min_p)(torch.tensor([PROMPT]), logits[None].clone() / 1.5)
+    warped = MinPLogitsWarper(min_p)(torch.LongTensor([PROMPT]), logits[None].clone() / 1.5)
     inputs = inputs_of(PROMPT, [], SamplingParams(temperature=1.5, min_p=min_p), VOCAB, 4000)
     drawn = Sampler(VOCAB, CPU).sample(logits.expand(4000, -1).clone(), inputs).tokens
     assert set(drawn.tolist()) == set(torch.isfinite(warped[0]).nonzero().squeeze(1).tolist())

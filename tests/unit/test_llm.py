@@ -33,6 +33,10 @@ class FakeLaunched:
     closed: list[str] = field(default_factory=list)
 
     @property
+    def address(self) -> str:
+        return self.session.address
+
+    @property
     def engine(self) -> Welcome:
         return self.session.welcome
 

@@ -170,7 +170,7 @@ def test_decode_step_stays_small() -> None:
         ({"max_tokens": 0}, "max_tokens must be between 1"),
         ({"max_tokens": True}, "max_tokens must be an integer"),
         ({"min_tokens": 20}, r"min_tokens must be at most max_tokens \(16\), got 20"),
-        ({"seed": -1}, "seed must be between 0"),
+        ({"seed": -2}, "seed must be between 0"),
         ({"stop": [""]}, "stop strings must not be empty"),
         ({"stop": [1]}, "stop must be a list of strings"),
         ({"stop": "x", "detokenize": False}, "need detokenize=True"),

@@ -123,7 +123,8 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`; each output holds all text and tokens so far, the last one has `finished` set.
+        """Continue `prompt`; each output holds all text and tokens so far, or what else `output_kind` of the
+        parameters says. The last one has `finished` set.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -206,7 +207,7 @@ class AsyncClient:
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):
-                    yield stream.output()
+                    yield stream.next_output()
         finally:
             del self._inboxes[request_id], self._streams[request_id]
             session.drop(request_id)
