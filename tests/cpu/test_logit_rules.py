@@ -17,7 +17,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Sampling
 from vllm_lite.worker.logit_edits import NEVER
 from vllm_lite.worker.logit_rules import RuleBook
-from vllm_lite.worker.sampler import ROW_PARAMS, SampleInputs, Sampler, row_params
+from vllm_lite.worker.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
 from vllm_lite.worker.token_counts import TokenCounts
 
 VOCAB = 40
@@ -180,6 +180,16 @@ def test_draws_follow_the_softmax_that_rules_and_filters_leave(rules: dict[str, 
     tokens = Sampler(len(logits), CPU).sample(logits.expand(NUM_DRAWS, -1).clone(), inputs).tokens.tolist()
     statistic, freedom = chi_squared(tokens, expected)
     assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
+
+
+def test_a_rule_hides_no_fault_of_the_model() -> None:
+    """Not even where a token is not allowed: what else the model says of such a row is not to be trusted."""
+    logits = random_logits().expand(2, -1).clone()
+    logits[1, 30] = math.nan
+    inputs = inputs_of(PROMPT, OUTPUT, SamplingParams(allowed_token_ids=[3, 4]), VOCAB, 2)
+    sampled = Sampler(VOCAB, CPU).sample(logits, inputs)
+    assert sampled.failed == {1: NOT_FINITE}
+    assert int(sampled.tokens[0]) in (3, 4)
 
 
 def test_counts_of_the_longest_sequence_of_different_tokens() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.e2e.reference import Reference, make_prompts, start, tokens_of
 from vllm_lite import LLM, AsyncClient, BeamSearchParams, RequestOutput, SamplingParams
@@ -181,13 +182,14 @@ def test_the_models_own_end_tokens_end_a_beam(llama: Reference, stop_tokens: tup
         assert_beams(expected_beams(llama, prompt, params), output, params)
         assert all(one.stop_reason is None for one in output.outputs)
     assert {one.finish_reason for output in outputs for one in output.outputs} == {"stop", "length"}
+    words = Tokenizer.from_file(str(model / "tokenizer.json"))
     for prompt, output, beams in zip(PROMPTS, outputs, found, strict=True):
         assert beams.prompt_token_ids == prompt
-        expected = [
-            BeamSearchSequence(prompt + one.token_ids, one.cumulative_logprob or 0.0, None, one.finish_reason)
-            for one in output.outputs
-        ]
-        assert beams.sequences == expected
+        for one, beam in zip(output.outputs, beams.sequences, strict=True):
+            tokens, logprob = prompt + one.token_ids, one.cumulative_logprob
+            text = words.decode(tokens, skip_special_tokens=False)
+            assert beam.cum_logprob == pytest.approx(logprob, abs=TIE)
+            assert beam == BeamSearchSequence(tokens, beam.cum_logprob, text, one.finish_reason, one.stop_reason)
 
 
 # ---- samples
