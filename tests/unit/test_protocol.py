@@ -1,6 +1,7 @@
 """The wire: round trips by declared type, limits, and garbage."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -202,11 +203,36 @@ def test_decode_step_stays_small() -> None:
         ({"use_beam_search": True, "presence_penalty": 1}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "logit_bias": {1: 1}}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "use_beam_search follows the model's own logprobs"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs is not supported yet"),
+        ({"output_kind": 1}, "output_kind must be a RequestOutputKind, got 1"),
+        ({"extra_args": [1]}, r"extra_args must be a dict with names as keys, got \[1\]"),
+        ({"extra_args": {1: 2}}, "extra_args must be a dict with names as keys, got {1: 2}"),
+        ({"extra_args": dict.fromkeys(map(str, range(65)))}, "extra_args takes at most 64 entries, got 65"),
+        (
+            {"allowed_token_ids": [0.5] * 1000},
+            r"allowed_token_ids must be a list of token ids, got \[0.5.{0,200}\.\.\.$",
+        ),
     ],
 )
 def test_bad_sampling_params_name_the_field_and_the_range(settings: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_none_and_minus_one_are_defaults_where_vllm_has_them() -> None:
+    none: Any = None
+    given = SamplingParams(stop=none, stop_token_ids=none, bad_words=none, bad_words_token_ids=none, seed=-1)
+    assert given == SamplingParams()
+    assert SamplingParams.from_optional(temperature=None, top_p=0.5, stop=None) == SamplingParams(top_p=0.5)
+
+
+def test_a_clone_may_differ_and_is_checked() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"])
+    assert params.clone() == params
+    assert params.clone(max_tokens=3) == SamplingParams(temperature=0.5, stop=["a"], max_tokens=3)
+    assert params.max_tokens == 16
+    with pytest.raises(ValueError, match="max_tokens must be between"):
+        params.clone(max_tokens=0)
 
 
 def test_a_bias_may_be_spelled_as_in_json_and_is_copied() -> None:

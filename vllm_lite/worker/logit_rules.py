@@ -83,7 +83,6 @@ class RuleBook:
         slot = self._free.pop()
         self._used[slot] = _read(sampling, self._vocab_size)
         self._starts[slot], self._until[slot] = num_prompt, sampling.min_tokens_until
-        self._table = None
         rules = sampling.rules or NO_RULES
         if rules.penalises:
             self._weights[:, slot] = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
@@ -100,7 +99,7 @@ class RuleBook:
             return None
         rules = self._used.pop(slot)
         self._free.append(slot)
-        self._table = None
+        self._table = None  # the slot's next sequence has other rules
         if self._penalised[slot] and self._counts is not None:
             self._counts.clear(slot)
             self._penalised[slot] = False
