@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_bad_words_have_no_special_tokens() -> None:
     words = sent("a", factory, bad_words=["the"]).params.bad_words_token_ids
     spelled = [tokenizer.token_id(name) for name in ("▁", "<0x74>", "<0x68>", "<0x65>")]  # BPE without merges
     assert words == (tuple(spelled), (spelled[0], *spelled))
-    assert tokenizer.special_ids.isdisjoint([token for word in words for token in word])
+    assert tokenizer.special_ids.isdisjoint(chain.from_iterable(words))
 
 
 def test_bad_words_need_a_tokenizer() -> None:
