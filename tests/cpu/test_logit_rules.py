@@ -182,6 +182,25 @@ def test_draws_follow_the_softmax_that_rules_and_filters_leave(rules: dict[str, 
     assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
 
 
+def test_a_slot_has_the_rules_of_its_last_sequence() -> None:
+    """Who takes another's place in a step takes its slot as well."""
+    book, tokens = RuleBook(1, VOCAB, 100), np.array([PROMPT], np.int32)
+    for token in (3, 4, 5):
+        rules: list[dict[str, Any]] = [{"logit_bias": {token: 1.0}}, {"frequency_penalty": 1.0}, {"min_tokens": 2}]
+        for fields in rules:
+            slot = book.add(wire(SamplingParams(**fields), 5), tokens[0], 5)
+            assert slot == 1
+            book.count(np.array([slot]), np.array([token]))
+            banned, edits = book.of_step(np.array([slot]), np.array([5]), np.array([0]), tokens)
+            row = torch.zeros(1, VOCAB)
+            if edits is not None:
+                edits.apply(row)
+            expected = {"logit_bias": {token: 1.0}, "frequency_penalty": {token: -1.0}, "min_tokens": {}}
+            assert {at: row[0, at].item() for at in row[0].nonzero().flatten().tolist()} == expected[next(iter(fields))]
+            assert (banned is not None) == ("min_tokens" in fields)
+            book.remove(slot)
+
+
 def test_a_rule_hides_no_fault_of_the_model() -> None:
     """Not even where a token is not allowed: what else the model says of such a row is not to be trusted."""
     logits = random_logits().expand(2, -1).clone()
