@@ -12,7 +12,7 @@ from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.tokenizer import Tokenizer
-from vllm_lite.protocol.api import ForkRequest, Generate, PromptLogprobs, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import ForkRequest, Generate, GetStats, PromptLogprobs, Stats, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
 TOKENIZER = Tokenizer(made.byte_level())
@@ -41,6 +41,14 @@ async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text)
+
+
+async def settle(client: AsyncClient, engine: FakeEngine) -> None:
+    """Returns when readers have been given all that the engine sent so far."""
+    stats = asyncio.ensure_future(client.stats())
+    await expect(engine, GetStats)
+    engine.send(Stats(*range(11)))
+    await stats
 
 
 def shape(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
@@ -138,6 +146,7 @@ def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, Any]) ->
         task = asyncio.ensure_future(collect(client.generate("x", SamplingParams(**fields), "r")))
         await expect(engine, Generate)
         engine.tokens("r", 0, *ids("one"))
+        await settle(client, engine)
         for index in range(fields.get("best_of", 1)):
             engine.finish("r", 0 if index else 3, *ids("!"), index=index, cumulative_logprob=-float(index))
         (output,) = await task
