@@ -24,8 +24,8 @@ from vllm_lite.protocol.params import SamplingParams
 
 TOKENIZER = Tokenizer(made.byte_level())
 TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% if not loop.last %};{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{{ mood }}{% endif %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ mood }}{% endif %}"
 )
 
 
@@ -320,7 +320,7 @@ def test_the_models_own_defaults(engine: FakeEngine, tmp_path: Path, monkeypatch
 # ---- chats
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "x"}]
-RENDERED = "[user]one;[assistant]two;[user]x"
+RENDERED = "[user]one;[assistant]two;[user]x;"
 
 
 def chat(llm: LLM, engine: FakeEngine, messages: Any, **options: Any) -> list[str | None]:
@@ -334,12 +334,12 @@ def chat(llm: LLM, engine: FakeEngine, messages: Any, **options: Any) -> list[st
 
 def test_a_chat_goes_through_the_template(llm: LLM, engine: FakeEngine) -> None:
     assert chat(llm, engine, CHAT) == [RENDERED + "[assistant]"]
-    assert chat(llm, engine, [CHAT, CHAT[:1]]) == [RENDERED + "[assistant]", "[user]one[assistant]"]
+    assert chat(llm, engine, [CHAT, CHAT[:1]]) == [RENDERED + "[assistant]", "[user]one;[assistant]"]
     assert chat(llm, engine, CHAT, add_generation_prompt=False) == [RENDERED]
     assert chat(llm, engine, CHAT[:2], add_generation_prompt=False, continue_final_message=True) == [RENDERED[:24]]
     assert chat(llm, engine, CHAT, chat_template_kwargs={"mood": "happy"}) == [RENDERED + "[assistant]happy"]
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert chat(llm, engine, [{"role": "user", "content": parts}]) == ["[user]one\ntwo[assistant]"]
+    assert chat(llm, engine, [{"role": "user", "content": parts}]) == ["[user]one\ntwo;[assistant]"]
 
 
 def test_a_template_may_be_given(llm: LLM, engine: FakeEngine, tmp_path: Path) -> None:
@@ -391,16 +391,17 @@ def test_beam_search_asks_for_beams_and_shows_whole_sequences(llm: LLM, engine: 
     def act() -> None:
         request = engine.expect(Generate)
         asked.append(request.params)
-        for index in range(2):
-            engine.finish(request.request_id, 0, *ids("xy"[index]), index=index, cumulative_logprob=-1.0 - index)
+        engine.finish(request.request_id, 0, *ids("x"), end, reason="stop", index=0, cumulative_logprob=-1.0)
+        engine.finish(request.request_id, 0, *ids("y"), index=1, cumulative_logprob=-2.0)
 
+    end = TOKENIZER.token_id("<|end|>") or 0
     meanwhile(act)
     params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True, length_penalty=0.5)
     (output,) = llm.beam_search("one", params)
     expected = SamplingParams(use_beam_search=True, n=2, max_tokens=5, ignore_eos=True, length_penalty=0.5)
     assert [(one.clone(seed=None)) for one in asked] == [expected]
     shown = [(beam.text, beam.tokens, beam.cum_logprob, beam.finish_reason) for beam in output.sequences]
-    assert shown == [("onex", ids("onex"), -1.0, "length"), ("oney", ids("oney"), -2.0, "length")]
+    assert shown == [("onex<|end|>", [*ids("onex"), end], -1.0, "stop"), ("oney", ids("oney"), -2.0, "length")]
     assert output.prompt_token_ids == ids("one")
 
 

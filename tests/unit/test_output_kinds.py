@@ -12,6 +12,7 @@ from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
 from vllm_lite.protocol.api import ForkRequest, Generate, GetStats, PromptLogprobs, Stats, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
@@ -181,3 +182,23 @@ def test_times_are_in_order(folder: Path) -> None:
         assert done.arrival_time <= (done.first_token_time or 0) <= (done.finished_time or 0)
 
     run(folder, body)
+
+
+def test_the_tokenizer_is_the_engines(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        tokenizer = await client.get_tokenizer()
+        assert (tokenizer.encode("one"), tokenizer.eos_token_id) == (ids("one"), 2)
+        with pytest.raises(ModelError, match="has no chat template"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+    run(folder, body)
+
+
+def test_without_a_tokenizer_there_is_none() -> None:
+    async def main() -> None:
+        with FakeEngine(answer=welcome(tokenizer="/nowhere")) as engine:
+            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+                with pytest.raises(ModelError, match="/nowhere has no tokenizer; give token ids"):
+                    await client.get_tokenizer()
+
+    asyncio.run(main())

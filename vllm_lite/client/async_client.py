@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
@@ -16,6 +16,9 @@ from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_erro
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+
+if TYPE_CHECKING:  # Jinja is imported when it is needed
+    from vllm_lite.client.chat import ChatTokenizer
 
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
@@ -116,6 +119,13 @@ class AsyncClient:
     def engine(self) -> Welcome:
         """What the engine said of itself: model, limits, number and size of its KV blocks."""
         return self._connected().session.welcome
+
+    async def get_tokenizer(self) -> "ChatTokenizer":
+        """encode, decode and apply_chat_template, as generate() uses them. Raises ModelError."""
+        from vllm_lite.client.chat import ChatTokenizer
+
+        words, engine = self._connected().streams.tokenizer, self.engine
+        return ChatTokenizer(words, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
 
     async def generate(
         self,

@@ -17,8 +17,10 @@ class ChatTokenizer:
     """A checkpoint's tokenizer and chat template. Methods have the names and defaults of transformers' tokenizers,
     where these have them."""
 
-    def __init__(self, tokenizer: Tokenizer, folder: str | Path, eos_token_ids: Sequence[int] = ()) -> None:
-        """The template is the one in `folder`; it is read when it is needed."""
+    def __init__(self, tokenizer: Tokenizer | None, folder: str | Path, eos_token_ids: Sequence[int] = ()) -> None:
+        """Both come from `folder`; the template is read when it is needed. Raises ModelError without a tokenizer."""
+        if tokenizer is None:
+            raise ModelError(f"{folder} has no tokenizer; give token ids to generate()")
         self._tokenizer = tokenizer
         self._folder = Path(folder)
         self._template: ChatTemplate | None = None

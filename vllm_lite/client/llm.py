@@ -19,7 +19,7 @@ from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
-from vllm_lite.errors import ConfigError, ModelError, RequestError
+from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import SamplingParams
 
@@ -121,12 +121,10 @@ class LLM:
     def get_tokenizer(self) -> "ChatTokenizer":
         """encode, decode and apply_chat_template, as generate() and chat() use them. Raises ModelError."""
         if self._tokenizer is None:
-            words, config, engine = self._streams.tokenizer, self.config, self.engine
-            if words is None:
-                raise ModelError(f"{config.tokenizer or config.model} has no tokenizer; give token ids to generate()")
             from vllm_lite.client.chat import ChatTokenizer
 
-            self._tokenizer = ChatTokenizer(words, config.tokenizer or config.model, engine.eos_token_ids)
+            folder = self.config.tokenizer or self.config.model
+            self._tokenizer = ChatTokenizer(self._streams.tokenizer, folder, self.engine.eos_token_ids)
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
