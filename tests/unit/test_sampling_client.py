@@ -61,6 +61,15 @@ def test_bad_words_have_no_special_tokens() -> None:
     assert tokenizer.special_ids.isdisjoint(chain.from_iterable(words))
 
 
+def test_too_many_tokens_are_refused_like_any_other_request() -> None:
+    with pytest.raises(RequestError, match="bad_words have at most 64 tokens each, got 100"):
+        sent("x", bad_words=["x" * 100])
+    many = [f"w{number}" for number in range(256)]
+    assert len(sent("x", bad_words=many).params.bad_words_token_ids) == 512
+    with pytest.raises(RequestError, match="bad_words: bad_words_token_ids takes at most 512 entries, got 513"):
+        sent("x", bad_words=many, bad_words_token_ids=[[1, 2]])
+
+
 def test_bad_words_need_a_tokenizer() -> None:
     factory = StreamFactory(welcome(), None)
     with pytest.raises(RequestError, match=r"bad_words need a tokenizer.*use bad_words_token_ids"):

@@ -18,7 +18,7 @@ from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
 
 logger = log.get(__name__)
 
@@ -256,11 +256,20 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space."""
-    spelled = [(word.lstrip(), " " + word.lstrip()) for word in params.bad_words]
-    sequences = [tuple(tokenizer.encode(text, add_special_tokens=False)) for pair in spelled for text in pair]
-    known = (*params.bad_words_token_ids, *filter(None, sequences))
-    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space. Raises
+    RequestError."""
+    known = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(tokens) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(f"bad_words have at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(tokens)}")
+            if tokens:
+                known.append(tokens)
+    try:
+        return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+    except ValueError as error:
+        raise RequestError(f"bad_words: {error}") from error
 
 
 def num_kept(params: SamplingParams, limits: Welcome) -> int | None:

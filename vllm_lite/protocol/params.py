@@ -21,6 +21,7 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 MAX_SHOWN_CHARS = 200
+MAX_NAME_CHARS = 256
 GREEDY_BELOW = 1e-5
 """A temperature below this means: take the most likely token."""
 
@@ -46,6 +47,16 @@ _BOUNDS: dict[str, tuple[type, float, float]] = {
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "deadline_ms", "truncate_prompt_tokens"}
 _ABOVE_ZERO = ("top_p",)
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "use_beam_search",
+    "early_stopping",
+)
+_NAMES = ("user", "cache_salt")
 _EMPTY_BY_DEFAULT = ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids")
 
 
@@ -118,8 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     early_stopping: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
-    user: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    user: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: Annotated[dict[str, Any], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
@@ -178,6 +189,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self._set("bad_words_token_ids", _checked_sequences("bad_words_token_ids", self.bad_words_token_ids))
 
     def _check_rest(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {_shown(getattr(self, name))}")
+        for name in _NAMES:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or len(value) > MAX_NAME_CHARS):
+                raise TypeError(f"{name} must be a text of at most {MAX_NAME_CHARS} characters, got {_shown(value)}")
+        for name in (*_NAMES, "stop", "bad_words"):
+            _check_unicode(name, getattr(self, name) or "")
         if self.structured_outputs is not None:
             raise ValueError("structured_outputs is not supported yet")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -239,6 +259,15 @@ def _check_number(name: str, value: Any, kind: type, low: float, high: float) ->
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
     if not value and name in _ABOVE_ZERO:
         raise ValueError(f"{name} must be greater than 0 and at most {high:g}, got {value!r}")
+
+
+def _check_unicode(name: str, texts: str | Sequence[str]) -> None:
+    """Half a surrogate pair, which a Python string may hold, cannot be sent."""
+    for text in (texts,) if isinstance(texts, str) else texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be valid Unicode, got {_shown(text)}: {error.reason}") from None
 
 
 def _shown(value: Any) -> str:
