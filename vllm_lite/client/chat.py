@@ -53,38 +53,20 @@ class ChatTokenizer:
         chat_template: str | Path | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt for `conversation`, as token ids or as text; see render()."""
-        text = self.render(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            variables=variables,
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template has written them
-
-    def render(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template: str | Path | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text, special tokens included; `variables` are the template's.
+        """The prompt for `conversation`, as token ids or as text; `variables` are the template's.
 
         `chat_template` replaces the checkpoint's: Jinja, or a file with it. Raises RequestError or ModelError.
         """
-        return self._find(chat_template).render(
+        text = self.template(chat_template).render(
             plain_messages(conversation),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template has written them
 
-    def _find(self, given: str | Path | None) -> ChatTemplate:
-        """The checkpoint's, or the one that is given. Raises ModelError if there is none."""
+    def template(self, given: str | Path | None = None) -> ChatTemplate:
+        """The checkpoint's, or the one that is given: Jinja, or a file with it. Raises ModelError if there is none."""
         if given is not None:
             template = ChatTemplate.load(self._folder, given)
         else:

@@ -173,17 +173,17 @@ class LLM:
         add_generation_prompt=False, the last message is gone on with. Raises as generate() does, and ModelError if
         there is no template or no tokenizer.
         """
-        from vllm_lite.client.chat import conversations
+        from vllm_lite.client.chat import conversations, plain_messages
 
         tokenizer, several = self.get_tokenizer(), conversations(messages)
+        template = tokenizer.template(chat_template)
         prompts: list[PromptLike] = []
         for place, conversation in enumerate(several):
             with _named(f"conversation {place}" if len(several) > 1 else ""):
-                text = tokenizer.render(
-                    conversation,
+                text = template.render(
+                    plain_messages(conversation),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    chat_template=chat_template,
                     variables=chat_template_kwargs,
                 )
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
