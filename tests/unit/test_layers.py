@@ -41,6 +41,7 @@ LAYERS = [
     "worker",
     "client",
     "server",
+    "remote",
     "bench",
     "cli",
     "__main__",
