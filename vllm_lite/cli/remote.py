@@ -43,10 +43,11 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["Remote"]:
     """The server that is running, or with `load` one of our own that ends with the block. Raises VllmLiteError."""
-    from vllm_lite.remote.api import DEFAULT_URL, Remote
+    from vllm_lite.remote.api import DEFAULT_URL, Remote, key_from_environment
 
     if load is None:
-        with Remote(arguments.url or DEFAULT_URL, key(arguments), arguments.model_name) as remote:
+        key = arguments.api_key or key_from_environment()
+        with Remote(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
             yield remote
         return
     if arguments.url is not None:
@@ -58,12 +59,6 @@ def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | No
         with _starting(config.model) as show:
             own = stack.enter_context(OwnServer(config, show))
         yield stack.enter_context(Remote(own.url, None, arguments.model_name, own.reason))
-
-
-def key(arguments: argparse.Namespace) -> str | None:
-    from vllm_lite.remote.api import key_from_environment
-
-    return arguments.api_key or key_from_environment()
 
 
 def own_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
