@@ -41,12 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
     batch_file.check_path(arguments.output_file, "--output-file")
     if arguments.model is None and arguments.url is None:
         raise ConfigError("say who answers: --model MODEL for a server of its own, or --url of one that is running")
+    if arguments.model is not None and arguments.url is not None:
+        raise ConfigError("give either --model, for a server of its own, or --url of one that is running")
     if os.path.exists(arguments.output_file) and os.path.samefile(arguments.input_file, arguments.output_file):
         raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")
     num_lines = batch_file.count_lines(arguments.input_file)
     with batch_file.Results(arguments.output_file, retry_failed=arguments.retry_failed) as results:
         began_s = time.monotonic()
-        with server(arguments, None if arguments.model is None else lambda: _config(arguments)) as remote:
+        has_work = any(
+            isinstance(entry, batch_file.Request) and entry.custom_id not in results.done
+            for entry in batch_file.read(arguments.input_file)
+        )
+        own = arguments.model is not None and has_work  # or else there is nothing to start it for
+        with server(arguments, (lambda: _config(arguments)) if own else None) as remote:
             return _run(arguments, remote, results, num_lines, began_s)
 
 
