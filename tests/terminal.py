@@ -25,7 +25,7 @@ class Typist:
         self._raw = b""
         self._at = 0
         self._news = threading.Condition()
-        self._keyboard, program = pty.openpty()
+        self._keyboard, program = pty.openpty()  # the terminal of a new session, so that its Ctrl-C is this program's
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm_lite", *words],
             stdin=program,
@@ -33,8 +33,7 @@ class Typist:
             stderr=program,
             env={**os.environ, "TERM": "xterm", **(env or {})},
             start_new_session=True,
-            # the terminal of the new session, so that its Ctrl-C is this program's
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509 - one system call
         )
         os.close(program)
         self._reader = threading.Thread(target=self._read, daemon=True)

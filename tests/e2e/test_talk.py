@@ -67,7 +67,7 @@ def test_a_chat(server: Server, env: dict[str, str], tmp_path: Path) -> None:
         user.say("/stats")
         user.wait_for(r"prompt of \d+ tokens \(\d+ of them from the cache\), answer of \d+: first after \d+ ms")
         user.say(f"/save {file}")
-        user.wait_for("2 questions with their answers")
+        user.wait_for(r"2 questions with their answers.*\n> $")
         user.type(CTRL_D)
         assert user.wait() == 0
     said = json.loads(file.read_text())["messages"]
@@ -151,7 +151,8 @@ def test_a_server_that_dies_in_the_middle(env: dict[str, str]) -> None:
         until(lambda: load(server) == 1, "the request")
         below = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
-        user.wait_for(r"the server went away.*\n.*/retry asks again\n> $")
+        server.process.wait(30)
+        user.wait_for(r"the server at .* went away\n.*/retry asks again\n> $")
         user.say("/retry")
         user.wait_for(r"no server answers at .*vllm-lite serve")
         user.wait_for(PROMPT)

@@ -189,4 +189,4 @@ def lost(address: Address, error: httpx.HTTPError, why: str | None) -> RemoteErr
         )
     if isinstance(error, httpx.TimeoutException):
         return RemoteError(f"the server at {address.shown} says nothing any more")
-    return RemoteError("the server went away in the middle of its answer")
+    return RemoteError(f"the server at {address.shown} went away")
