@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
                 chat.ask(arguments.quick)
                 return int(chat.failed)
             if terminal.is_interactive:
-                terminal.note(f"{model} at {remote.address.shown}. /help lists commands; Ctrl-C stops an answer.")
+                where = "" if arguments.folder else f" at {remote.address.shown}"
+                terminal.note(f"{model}{where}. /help lists commands; Ctrl-C stops an answer.")
             return _talk(chat, terminal)
     except BrokenPipeError:
         return reader_gone()

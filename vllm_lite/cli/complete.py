@@ -52,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal") -> int:
-    terminal.note(
-        f"{remote.model} at {remote.address.shown}. Each line is continued; Ctrl-C stops that, Ctrl-D leaves."
-    )
+    where = "" if arguments.folder else f" at {remote.address.shown}"
+    terminal.note(f"{remote.model}{where}. Each line is continued; Ctrl-C stops that, Ctrl-D leaves.")
     while (line := terminal.read("> ")) is not None:
         if not line:
             continue

@@ -83,8 +83,16 @@ def _starting(model: str) -> Iterator[Callable[[float], None]]:
         yield lambda _: None
         return
     name = os.path.basename(model.rstrip("/"))
+    shown = ""
+
+    def show(elapsed_s: float) -> None:
+        nonlocal shown
+        before, shown = shown, f"\rstarting {name}: {elapsed_s:.1f} s"
+        if shown != before:
+            print(shown, end="", file=sys.stderr, flush=True)
+
     try:
-        yield lambda elapsed_s: print(f"\rstarting {name}: {elapsed_s:.1f} s", end="", file=sys.stderr, flush=True)
+        yield show
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -113,8 +113,8 @@ class Chat:
                 return True
             text, self._lines = "\n".join(self._lines), None
             self.ask(text)
-        elif text.startswith("/") and not text.startswith("//"):
-            return self._command(text)
+        elif text.lstrip().startswith("/") and not text.startswith("//"):
+            return self._command(text.lstrip())
         else:
             self.ask(text.removeprefix("/") if text.startswith("//") else text)
         return True
