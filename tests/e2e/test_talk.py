@@ -187,6 +187,17 @@ def test_a_server_of_its_own_ends_with_the_chat(env: dict[str, str], tmp_path: P
         until(lambda: not list(runs.iterdir()), "the end of its folders", 30)
 
 
+def test_ctrl_c_while_it_starts(env: dict[str, str], tmp_path: Path) -> None:
+    runs = tmp_path / "t"
+    runs.mkdir()
+    with typing("chat", "demo", env={**env, "TMPDIR": str(runs)}) as user:
+        user.wait_for("starting demo")
+        user.type(CTRL_C)
+        assert user.wait() == 130
+        assert "Traceback" not in user.shown
+    assert list(runs.iterdir()) == []
+
+
 # ---- pipes
 
 
@@ -242,7 +253,8 @@ def test_complete(server: Server) -> None:
 
 def test_complete_with_a_server_of_its_own(tmp_path: Path) -> None:
     words = ("demo", "Once upon a time", "--max-tokens", "5", "--temperature", "0")
-    status, out, err = run("complete", *words, env={"TMPDIR": str(tmp_path)})
+    env = {"TMPDIR": str(tmp_path), "VLLM_LITE_API_KEY": "of another server", "VLLM_LITE_SHUTDOWN_TIMEOUT": "50"}
+    status, out, err = run("complete", *words, env=env)
     assert (status, err) == (0, "")
     assert out.strip()
     assert list(tmp_path.iterdir()) == []

@@ -25,8 +25,14 @@ class FakeAnswers:
         self.asked: list[list[dict[str, str]]] = []
         self.sampling: dict[str, Any] = {}
         self.num_open = 0
+        self.streams: list[Generator[Piece, None, None]] = []
 
     def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        stream = self._chat(messages, sampling)
+        self.streams.append(stream)  # so that none is closed by being forgotten
+        return stream
+
+    def _chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
         self.asked.append([dict(message) for message in messages])
         self.sampling = dict(sampling)
         self.num_open += 1
@@ -180,7 +186,7 @@ def test_the_system_prompt_comes_first(rig: Rig) -> None:
 def test_what_is_set_is_sampled_with(rig: Rig) -> None:
     rig.say("/set temperature 0.7", "/set stop END", '/set bad_words ["a", "b"]', "/set ignore_eos true", "hello")
     assert rig.answers.sampling == {"temperature": 0.7, "stop": "END", "bad_words": ["a", "b"], "ignore_eos": True}
-    rig.say("/set temperature", "/set stop none", "hello")
+    rig.say(" /set temperature", "/set stop none", "hello")
     assert set(rig.answers.sampling) == {"bad_words", "ignore_eos"}
     rig.say("/set")
     assert "bad_words" in rig.note
