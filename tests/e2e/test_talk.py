@@ -187,6 +187,16 @@ def test_a_server_of_its_own_ends_with_the_chat(env: dict[str, str], tmp_path: P
         until(lambda: not list(runs.iterdir()), "the end of its folders", 30)
 
 
+def test_lines_are_continued(server: Server, env: dict[str, str]) -> None:
+    with typing("complete", "--url", server.url, "--max-tokens", "8", env=env) as user:
+        for text in ("Once upon a time", "One windy day,"):
+            user.wait_for(PROMPT)
+            user.say(text)
+            user.wait_for(r"\w+ \w+.*\n\n(?=> $)")
+        user.type(CTRL_D)
+        assert user.wait() == 0
+
+
 def test_ctrl_c_while_it_starts(env: dict[str, str], tmp_path: Path) -> None:
     runs = tmp_path / "t"
     runs.mkdir()
@@ -283,3 +293,15 @@ def test_a_model_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> Non
     terminal._safe_out = True
     terminal.write("a\x1b[2Jb\x07c\x9bd\r\ne\tä")
     assert capsys.readouterr().out == "a\ufffd[2Jb\ufffdc\ufffdd\ne\tä"
+
+
+def test_thoughts_are_shown_to_people_only(capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_lite.remote.terminal import Terminal
+
+    for is_interactive, shown in ((False, "yes\n"), (True, "hm\nyes\n\n")):
+        terminal = Terminal()
+        terminal.is_interactive = is_interactive
+        terminal.write("hm", dim=True)
+        terminal.write("yes")
+        terminal.end()
+        assert capsys.readouterr().out == shown

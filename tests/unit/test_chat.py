@@ -144,10 +144,13 @@ def test_a_server_that_dies_is_said_and_the_conversation_is_kept(rig: Rig) -> No
     assert rig.said[2:] == [("user", "second"), ("assistant", "whole")]
 
 
-def test_a_model_without_a_template_is_advised(rig: Rig) -> None:
+def test_what_a_chat_can_do_about_a_refusal_is_said(rig: Rig) -> None:
     rig.answers.script = [RemoteError("this model has no chat template; start the server with ...")]
     rig.say("hello")
     assert "vllm-lite complete" in rig.note
+    rig.answers.script = [RemoteError("the prompt's 2100 tokens are 52 more than the 2048 that fit")]
+    rig.say("hello")
+    assert "/clear" in rig.note
 
 
 def test_ends_that_are_not_the_models_are_said(rig: Rig) -> None:

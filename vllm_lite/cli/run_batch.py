@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_lite.cli.remote import add_server_flags, server
 from vllm_lite.config import EngineConfig
-from vllm_lite.config import add_flags as add_config_flags
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.remote import batch_file
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.settings import add_flags as add_config_flags
 
 if TYPE_CHECKING:
     from vllm_lite.remote.api import Remote

@@ -268,4 +268,6 @@ def _with_advice(message: str) -> str:
     """What a chat can do about it, where a server's own words are about something else."""
     if "chat template" in message:
         return f"{message}\na model without a chat template continues texts: try `vllm-lite complete`"
+    if "that fit" in message or "context" in message:
+        return f"{message}\n/undo or /clear makes room; /set max_tokens asks for less"
     return message

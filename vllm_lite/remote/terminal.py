@@ -24,6 +24,7 @@ class Terminal:
         self._safe_out = sys.stdout.isatty()
         self._history = _History() if self.is_interactive else None
         self._at_line_start = True
+        self._is_dim = False
 
     # ---- in
 
@@ -48,6 +49,9 @@ class Terminal:
         if dim and not self.is_interactive:
             return
         shown = text.translate(_VISIBLE) if self._safe_out else text
+        if dim is not self._is_dim and not self._at_line_start:
+            self._line("\n", sys.stdout)  # thoughts are set apart from what is said
+        self._is_dim = dim
         if dim and self._has_colors:
             shown = f"{_DIM}{shown}{_PLAIN}"
         self._line(shown, sys.stdout)
