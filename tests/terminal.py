@@ -26,6 +26,7 @@ class Typist:
         self._at = 0
         self._news = threading.Condition()
         self._keyboard, program = pty.openpty()  # the terminal of a new session, so that its Ctrl-C is this program's
+        termios.tcsetwinsize(program, (50, 500))  # so that no line is broken into two
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm_lite", *words],
             stdin=program,
