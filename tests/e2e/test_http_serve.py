@@ -185,7 +185,8 @@ def test_health_knows_of_a_dead_engine() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
 def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    made = ["openssl", "req", "-x509", *curve, "-nodes", "-days", "2"]
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
     subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
     with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
