@@ -317,7 +317,7 @@ def check_address(address: str) -> None:
         raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = EngineConfig) -> None:
+def add_flags(parser: argparse._ActionsContainer, kind: type[EngineConfig] = EngineConfig) -> None:
     """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):

@@ -1,7 +1,11 @@
 """Logging: one line per fact a user wants to know, on stderr, with the process that says it."""
 
 import logging
+import os
 import sys
+import time
+
+MOMENTS_VARIABLE = "VLLM_LITE_MOMENTS"
 
 
 class _SafeHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -23,3 +27,10 @@ def setup(process: str, level: str = "info") -> None:
 
 def get(name: str) -> logging.Logger:
     return logging.getLogger(name)
+
+
+def moment(process: str, text: str) -> None:
+    """Note that `process` has done `text`, in the file that VLLM_LITE_MOMENTS names, for `vllm-lite bench startup`."""
+    if path := os.environ.get(MOMENTS_VARIABLE):
+        with open(path, "a") as file:  # one short line: writers do not mix
+            file.write(f"{time.monotonic()}\t{process}\t{text}\n")

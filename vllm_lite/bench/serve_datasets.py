@@ -81,12 +81,13 @@ class RandomPrompts:
             return ids, len(ids)
         wanted = len(ids)
         best, text = ids, ""
-        for _ in range(MAX_TRIES):
+        for attempt in range(MAX_TRIES):
             text = self._tokenizer.decode(best)
             best = self._tokenizer.encode(text, add_special_tokens=False)
             if len(best) == wanted:
                 break
-            best = best[:wanted] + self.ids(wanted - len(best))
+            best = best[: max(wanted - attempt, 0)]  # each time more of the end is new: what failed once may fail again
+            best += self.ids(wanted - len(best))
         return text, len(self._tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -3,6 +3,7 @@ file of --config."""
 
 import argparse
 
+from vllm_lite import log
 from vllm_lite.config import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
 
@@ -15,6 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    log.moment("server", "python, command line")
     flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
     flags["model"] = arguments.folder or arguments.model
     config = ServeConfig.load(flags, file=arguments.config)

@@ -75,10 +75,12 @@ class EngineProcess:
 
     def _start(self, executor: Executor) -> EngineCore:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
+        log.moment("engine", "waits for the model")
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
         host_blocks = num_host_blocks(self._config.swap_space or 0.0, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
+        log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         core = EngineCore(self._config, ready, executor, sizes, self._epoch)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
@@ -97,6 +99,7 @@ class EngineProcess:
                 tokenizer=self._config.tokenizer,
             )
         )
+        log.moment("engine", "blocks, clients' socket")
         logger.info(
             "ready (version %s): %d KV blocks of %d tokens (%.2f GiB), up to %d sequences of %d tokens",
             __version__,
@@ -270,6 +273,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
     if not settings.config.single_process:
         log.setup("engine", settings.config.log_level)
+        log.moment("engine", "python, imports")
     try:
         engine = EngineProcess(settings, stop)
     except EngineError as error:
