@@ -48,6 +48,7 @@ class Stub:
         self.script = script
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_connections = 0
+        self.ended: asyncio.Queue[None] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -72,6 +73,7 @@ class Stub:
             pass
         finally:
             writer.close()
+            self.ended.put_nowait(None)
 
 
 def answering(*pieces: bytes, end: bytes = b"", close: bool = False) -> Script:
@@ -230,6 +232,17 @@ def test_a_server_that_never_answers() -> None:
     assert ask(answering(HEAD, chunked(chunk("a"))), timeout_s=0.05).error == "no end after 0.05 s"
 
 
+def test_what_failed_is_hung_up() -> None:
+    async def talk() -> str:
+        async with Stub(answering(HEAD, chunked(chunk("a") + b"data: no\n\n"))) as stub:
+            http = HttpClient(stub.url, {})
+            outcome = await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)
+            await stub.ended.get()
+            return outcome.error
+
+    assert "no chunk" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+
+
 def test_nobody_listens() -> None:
     async def talk() -> str:
         async with Stub(answering()) as stub:
@@ -276,6 +289,11 @@ def test_a_closed_connection_is_not_used_again() -> None:
     script = answering(HEAD.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"), chunked(STREAM), chunked(b""))
     done, stub = run(script, max_concurrency=1)
     assert (done.result["completed"], stub.num_connections) == (12, 12)
+
+
+def test_an_error_does_not_cost_the_connection() -> None:
+    done, stub = run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), max_concurrency=2)
+    assert (done.result["failed"], stub.num_connections) == (12, 2)
 
 
 def test_some_fail_and_the_others_count() -> None:

@@ -1,13 +1,14 @@
 """The requests of `bench serve`: as many, as long and as equal as asked for, and the same for the same seed."""
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from vllm_lite.bench.serve import arrivals
-from vllm_lite.bench.serve_datasets import DatasetOptions, make_requests
+from vllm_lite.bench.serve_datasets import DatasetOptions, RandomPrompts, make_requests
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
 
@@ -43,6 +44,13 @@ def test_random_texts_have_as_many_tokens(words: Tokenizer) -> None:
         assert len(words.encode(request.prompt, add_special_tokens=False)) == request.input_len
     assert {request.input_len for request in requests} == {80}
     assert len({request.prompt[:16] for request in requests}) == 1
+
+
+def test_random_tokens_are_plain(words: Tokenizer) -> None:
+    ids = set(RandomPrompts(random.Random(0), words).ids(50_000))
+    assert len(words.special_ids) > 0
+    assert not ids & words.special_ids
+    assert max(ids) == words.vocab_size - 1
 
 
 def test_the_seed_decides(words: Tokenizer) -> None:

@@ -90,6 +90,10 @@ def test_goodput_counts_what_keeps_all_limits(outcomes: list[Outcome], limits: d
     assert summarize(outcomes, 2.0, (), limits)["request_goodput"] == good / 2
 
 
+def test_a_limit_may_be_reached() -> None:
+    assert summarize([outcome(1.0, [1.25], 1)], 1.0, (), {"ttft": 250.0, "e2el": 250.0})["request_goodput"] == 1
+
+
 def test_nothing_served() -> None:
     figures = summarize([], 1.0, (99.0,), {"ttft": 1.0})
     assert figures["completed"] == figures["p99_ttft_ms"] == figures["request_goodput"] == 0

@@ -16,6 +16,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,9 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     if rate == float("inf"):
         return [0.0] * count
     rng = random.Random(seed)
-    times_s, now_s = [], 0.0
-    for _ in range(count):
-        now_s += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
-        times_s.append(now_s)
-    stretch = count / rate / now_s if now_s > 0 else 1.0
-    return [time_s * stretch for time_s in times_s]
+    times = list(accumulate(rng.gammavariate(burstiness, 1.0) for _ in range(count)))
+    stretch_s = count / rate / times[-1] if times[-1] > 0 else 0.0
+    return [time * stretch_s for time in times]
 
 
 async def drive(

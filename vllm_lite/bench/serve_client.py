@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ class Outcome:
     @property
     def itls_s(self) -> list[float]:
         """From each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
-        return [later - earlier for earlier, later in zip(self.chunks_s, self.chunks_s[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
 class _Delta(msgspec.Struct):

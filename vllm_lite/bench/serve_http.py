@@ -166,10 +166,11 @@ class HttpClient:
 
     async def _exchange(self, head: str, body: bytes, events: Events | None) -> bytes:
         connection = await self._connect()
-        answer = await connection.exchange(b"".join((head.encode(), self._headers, b"\r\n", body)), events)
-        if connection.reusable:
-            self._idle.append(connection)
-        return answer
+        try:
+            return await connection.exchange(b"".join((head.encode(), self._headers, b"\r\n", body)), events)
+        finally:
+            if connection.reusable:
+                self._idle.append(connection)
 
     async def _connect(self) -> _Connection:
         while self._idle:
