@@ -291,6 +291,22 @@ def test_a_closed_connection_is_not_used_again() -> None:
     assert (done.result["completed"], stub.num_connections) == (12, 12)
 
 
+def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
+    async def talk() -> tuple[list[str], int]:
+        async with Stub(answering(HEAD, chunked(STREAM) + chunked(b""), close=True)) as stub:
+            http = HttpClient(stub.url, {})
+            api = Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S)
+            errors = []
+            for _ in range(2):
+                errors.append((await api.send(ASKED)).error)
+                await stub.ended.get()
+                for _turn in range(100):  # of the loop, in which the end arrives
+                    await asyncio.sleep(0)
+            return errors, stub.num_connections
+
+    assert asyncio.run(asyncio.wait_for(talk(), DEADLINE_S)) == (["", ""], 2)
+
+
 def test_an_error_does_not_cost_the_connection() -> None:
     done, stub = run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), max_concurrency=2)
     assert (done.result["failed"], stub.num_connections) == (12, 2)
