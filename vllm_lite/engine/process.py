@@ -2,6 +2,8 @@
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from vllm_lite import __version__, log, supervise, transport
 from vllm_lite.config import GIB, EngineSettings
@@ -82,10 +84,10 @@ class EngineProcess:
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
-        core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+        with made_to_last():
+            core = EngineCore(self._config, ready, executor, sizes, self._epoch)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
-        settle_garbage_collector()
         self._port.open(
             Welcome(
                 version=PROTOCOL_VERSION,
@@ -255,12 +257,19 @@ def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     return int(swap_space_gib * GIB // block_bytes)
 
 
-def settle_garbage_collector() -> None:
-    """What lives now lives for ever, so collections need not look at it again; a step's own objects die by reference
-    counting, so the young generation may hold several steps of them."""
+@contextmanager
+def made_to_last() -> Iterator[None]:
+    """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
+    for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
+    generation may hold several steps of them."""
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def _worker_address(settings: EngineSettings) -> str:
