@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_lite.bench import serve
@@ -44,15 +48,16 @@ STREAM = chunk("Once ") + chunk("upon a", "length") + usage(3, 4) + DONE
 class Stub:
     """A server on a free port that reads requests and lets `script` answer."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, tls: ssl.SSLContext | None = None) -> None:
         self.script = script
+        self.tls = tls
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_connections = 0
         self.ended: asyncio.Queue[None] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
+        self.url = f"http{'s' * bool(self.tls)}://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -118,6 +123,7 @@ def test_events_byte_by_byte(newline: bytes) -> None:
     assert [event for place in range(len(data)) for event in reader.feed(data[place : place + 1])] == EVENTS
 
 
+@example([47, 47], b"\r\n")
 @given(st.lists(st.integers(0, 200)), st.sampled_from([b"\n", b"\r\n", b"\r"]))
 def test_events_cut_anywhere(cuts: list[int], newline: bytes) -> None:
     data, reader = written(newline), SseReader()
@@ -251,6 +257,41 @@ def test_nobody_listens() -> None:
         return (await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error
 
     assert "cannot be reached" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
+def test_https(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    name = ["-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+
+    async def talk() -> list[str]:
+        async with Stub(answering(HEAD, chunked(STREAM), chunked(b"")), tls) as stub:
+            errors = []
+            for check in (False, True):
+                http = HttpClient(stub.url, {}, check_tls=check)
+                errors.append((await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error)
+                http.close()
+            return errors
+
+    unchecked, checked = asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    assert unchecked == ""
+    assert "cannot be reached" in checked
+    assert "certificate" in checked
 
 
 # ---- runs

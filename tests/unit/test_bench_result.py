@@ -1,5 +1,6 @@
 """The figures of `bench serve`, against cases computed by hand; its table, file and picture."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -12,6 +13,7 @@ from vllm_lite import cli
 from vllm_lite.bench import serve, serve_plot
 from vllm_lite.bench.serve_client import Outcome
 from vllm_lite.bench.serve_result import DETAILS, percentile, running_over_time, summarize, table, tokens_over_time
+from vllm_lite.cli.bench import serve as bench_serve
 from vllm_lite.errors import ConfigError
 
 
@@ -159,6 +161,26 @@ def test_a_missing_matplotlib_is_said_first(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"vllm-lite\[plot\]"):
         serve_plot.check("x.png")
     assert importlib.util.find_spec("torch") is not None
+
+
+def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    parser = argparse.ArgumentParser()
+    bench_serve.add_flags(parser)
+    options = bench_serve._options(parser.parse_args([]))
+    assert options == serve.ServeOptions(
+        sampling={"temperature": 0.0}, headers={"Authorization": "Bearer secret"}, show_progress=True
+    )
+    words = "--host ::1 --port 9 --header A=b=c --top-k 3 --ignore-eos --num-prompts 4 --disable-tqdm --insecure"
+    load = "--request-rate 2 --goodput ttft:200 e2el:1e3 --metric-percentiles 50,99.9 --max-concurrency 8"
+    given = [*words.split(), *load.split(), "--extra-body", '{"temperature": 0.7, "min_tokens": 2}']
+    options = bench_serve._options(parser.parse_args(given))
+    assert options.base_url == "http://[::1]:9"
+    assert options.headers == {"Authorization": "Bearer secret", "A": "b=c"}
+    assert options.sampling == {"temperature": 0.7, "top_k": 3, "ignore_eos": True, "min_tokens": 2}
+    assert (options.request_rate, options.max_concurrency, options.dataset.num_prompts) == (2.0, 8, 4)
+    assert (options.goodput, options.percentiles) == ({"ttft": 200.0, "e2el": 1000.0}, (50.0, 99.9))
+    assert (options.insecure, options.show_progress) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ class SseReader:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that `piece` completes. Raises HttpError for one that is too long."""
+        if not piece:
+            return []
         if self._after_cr and piece.startswith(b"\n"):  # the second half of a line's end
             piece = piece[1:]
         self._after_cr = piece.endswith(b"\r")

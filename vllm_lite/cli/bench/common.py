@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.config import add_flags as add_config_flags
 from vllm_lite.errors import ConfigError
+from vllm_lite.settings import add_flags as add_config_flags
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
