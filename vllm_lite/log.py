@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -71,5 +72,5 @@ def get(name: str) -> logging.Logger:
 def moment(process: str, text: str) -> None:
     """Note that `process` has done `text`, in the file that VLLM_LITE_MOMENTS names, for `vllm-lite bench startup`."""
     if path := os.environ.get(MOMENTS_VARIABLE):
-        with open(path, "a") as file:  # one short line: writers do not mix
+        with suppress(OSError), open(path, "a") as file:  # one short line: writers do not mix
             file.write(f"{time.monotonic()}\t{process}\t{text}\n")

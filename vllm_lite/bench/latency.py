@@ -8,7 +8,9 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_lite.bench.serve_result import percentile
+from vllm_lite.client.launch import resolve
 from vllm_lite.client.llm import LLM
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import SamplingParams
 
@@ -30,11 +32,10 @@ def run(
     """
     given = {"enable_prefix_caching": False, "log_level": "warning", **settings}
     batch_size, *lengths = batch
+    limit = resolve(EngineConfig.load({"model": model, **given})).max_model_len
+    if limit is not None and sum(lengths) > limit:
+        raise ConfigError(f"--input-len and --output-len are {sum(lengths)} together; the model has {limit}")
     with LLM(model, **given) as llm:
-        if sum(lengths) > llm.engine.max_model_len:
-            raise ConfigError(
-                f"--input-len and --output-len are {sum(lengths)} together; the model has {llm.engine.max_model_len}"
-            )
         rng = random.Random(0)
         params = SamplingParams(**{**(sampling or {}), "max_tokens": lengths[1], "ignore_eos": True})
         latencies = []

@@ -16,8 +16,6 @@ import httptools
 from vllm_lite.errors import ConfigError, VllmLiteError
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
-MAX_ERROR_BYTES = 64 * 1024
-"""What is kept of an answer that is not 200."""
 CONNECT_S = 30.0
 
 Events = Callable[[list[bytes], float], None]
@@ -120,7 +118,7 @@ class _Connection(asyncio.Protocol):
         if self._events is not None and self._parser.get_status_code() == 200:
             if events := self._reader.feed(body):
                 self._events(events, self._now_s)
-        elif self._events is None or len(self._body) < MAX_ERROR_BYTES:
+        elif len(self._body) < MAX_EVENT_BYTES:  # of more only the beginning is kept
             self._body += body
 
     def on_message_complete(self) -> None:
@@ -130,7 +128,7 @@ class _Connection(asyncio.Protocol):
         elif (status := self._parser.get_status_code()) == 200:
             self._done.set_result(bytes(self._body))
         elif status >= 200:
-            text = bytes(self._body[:MAX_ERROR_BYTES]).decode("utf-8", "replace").strip()
+            text = self._body.decode("utf-8", "replace").strip()
             self._done.set_exception(HttpError(f"HTTP {status}: {text}", status))
 
 
