@@ -10,8 +10,6 @@ import pytest
 from tests.http_server import Server, serving
 from vllm_lite import cli
 from vllm_lite.bench import startup
-from vllm_lite.client.launch import SPAWNS_ENGINE
-from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 
 DEMO = str(Path(__file__).parents[2] / "vllm_lite" / "demo_model")
 RUN = {"date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"}
@@ -135,16 +133,3 @@ def test_throughput_in_vllms_words(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (figures["num_requests"], figures["total_num_tokens"]) == (4, 48)
     assert figures["tokens_per_second"] == pytest.approx(3 * ours["together_tok_s"])
     assert figures["elapsed_time"] * figures["requests_per_second"] == pytest.approx(4)
-
-
-def test_moments_are_told_in_order() -> None:
-    lines = ["12.5\tworker\tb", "10.5\tserver\ta", "11.0\tserver\t" + SPAWNS_ENGINE, "11.75\tengine\tpython"]
-    parts = startup.read_parts("\n".join([*lines, "12\tengine\t" + SPAWNS_WORKERS]) + "\n", 10.0)
-    found = [(part.process, part.end_s, part.took_s) for part in parts]
-    assert found == [
-        ("server", 0.5, 0.5),
-        ("server", 1.0, 0.5),
-        ("engine", 1.75, 0.75),
-        ("engine", 2.0, 0.25),
-        ("worker", 2.5, 0.5),
-    ]
