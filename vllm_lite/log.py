@@ -66,7 +66,8 @@ def _configure(path: str) -> None:
 
 
 def get(name: str) -> logging.Logger:
-    return logging.getLogger(name)
+    """The logger of a module; one that runs as `__main__` has the package's."""
+    return logging.getLogger("vllm_lite" if name == "__main__" else name)
 
 
 def moment(process: str, text: str) -> None:
