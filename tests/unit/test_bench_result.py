@@ -66,6 +66,7 @@ def test_every_figure(outcomes: list[Outcome]) -> None:
     figures = summarize(outcomes, 2.0, (90.0, 99.9), {})
     assert {name: figures[name] for name in EXPECTED} == pytest.approx(EXPECTED, rel=1e-5)
     assert figures["max_output_tokens_per_s"] == pytest.approx(8.0)  # 5 + 3 in the first second, 1 in the next
+    assert summarize(outcomes[:1], 0.625, (), {})["max_output_tokens_per_s"] == pytest.approx(8.0)  # a short run
     assert figures["request_goodput"] is None
     assert figures["input_lens"] == [10, 10, 10, 99]
     assert figures["output_lens"] == [5, 3, 1, 0]

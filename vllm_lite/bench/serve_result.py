@@ -46,7 +46,7 @@ def summarize(
         "request_goodput": sum(_is_good(one, goodput) for one in served) / duration_s if goodput else None,
         "output_throughput": output_len / duration_s,
         "total_token_throughput": (input_len + output_len) / duration_s,
-        "max_output_tokens_per_s": max(tokens_over_time(served, 1.0), default=0.0),
+        "max_output_tokens_per_s": max(tokens_over_time(served, min(1.0, duration_s)), default=0.0),
         "max_concurrent_requests": max((count for _, count in running_over_time(served)), default=0),
         "input_lens": [outcome.input_len for outcome in outcomes],
         "output_lens": [outcome.output_len if not outcome.error else 0 for outcome in outcomes],
