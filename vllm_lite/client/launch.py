@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from vllm_lite import supervise
+from vllm_lite import log, supervise
 from vllm_lite.client.session import Session
 from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
@@ -17,6 +17,7 @@ from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
+SPAWNS_ENGINE = "checks the model, starts the engine"
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -111,9 +112,12 @@ def launch(
     except BaseException:
         supervise.remove_dir(run_dir)
         raise
+    log.moment("server", SPAWNS_ENGINE)
     try:
         meanwhile(resolved)
+        log.moment("server", "tokenizer, template")
         launched.wait_until_ready(stopped)
+        log.moment("server", "waits for the engine")
     except BaseException:
         launched.close()
         raise
