@@ -47,7 +47,8 @@ class FakeSession:
             raise self.dead
         self.sinks[message.request_id] = sink
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id: str, *, stopped: bool) -> None:
+        del stopped
         self.dropped.append(request_id)
 
     def abort(self, request_id: str) -> None:

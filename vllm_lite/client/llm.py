@@ -251,7 +251,8 @@ class LLM:
             stream.apply(event)
             progress.tokens(stream.num_tokens - before)
             if stream.finished:
-                self._launched.session.drop(stream.request_id)  # nothing to drop if the engine ended it
+                # nothing to drop if the engine ended it
+                self._launched.session.drop(stream.request_id, stopped=stream.error is None)
                 del running[stream.request_id]
                 progress.request()
 

@@ -179,16 +179,17 @@ class EngineProcess:
         elif isinstance(message, ForkRequest):
             self._fork(core, peer, message)
         elif isinstance(message, Abort):
-            self._abort(core, message.request_id)
+            self._abort(core, message.request_id, stopped=message.stopped)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
-            self._port.send(peer, core.stats())
+            self._port.send(peer, core.stats(self._port.malformed))
 
     def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
+            core.meter.rejected += 1
             self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.resend:
@@ -200,16 +201,17 @@ class EngineProcess:
         try:
             core.fork(peer, message)
         except RequestError as error:
+            core.meter.rejected += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
-    def _abort(self, core: EngineCore, request_id: str) -> None:
+    def _abort(self, core: EngineCore, request_id: str, *, stopped: bool = False) -> None:
         """Every sample that has not ended gets its terminal message."""
         request = core.scheduler.requests.get(request_id)
         if request is None:
             return
         for index, start in request.open_samples():
             self._port.push(request.client, Finished(request_id, start, [], "abort", index=index))
-        core.abort(request_id)
+        core.abort(request_id, stopped=stopped)
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port

@@ -27,8 +27,10 @@ from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.errors import ApiError, error_body, refused
-from vllm_lite.server.gate import Gate
+from vllm_lite.server.gate import OPEN_PATHS, Gate
 from vllm_lite.server.logprobs import Spelling
+from vllm_lite.server.metrics import PATH as METRICS_PATH
+from vllm_lite.server.metrics import Metrics, Tally
 from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts, text_of
 from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
 
@@ -296,7 +298,7 @@ def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
 # ---- the application
 
 
-def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
+def build(api: Api, config: ServeConfig, keys: tuple[str, ...], metrics: Metrics) -> Starlette:
     """The ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
@@ -305,6 +307,7 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
         ("/ping", api.health),
         ("/version", api.version),
         ("/load", api.load),
+        (METRICS_PATH, metrics.get),
         ("/openapi.json", api.openapi),
         ("/docs", api.docs),
         ("/v1/models", api.models),
@@ -322,7 +325,8 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
     routes += [Route(path, method, methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
     routes.append(Route("/v1/requests/{request_id}", api.abort, methods=["DELETE"]))
-    middleware = [Middleware(Gate, keys=keys)]
+    open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
+    middleware = [Middleware(Tally, metrics=metrics), Middleware(Gate, keys=keys, open_paths=open_paths)]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -335,6 +339,7 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...]) -> Starlette:
     handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to where the Host header says
+    metrics.know(app.routes)
     return app
 
 

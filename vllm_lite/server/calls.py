@@ -93,6 +93,10 @@ class Calls:
         """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
+        return await self.stats()
+
+    async def stats(self) -> Stats:
+        """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
         try:
             future = asyncio.wrap_future(self.relay.session.request_stats())
             return await asyncio.wait_for(future, PROBE_TIMEOUT_S)

@@ -18,9 +18,10 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Gate:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str] = (), open_paths: frozenset[str] = OPEN_PATHS) -> None:
         """Without `keys` everybody may call."""
         self._app = app
+        self._open_paths = open_paths
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,7 +36,11 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        if self._digests and scope["path"] not in OPEN_PATHS and not self._knows(headers.get(b"authorization", b"")):
+        if (
+            self._digests
+            and scope["path"] not in self._open_paths
+            and not self._knows(headers.get(b"authorization", b""))
+        ):
             message = "a valid API key is needed, as `Authorization: Bearer KEY`"
             error = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send_with_id)

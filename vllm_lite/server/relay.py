@@ -72,4 +72,4 @@ class Relay:
         """If the engine has not ended it, it is aborted there."""
         del self._streams[stream.request_id]
         self.num_sequences -= len(stream.samples)
-        self.session.drop(stream.request_id)
+        self.session.drop(stream.request_id, stopped=stream.finished and stream.error is None)

@@ -31,6 +31,7 @@ from vllm_lite.server.api import Api, Model, build
 from vllm_lite.server.calls import Calls
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.connection import limited
+from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.prompts import Prompts
 from vllm_lite.server.relay import Relay
 
@@ -225,8 +226,9 @@ class _Service:
         model = Model(names, None if config.names else config.model, engine.max_model_len, loaded.defaults)
         prompts = Prompts(loaded.tokenizer, loaded.template)
         api = Api(config, model, StreamFactory(engine, loaded.tokenizer), prompts, calls)
+        metrics = Metrics(calls, self._launched.config, engine, names[0])
         return uvicorn.Config(
-            build(api, config, self._keys),
+            build(api, config, self._keys, metrics),
             http=limited(config.header_timeout_s),
             ws="none",
             loop="none",
