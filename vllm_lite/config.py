@@ -103,11 +103,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
 
     # model
-    model: Annotated[str, Meta(description="folder of a Hugging Face checkpoint; 'demo' is the bundled model")] = (
-        DEMO_MODEL
-    )
-    tokenizer: Annotated[str | None, Meta(description="folder with tokenizer.json (default: the model's)")] = None
-    served_model_name: Annotated[str | None, Meta(description="name clients see (default: the model's folder)")] = None
+    model: Annotated[
+        str,
+        Meta(description="folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
+    ] = DEMO_MODEL
+    revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id (default: main)")] = None
+    download_dir: Annotated[
+        str | None, Meta(description="folder for what is downloaded (default: the hub's cache, see HF_HOME)")
+    ] = None
+    tokenizer: Annotated[
+        str | None, Meta(description="folder with tokenizer.json, or a hub id (default: the model's)")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="name clients see (default: the hub id, or the model's folder)")
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
     ] = "auto"

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from vllm_lite import supervise
+import msgspec
+
+from vllm_lite import hub, supervise
 from vllm_lite.client.session import Session
 from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address
 from vllm_lite.errors import ConfigError, EngineError
@@ -100,7 +102,7 @@ def launch(
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
-    resolved = resolve(config)
+    resolved = resolve(config, stopped)
     _check_free(resolved.address)
     run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
     try:
@@ -117,9 +119,22 @@ def launch(
     return launched
 
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """`config` with every default filled in. Raises ModelError or ConfigError."""
-    path = str(files("vllm_lite") / "demo_model") if config.model == DEMO_MODEL else str(Path(config.model).absolute())
+def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> EngineConfig:
+    """`config` with every default filled in, its model and tokenizer downloaded where they are hub ids.
+
+    Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
+    """
+    name = config.model
+    if name == DEMO_MODEL:
+        path = str(files("vllm_lite") / "demo_model")
+    else:
+        source = hub.Source(name, config.revision, config.download_dir)
+        path = hub.local_folder(source, stopped, weights=config.load_format != "dummy")
+        if hub.is_hub_id(name):
+            config = msgspec.structs.replace(config, served_model_name=config.served_model_name or name)
+    if config.tokenizer is not None:
+        source = hub.Source(config.tokenizer, None, config.download_dir)
+        config = msgspec.structs.replace(config, tokenizer=hub.tokenizer_folder(source, stopped))
     spec = ModelSpec.load(path)
     return config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

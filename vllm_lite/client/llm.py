@@ -38,7 +38,7 @@ class LLM:
 
         def load_words(config: EngineConfig) -> None:
             nonlocal words
-            words = load_tokenizer(tokenizer, config.tokenizer or config.model)
+            words = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer or config.model)
 
         self._launched = launch(EngineConfig.load(given), meanwhile=load_words)
         self._finalizer = weakref.finalize(self, self._launched.close)
