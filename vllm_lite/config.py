@@ -271,14 +271,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 what = f"must be one of {', '.join(_choices(hints[name]))}"
             raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
 
-    def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> Self:
-        """Fill in every default that depends on the model or the machine. Raises ConfigError."""
+    def resolve(
+        self,
+        *,
+        max_position_embeddings: int,
+        dtype: str,
+        model_path: str,
+        machine: tuple[Literal["cpu", "cuda"], int] | None = None,
+    ) -> Self:
+        """Fill in every default that depends on the model or the machine. Raises ConfigError.
+
+        `machine` is another one than this: its device and the bytes of its memory.
+        """
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
             raise ConfigError(
                 f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
             )
-        device = self._resolve_device()
+        device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
         defaults = DEVICE_DEFAULTS[device]
         budget = self.max_num_batched_tokens
         if budget is None:
@@ -300,10 +310,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             max_num_seqs=self.max_num_seqs or defaults.max_num_seqs,
             max_num_batched_tokens=budget,
             swap_space=defaults.swap_space if self.swap_space is None else self.swap_space,
-            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_limit_bytes() / 4 / GIB),
+            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
         )
 
-    def _resolve_device(self) -> Literal["cpu", "cuda"]:
+    def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
         if self.device == "cpu":
             return "cpu"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from vllm_lite import log
 from vllm_lite.checkpoint import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
@@ -63,22 +63,17 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def local_folder(source: Source, stopped: Callable[[], bool] = never, *, weights: bool = True) -> str:
-    """The folder of a model: `source.name` itself, or the downloaded snapshot if it is a hub id.
+What = Literal["model", "model without weights", "config", "tokenizer"]
 
-    Without `weights` only configuration and tokenizer are fetched. Raises ModelError in one sentence, and EngineError
-    once `stopped()`.
+
+def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What = "model") -> str:
+    """The folder `source.name` itself, or the downloaded snapshot if it is a hub id: as much of it as `what` says.
+
+    Raises ModelError in one sentence, and EngineError once `stopped()`.
     """
     if not is_hub_id(source.name):
         return str(Path(source.name).absolute())
-    return str(_Download(source, stopped).run(_files_of_model if weights else _files_without_weights))
-
-
-def tokenizer_folder(source: Source, stopped: Callable[[], bool] = never) -> str:
-    """The same of a tokenizer, of which nothing else is fetched."""
-    if not is_hub_id(source.name):
-        return str(Path(source.name).absolute())
-    return str(_Download(source, stopped, first=TOKENIZER_FILES[0]).run(_files_of_tokenizer))
+    return str(_Download(source, stopped, what).run())
 
 
 def remote_headers(source: Source) -> dict[str, Tensor]:
@@ -97,21 +92,20 @@ def remote_headers(source: Source) -> dict[str, Tensor]:
 # ---- which files
 
 
-def _files_without_weights(siblings: Sequence[str], _: Path) -> Iterator[str]:
-    yield from (name for name in siblings if name in CONFIG_FILES + TOKENIZER_FILES)
+SMALL_FILES: dict[What, tuple[str, ...]] = {
+    "model": CONFIG_FILES + TOKENIZER_FILES,
+    "model without weights": CONFIG_FILES + TOKENIZER_FILES,
+    "config": CONFIG_FILES,
+    "tokenizer": TOKENIZER_FILES,
+}
+"""What is wanted beside weights. A repository must have the first."""
 
 
-def _files_of_tokenizer(siblings: Sequence[str], _: Path) -> Iterator[str]:
-    yield from (name for name in siblings if name in TOKENIZER_FILES)
-
-
-def _files_of_model(siblings: Sequence[str], folder: Path) -> Iterator[str]:
-    """Weights come last: where they are complete, everything is. The index is there when it is asked for its shards."""
-    yield from _files_without_weights(siblings, folder)
+def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
+    """The index is in `folder` already."""
     if SINGLE_FILE in siblings:
         yield SINGLE_FILE
     elif INDEX_FILE in siblings:
-        yield INDEX_FILE
         yield from shards(folder / INDEX_FILE)
     else:
         held = ", ".join(name for name in siblings if not name.startswith("."))
@@ -167,40 +161,48 @@ class _Progress:
 class _Download:
     """One snapshot. The first file tells the commit, by one HEAD request; all others are then of that commit."""
 
-    def __init__(self, source: Source, stopped: Callable[[], bool], first: str = "config.json") -> None:
+    def __init__(self, source: Source, stopped: Callable[[], bool], what: What) -> None:
         self._source = source
         self._stopped = stopped
-        self._first = first
+        self._small = SMALL_FILES[what]
+        self._weights = what == "model"
 
-    def run(self, files: Callable[[Sequence[str], Path], Iterator[str]]) -> Path:
-        """Fetch what `files(names in the repository, folder)` says and is not there yet. Returns the folder."""
+    def run(self) -> Path:
+        """Fetch what is not there yet. Returns the folder."""
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         source = self._source
         with _one_sentence(source):
+            first = self._small[0]
             try:
-                folder = Path(self._aside(lambda: self._fetch(self._first, source.revision))).parent
+                folder = Path(self._aside(lambda: self._fetch(first, source.revision))).parent
             except RemoteEntryNotFoundError:
                 info = self._aside(lambda: HfApi().model_info(source.name, revision=source.revision))
                 held = ", ".join(sibling.rfilename for sibling in info.siblings or [])
-                raise _Lacks(f"has no {self._first}; it holds {held or 'nothing'}") from None
-            has_all = files is not _files_of_model or _has_weights(folder)
+                raise _Lacks(f"has no {first}; it holds {held or 'nothing'}") from None
+            has_all = not self._weights or _has_weights(folder)
             if constants.is_offline_mode() and not has_all:
-                raise _Lacks(
-                    f"is not complete in the cache ({folder}) and HF_HUB_OFFLINE is set; unset it"
-                )
-            if constants.is_offline_mode() or (files is _files_of_model and has_all and _has_tokenizer(folder)):
+                raise _Lacks(f"is not complete in the cache ({folder}) and HF_HUB_OFFLINE is set; unset it")
+            if constants.is_offline_mode() or (self._weights and has_all and _has_tokenizer(folder)):
                 return folder
-            info = self._aside(
-                lambda: HfApi().model_info(source.name, revision=folder.name, files_metadata=True, timeout=REQUEST_S)
-            )
-            sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-            if INDEX_FILE in sizes and SINGLE_FILE not in sizes:
-                self._aside(lambda: self._fetch(INDEX_FILE, folder.name))
-            names = [name for name in files(sorted(sizes), folder) if not (folder / name).exists()]
-            self._fetch_all(names, {name: sizes.get(name, 0) for name in names}, folder)
+            self._complete(folder)
         return folder
+
+    def _complete(self, folder: Path) -> None:
+        """Weights come last: where they are all there, everything is."""
+        from huggingface_hub import HfApi
+
+        commit, name = folder.name, self._source.name
+        info = self._aside(lambda: HfApi().model_info(name, revision=commit, files_metadata=True, timeout=REQUEST_S))
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        names = [file for file in self._small if file in sizes]
+        if self._weights:
+            if INDEX_FILE in sizes and SINGLE_FILE not in sizes:
+                self._aside(lambda: self._fetch(INDEX_FILE, commit))
+            names += _weight_names(list(sizes), folder)
+        names = [file for file in names if not (folder / file).exists()]
+        self._fetch_all(names, sum(sizes.get(file, 0) for file in names), folder)
 
     def _fetch(self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None) -> str:
         from huggingface_hub import hf_hub_download
@@ -214,8 +216,8 @@ class _Download:
             etag_timeout=REQUEST_S,
         )
 
-    def _fetch_all(self, names: Sequence[str], sizes: dict[str, int], folder: Path) -> None:
-        total, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    def _fetch_all(self, names: Sequence[str], total: int, folder: Path) -> None:
+        free = shutil.disk_usage(folder).free
         if total > free:
             raise _Lacks(
                 f"needs {total / 2**30:.1f} GiB and {folder.parents[2]} has {free / 2**30:.1f} GiB free; free some, "

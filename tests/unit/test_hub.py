@@ -22,7 +22,7 @@ from vllm_lite.checkpoint import INDEX_FILE, Tensor, read_headers
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, ModelError
-from vllm_lite.hub import Source, is_hub_id, local_folder, remote_headers, tokenizer_folder
+from vllm_lite.hub import Source, is_hub_id, local_folder, remote_headers
 
 DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
 SOURCE = Source("org/model")
@@ -131,13 +131,15 @@ def test_the_engine_gets_a_folder_and_the_name(stub: Hub, tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_needs_no_weights(stub: Hub) -> None:
-    folder = tokenizer_folder(SOURCE)
+    folder = local_folder(SOURCE, what="tokenizer")
     assert "tokenizer.json" in names(folder)
     assert "model.safetensors" not in stub.fetched()
     assert "model.safetensors" in names(local_folder(SOURCE)), "it is not taken for the whole model"
 
 
 def test_headers_without_weights(stub: Hub) -> None:
+    folder = local_folder(SOURCE, what="config")
+    assert names(folder) == {"config.json", "generation_config.json"}
     found = remote_headers(SOURCE)
     assert found == read_headers(DEMO)
     assert isinstance(next(iter(found.values())), Tensor)

@@ -129,12 +129,12 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         path = str(files("vllm_lite") / "demo_model")
     else:
         source = hub.Source(name, config.revision, config.download_dir)
-        path = hub.local_folder(source, stopped, weights=config.load_format != "dummy")
+        path = hub.local_folder(source, stopped, "model without weights" if config.load_format == "dummy" else "model")
         if hub.is_hub_id(name):
             config = msgspec.structs.replace(config, served_model_name=config.served_model_name or name)
     if config.tokenizer is not None:
         source = hub.Source(config.tokenizer, None, config.download_dir)
-        config = msgspec.structs.replace(config, tokenizer=hub.tokenizer_folder(source, stopped))
+        config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     spec = ModelSpec.load(path)
     return config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

@@ -16,15 +16,14 @@ from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.sizing import bucket_sizes, configured_num_blocks, reserved_bytes
 from vllm_lite.worker.cache_engine import CacheEngine
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.graphs import bucket_sizes, reserved_bytes
 from vllm_lite.worker.memory import (
     Baseline,
     DeviceMemory,
     check_free,
-    configured_num_blocks,
     profile_memory,
     warn_if_short,
 )
