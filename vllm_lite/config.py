@@ -327,6 +327,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return "cpu"
 
 
+def demo_folder() -> str:
+    """Of the bundled model."""
+    from importlib.resources import files
+
+    return str(files("vllm_lite") / "demo_model")
+
+
 def check_address(address: str) -> None:
     """Raise ValueError unless `address` is an endpoint this version can serve."""
     scheme, _, path = address.partition("://")

@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
@@ -17,6 +18,25 @@ def memory_limit_bytes() -> int:
         except (OSError, ValueError):
             continue
     return limit
+
+
+class Gpu(NamedTuple):
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that nvidia-smi tells of; none where it is not installed or does not answer."""
+    import subprocess
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+        return [Gpu(name, int(mib) * 2**20, driver) for name, mib, driver in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def has_driver() -> bool:

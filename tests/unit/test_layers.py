@@ -35,6 +35,7 @@ LAYERS = [
     "trace",
     "executor",
     "engine",
+    "planner",
     "structured",
     "kernels",  # from here to worker: the parts that may import torch
     "parallel",

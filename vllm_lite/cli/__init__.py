@@ -13,6 +13,7 @@ from vllm_lite.errors import VllmLiteError
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
     "bench": "measure this machine, or a server",
+    "plan": "what a model takes, what fits beside it, and the flags for that",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",
 }

@@ -3,14 +3,13 @@
 import tempfile
 import threading
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 
 from vllm_lite import hub, supervise
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address
+from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
@@ -126,7 +125,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     """
     name = config.model
     if name == DEMO_MODEL:
-        path = str(files("vllm_lite") / "demo_model")
+        path = demo_folder()
     else:
         source = hub.Source(name, config.revision, config.download_dir)
         path = hub.local_folder(source, stopped, "model without weights" if config.load_format == "dummy" else "model")
