@@ -112,6 +112,21 @@ def test_text_parts_of_a_message_are_one_text(api: OpenAI) -> None:
     assert one.choices[0].message.content == other.choices[0].message.content
 
 
+def test_a_chat_goes_on_from_its_last_message_and_tells_it_again(api: OpenAI) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "Once upon a time"}]
+    extra = {"echo": True, "continue_final_message": True}
+    settings: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8}
+    plain = api.chat.completions.create(**settings, extra_body={"continue_final_message": True})
+    whole = api.chat.completions.create(**settings, extra_body=extra).choices[0].message.content
+    assert whole == "Once upon a time" + (plain.choices[0].message.content or "")
+    with api.chat.completions.create(**settings, extra_body=extra, stream=True) as stream:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+    settings["messages"] = MESSAGES  # an answer does not go on from a question
+    assert api.chat.completions.create(**settings, extra_body={"echo": True}).choices[0].message.content == (
+        api.chat.completions.create(**settings).choices[0].message.content
+    )
+
+
 def test_several_prompts_and_samples_are_indexed(api: OpenAI) -> None:
     prompts = [PROMPT, "One windy day,"]
     whole = api.completions.create(model="demo", prompt=prompts, n=2, max_tokens=8, seed=3)
@@ -187,7 +202,7 @@ def test_echo_with_logprobs_scores_the_prompt(api: OpenAI) -> None:
     assert first is None
     assert all(logprob is not None and logprob <= 0 for logprob in rest)
     scored = api.completions.create(extra_body={"prompt_logprobs": 0}, **settings).choices[0]
-    told: Any = scored.prompt_logprobs  # type: ignore[attr-defined]
+    told: Any = scored.prompt_logprobs
     assert [None if entry is None else next(iter(entry.values()))["logprob"] for entry in told] == [None, *rest[:-1]]
     with pytest.raises(openai.BadRequestError):
         api.completions.create(extra_body={"prompt_logprobs": 0}, stream=True, **settings)
@@ -318,15 +333,28 @@ def test_many_at_once(server: Server) -> None:
     async def main() -> list[str]:
         async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as api:
 
-            async def one(seed: int) -> Any:
+            async def one(seed: int) -> str:
                 settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "seed": seed % 4}
                 if seed % 2:
-                    return (await api.completions.create(**settings)).choices[0].text
+                    return str((await api.completions.create(**settings)).choices[0].text)
                 stream = await api.completions.create(stream=True, **settings)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
-            return await asyncio.gather(*(one(seed) for seed in range(32)))
+            return list(await asyncio.gather(*(one(seed) for seed in range(32))))
 
     texts = asyncio.run(main())
     assert all(text == texts[place % 4] for place, text in enumerate(texts))
     assert len(set(texts)) > 1
+
+
+def test_a_deadline_is_a_status_of_its_own(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900}
+    extra = {"deadline_ms": 5, "ignore_eos": True}
+    with pytest.raises(openai.APIStatusError, match="deadline of 5 ms passed") as caught:
+        api.completions.create(**settings, extra_body=extra)
+    assert caught.value.status_code == 408
+    with (
+        pytest.raises(openai.APIError, match="deadline of 5 ms passed"),
+        api.completions.create(**settings, extra_body=extra, stream=True) as stream,
+    ):
+        list(stream)

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from importlib.resources import files
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,9 @@ import pytest
 from tests.http_server import Server, children, client, serving, until
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
+
+
+DEMO_FOLDER = str(files("vllm_lite") / "demo_model")
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -45,6 +49,9 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--api-key-file", "/no/such/file"], ["api_key_file"]),
         (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
         (["--chat-template", "/no/such/file"], ["/no/such/file"]),
+        (["--log-config-file", "/no/such/file"], ["log_config_file", "/no/such/file"]),
+        (["--served-model-name", "a", DEMO_FOLDER], [DEMO_FOLDER, "MODEL before the flags"]),
+        (["-tp", "2"], ["tensor_parallel_size"]),
     ],
 )
 def test_what_is_wrong_is_one_line(flags: list[str], words: list[str]) -> None:
@@ -185,7 +192,8 @@ def test_health_knows_of_a_dead_engine() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
 def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    made = ["openssl", "req", "-x509", *curve, "-nodes", "-days", "2"]
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
     subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
     with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:

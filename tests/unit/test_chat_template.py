@@ -75,7 +75,8 @@ You are helpful.
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 CHATML = """{% for message in messages %}{{'<|im|>' + message['role'] + '
-' + message['content'] + '<|end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im|>assistant\n' }}{% endif %}"""
+' + message['content'] + '<|end|>' + '\n'}}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im|>assistant\n' }}{% endif %}"""
 GEMMA = """{{ bos_token }}{% for message in messages %}
 {% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
 <turn>{{ role }}

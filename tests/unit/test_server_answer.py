@@ -95,7 +95,7 @@ class Talk:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - conditions of several kinds
                 await asyncio.sleep(0)
 
     async def started(self) -> None:
@@ -312,7 +312,7 @@ def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.M
         other = asyncio.create_task(talk.answer("chatcmpl-2", stream=False))
         await talk.until(lambda: len(talk.session.sinks) == 2)
         stream = talk.relay._streams["chatcmpl-2"][0]
-        monkeypatch.setattr(stream.samples[0], "apply", lambda event: 1 / 0)
+        monkeypatch.setattr(stream.samples[0], "apply", lambda _: 1 / 0)
         talk.session.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"), end(0))
         with pytest.raises(ApiError) as caught:
             await other
