@@ -13,6 +13,8 @@ from vllm_lite.errors import VllmLiteError
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
     "bench": "measure this machine, or a server",
+    "ps": "the engines and servers of this user",
+    "kill": "end some of them",
     "plan": "what a model takes, what fits beside it, and the flags for that",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",

@@ -7,8 +7,8 @@ import sys
 import msgspec
 
 from vllm_lite.config import GIB
-from vllm_lite.config import add_flags as add_config_flags
 from vllm_lite.planner import NOT_YET, Plan, PlanConfig, load, make_plan, serves_ranks
+from vllm_lite.settings import add_flags as add_config_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,13 +1,18 @@
 """Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
 
+import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from vllm_lite import hub, supervise
+from vllm_lite.client import instances
+from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder
 from vllm_lite.errors import ConfigError, EngineError
@@ -31,6 +36,11 @@ class Launched:
         self._session: Session | None = None
         settings = EngineSettings(config=config, address=address, run_dir=run_dir)
         self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
+        self._record: Record | None = None
+        if not config.single_process:  # there is no process of its own to be found
+            with suppress(OSError):  # it has ended already
+                model, engine = config.served_model_name or config.model, Process.of(self._child.pid)
+                self._note(Record(model=model, address=address, started_s=time.time(), engine=engine))
 
     @property
     def session(self) -> Session:
@@ -56,6 +66,17 @@ class Launched:
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
         )
+        if self._record is not None:
+            self._note(msgspec.structs.replace(self._record, ready=True))
+
+    def announce(self, url: str) -> None:
+        """Let `vllm-lite ps` know that this process serves the engine over HTTP."""
+        if self._record is not None:
+            self._note(msgspec.structs.replace(self._record, server=Process.of(os.getpid()), url=url))
+
+    def _note(self, record: Record) -> None:
+        self._record = record
+        instances.write(self._run_dir, record)
 
     def alive(self) -> str | None:
         """None while the engine runs, else how it ended: "killed by SIGKILL", "exit status 1"."""
@@ -103,7 +124,7 @@ def launch(
     """
     resolved = resolve(config, stopped)
     _check_free(resolved.address)
-    run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+    run_dir = tempfile.mkdtemp(prefix=instances.PREFIX)  # mode 0700
     try:
         launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
     except BaseException:

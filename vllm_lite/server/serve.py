@@ -199,6 +199,7 @@ class _Service:
                 raise EngineError("the HTTP server ended as it started")
             gc.collect()
             gc.freeze()  # what lives now lives for ever
+            self._launched.announce(self._where()[0])
             with suppress(OSError):  # nobody reads it; the service goes on
                 print(self._greeting(), flush=True)
             return await self._wait(calls, ended)
@@ -263,17 +264,21 @@ class _Service:
             ssl_cert_reqs=config.ssl_cert_reqs,
         )
 
+    def _where(self) -> tuple[str, str]:
+        """The address, and how curl begins to speak to it."""
+        config = self._config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
+        host, port = self._listener.getsockname()[:2]
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return where, f"curl {where}"
+
     def _greeting(self) -> str:
         """Where it is, what it serves, what it holds, and something to try."""
         config, engine = self._config, self._launched.engine
         name = (config.names or (engine.model,))[0]
-        scheme = "https" if config.ssl_certfile else "http"
-        if config.uds is not None:
-            where, curl = f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
-        else:
-            host, port = self._listener.getsockname()[:2]
-            where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-            curl = f"curl {where}"
+        where, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self._keys else ""
         if self._loaded.template is not None:
             path = "/v1/chat/completions"
