@@ -20,6 +20,29 @@ def memory_limit_bytes() -> int:
     return limit
 
 
+def num_physical_cores() -> int:
+    """Physical cores that this process may use: its affinity mask without hyper-threads, and the container's share."""
+    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
+    return max(1, min(len(cores), _quota()))
+
+
+def _siblings(cpu: int) -> str:
+    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU it says nothing of is its own core."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int:
+    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        return 1 << 30
+
+
 class Gpu(NamedTuple):
     name: str
     memory_bytes: int

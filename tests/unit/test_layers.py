@@ -46,6 +46,7 @@ LAYERS = [
     "worker",
     "client",
     "server",
+    "doctor",
     "bench",
     "cli",
     "__main__",

@@ -16,6 +16,7 @@ COMMANDS = {
     "ps": "the engines and servers of this user",
     "kill": "end some of them",
     "plan": "what a model takes, what fits beside it, and the flags for that",
+    "doctor": "what is installed, what works, and what to do about the rest",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",
 }

@@ -111,7 +111,7 @@ def find() -> list[Instance]:
     found.sort(key=lambda item: item[1].started_s)
     sizes = _memory()
     with ThreadPoolExecutor(max(1, min(16, len(found)))) as threads:
-        return list(threads.map(lambda item: _look(*item, sizes), found))
+        return list(threads.map(lambda item: _look(item[0], item[1], sizes), found))
 
 
 def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
