@@ -19,7 +19,7 @@ WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 40, "ma
         (None, {"block_size": 32, "quantization": "int8", "cpu_kvcache_space": 0.1}),
         (None, {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 1_000_000, "dtype": "float32"}),
         (None, {"num_gpu_blocks_override": 50, "kv_watermark": 0.1, "max_num_batched_tokens": 64}),
-        ("qwen3", {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 32}),
+        ("qwen3", {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 32}),
     ],
 )
 def test_blocks_and_length_are_the_engines(tmp_path: Path, family: str | None, settings: dict[str, Any]) -> None:

@@ -101,6 +101,8 @@ def test_secrets_anywhere_are_taken_out(tmp_path: Path) -> None:
     assert hide(text) == (
         f"{HIDDEN} {HIDDEN} true ab /etc/key ~/x {HIDDEN} Bearer {HIDDEN} https://{HIDDEN}@host/ {HIDDEN}"
     )
+    quoted = Redactor({"KEY": 'a"quoted"key'}, tmp_path)
+    assert quoted(json.dumps({"x": 'a"quoted"key'})) == json.dumps({"x": HIDDEN})
     assert hide.variables({**env, "HF_TOKEN": "x", "LD_PRELOAD": "a.so"}) == {"HF_TOKEN": HIDDEN, "LD_PRELOAD": "a.so"}
 
 
@@ -142,7 +144,7 @@ def test_a_check_that_fails_is_a_line() -> None:
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["msgspec>=0.19", "zzz>=2", "numpy>=999.1", 'transformers>=99; extra == "hf"', 'xx>=1; extra == "x"']
-    monkeypatch.setattr(checks.metadata, "requires", lambda _: [*required, 'pytest>=1; extra == "test"'])
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: [*required, 'pytest>=1; extra == "test"'])
     monkeypatch.setattr(checks, "probe", lambda _, *names: {"msgspec": "ImportError: bad"} if names else {})
     found = {(line.level, line.name): line for line in checks.packages()}
     assert found["FAIL", "zzz"].advice == "pip install 'zzz>=2'"
@@ -199,12 +201,12 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_limits_that_are_low(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     (line,) = checks.open_files()
     assert (line.level, line.text) == ("WARN", "up to 256")
     assert line.advice.startswith("ulimit -n 1024;")
     usage = namedtuple("usage", "free")  # noqa: PYI024
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage(1 << 20))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1 << 20))
     for check in (checks.shared_memory, checks.temporary_files):
         assert [line.level for line in check()] == ["WARN"]
     monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 1 << 30)

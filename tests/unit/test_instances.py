@@ -123,6 +123,16 @@ def test_what_dead_ones_left_is_removed(place: Path, capsys: pytest.CaptureFixtu
     assert ps(capsys) == []
 
 
+def test_what_a_killed_one_leaves_is_removed(
+    place: Path, stranger: "subprocess.Popen[bytes]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave(place, Process.of(stranger.pid))
+    assert main(["kill", folder.name]) == 0
+    assert capsys.readouterr().out == f"{stranger.pid} m: ended\n"
+    assert stranger.wait(DEADLINE_S) == -signal.SIGTERM
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("change", [{"start_ticks": 1}, {"command": "another"}])
 def test_a_stranger_is_never_signalled(
     place: Path, stranger: "subprocess.Popen[bytes]", change: dict[str, Any], capsys: pytest.CaptureFixture[str]

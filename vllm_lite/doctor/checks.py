@@ -194,8 +194,8 @@ def gpu() -> Iterator[Line]:
     if not machine.has_driver():
         yield Line("OK", "gpu", "no NVIDIA driver: workers run on the CPU")
         return
-    for found in machine.gpus():
-        yield Line("OK", "gpu", f"{found.name}, {_gib(found.memory_bytes)}, driver {found.driver}")
+    for device in machine.gpus():
+        yield Line("OK", "gpu", f"{device.name}, {_gib(device.memory_bytes)}, driver {device.driver}")
     lack = machine.lacks_for_cuda()
     if lack is not None:
         yield Line("WARN", "gpu", f"is not used: {lack}", "--device cpu says that this is meant")
