@@ -17,6 +17,7 @@ COMMANDS = {
     "kill": "end some of them",
     "plan": "what a model takes, what fits beside it, and the flags for that",
     "doctor": "what is installed, what works, and what to do about the rest",
+    "keys": "make the keys that engine and clients know each other by over tcp",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",
 }

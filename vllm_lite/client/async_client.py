@@ -16,6 +16,7 @@ from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_erro
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.transport import KeysOption
 
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
@@ -66,15 +67,18 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        keys: KeysOption = None,
     ) -> None:
         """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
         another; `timeout_s` is how long an engine may load before it answers; one that owes tokens and is silent for
-        `heartbeat_timeout_s` counts as dead."""
+        `heartbeat_timeout_s` counts as dead; `keys` is the folder that `vllm-lite keys` made for this client (default:
+        VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
         self._model = model
         self._timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._keys = keys
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
@@ -89,10 +93,17 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        keys: KeysOption = None,
     ) -> "AsyncClient":
-        """A connected client; parameters as above. Raises EngineError, or ModelError for a bad tokenizer."""
+        """A connected client; parameters as above. Raises EngineError, ModelError for a bad tokenizer, or
+        ConfigError for missing keys."""
         client = cls(
-            address, tokenizer=tokenizer, model=model, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+            address,
+            tokenizer=tokenizer,
+            model=model,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            keys=keys,
         )
         return await client.__aenter__()
 
@@ -217,6 +228,7 @@ class AsyncClient:
             model=self._model,
             timeout_s=self._timeout_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
+            keys=self._keys,
         )
         try:
             return _Link(session, StreamFactory.load(session.welcome, self._tokenizer), loop)
