@@ -9,7 +9,12 @@ from tests.checkpoints import make_checkpoint
 from vllm_lite import LLM
 from vllm_lite.planner import PlanConfig, load, make_plan
 
-WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2, "num_hidden_layers": 4}
+WINDOWS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 40,
+    "max_window_layers": 2,
+    "num_hidden_layers": 4,
+}
 
 
 @pytest.mark.parametrize(

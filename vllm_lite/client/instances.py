@@ -71,11 +71,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
 
 
-State = Literal["serving", "starting", "not answering", "stopped", "running", "stale"]
+State = Literal["serving", "starting", "not answering", "stopped", "stale"]
 
 
 class Instance(NamedTuple):
-    """A record and what was found of it. `state` "running" is one that cannot be asked."""
+    """A record and what was found of it."""
 
     folder: Path
     record: Record
@@ -184,8 +184,6 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
         return Instance(folder, record, "stale", 0, None)
     if "T" in letters:
         return Instance(folder, record, "stopped", size, None)
-    if not record.address.startswith("ipc://"):
-        return Instance(folder, record, "running", size, None)
     stats = _ask(record.address)
     state: State = "serving" if stats is not None else "not answering" if record.ready else "starting"
     return Instance(folder, record, state, size, stats)
