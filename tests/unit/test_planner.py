@@ -150,8 +150,8 @@ def worked(advice: str, asked: dict[str, Any], model: Checkpoint) -> bool:
     ],
 )
 def test_what_is_impossible_comes_with_advice_that_works(tmp_path: Path, asked: dict[str, Any]) -> None:
-    changes: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256}
-    changes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    changes: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+    changes |= {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     model = checkpoint(tmp_path, **changes, tie_word_embeddings=False, max_position_embeddings=131072)
     assert model.spec.num_parameters() == pytest.approx(8e9, rel=0.05)
     plan = make_plan(config(**asked), model)
