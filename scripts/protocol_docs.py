@@ -165,7 +165,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if isinstance(default, bytes):
         return "empty"
-    return "nil" if default is None else f"`{json.dumps(default)}`"
+    return "nil" if default is None else f"`{json.dumps(msgspec.to_builtins(default))}`"
 
 
 def spelled(hint: Any) -> str:

@@ -20,6 +20,8 @@ from tests.hub_stub import COMMIT, Hub, hub
 from vllm_lite import hub as ours
 from vllm_lite.checkpoint import INDEX_FILE, Tensor, read_headers
 from vllm_lite.client.launch import resolve
+from vllm_lite.client.stream import load_tokenizer
+from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, ModelError
 from vllm_lite.hub import Source, is_hub_id, local_folder, remote_headers
@@ -135,6 +137,12 @@ def test_a_tokenizer_needs_no_weights(stub: Hub) -> None:
     assert "tokenizer.json" in names(folder)
     assert "model.safetensors" not in stub.fetched()
     assert "model.safetensors" in names(local_folder(SOURCE)), "it is not taken for the whole model"
+
+
+def test_a_client_may_name_a_tokenizer_by_its_hub_id(stub: Hub) -> None:
+    tokenizer = load_tokenizer("org/model", "/no/such/folder")
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == Tokenizer.load(DEMO).vocab_size
 
 
 def test_headers_without_weights(stub: Hub) -> None:

@@ -47,6 +47,7 @@ LAYERS = [
     "client",
     "server",
     "doctor",
+    "remote",
     "bench",
     "cli",
     "__main__",

@@ -12,6 +12,9 @@ from vllm_lite.errors import VllmLiteError
 
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
+    "chat": "talk with a model in the terminal",
+    "complete": "continue a text",
+    "run-batch": "answer a file of requests, in OpenAI's batch format",
     "bench": "measure this machine, or a server",
     "ps": "the engines and servers of this user",
     "kill": "end some of them",

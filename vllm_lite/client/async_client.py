@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
@@ -17,6 +17,9 @@ from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.transport import KeysOption
+
+if TYPE_CHECKING:  # Jinja is imported when it is needed
+    from vllm_lite.client.chat import ChatTokenizer
 
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
@@ -128,13 +131,21 @@ class AsyncClient:
         """What the engine said of itself: model, limits, number and size of its KV blocks."""
         return self._connected().session.welcome
 
+    async def get_tokenizer(self) -> "ChatTokenizer":
+        """encode, decode and apply_chat_template, as generate() uses them. Raises ModelError."""
+        from vllm_lite.client.chat import ChatTokenizer
+
+        words, engine = self._connected().streams.tokenizer, self.engine
+        return ChatTokenizer(words, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
+
     async def generate(
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`; each output holds all text and tokens so far, the last one has `finished` set.
+        """Continue `prompt`; each output holds all text and tokens so far, or what else `output_kind` of the
+        parameters says. The last one has `finished` set.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -217,7 +228,7 @@ class AsyncClient:
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):
-                    yield stream.output()
+                    yield stream.next_output()
         finally:
             del self._inboxes[request_id], self._streams[request_id]
             session.drop(request_id)
