@@ -31,6 +31,7 @@ RECORD = "instance.json"
 PREFIX = "vl-"
 """Of the names of run directories."""
 ASK_S = 1.0
+EXEC_S = 0.5
 LAST_S = 5.0
 """How long the kernel may take to end a killed process, or a process to end after the one it belongs to."""
 _MAX_RECORD_BYTES = 1 << 20
@@ -47,6 +48,9 @@ class Process(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> "Process":
         """Raises OSError if there is none."""
+        deadline_s = time.monotonic() + EXEC_S
+        while not Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
+            time.sleep(0.001)  # Popen returns when the new program is sure to run, a moment before it has arguments
         return cls(pid, int(_stat(pid)[19]), _command(pid))
 
     def state(self) -> str | None:

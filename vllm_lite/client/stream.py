@@ -238,7 +238,10 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """The tokenizer in the folder or of the hub id `wanted`; if that is None, in `default`, which may have none. Raises ModelError."""
+    """The tokenizer in the folder, or of the hub id, `wanted`; if that is None, in `default`, which may have none.
+
+    Raises ModelError.
+    """
     if wanted is not None:
         name = str(wanted)
         return Tokenizer.load(hub.local_folder(hub.Source(name), what="tokenizer") if hub.is_hub_id(name) else wanted)
