@@ -40,7 +40,7 @@ class _Ours:
 class _Transformers:
     def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
         threads = settings.get("cpu_threads") or _physical_cores()
-        arguments = [folder, settings["dtype"], str(threads), *map(str, lengths)]
+        arguments = [folder, str(settings.get("dtype", "auto")), str(threads), *map(str, lengths)]
         self.process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "vllm_lite.bench.transformers_generate", *arguments],
@@ -106,6 +106,21 @@ def run(
         figures[f"{prefix}together_tok_s"] = round(num_prompts * lengths[1] / together_s, 1)
     figures["ratio"] = round(figures["together_tok_s"] / figures["alone_tok_s"], 2)
     return figures
+
+
+def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of all at once under the names of vLLM's benchmark, which counts prompt tokens, too."""
+    num_prompts = figures["num_prompts"]
+    output_tok_s = figures["together_tok_s"]
+    elapsed_s = num_prompts * figures["output_len"] / output_tok_s
+    num_tokens = num_prompts * (figures["input_len"] + figures["output_len"])
+    return {
+        "elapsed_time": elapsed_s,
+        "num_requests": num_prompts,
+        "total_num_tokens": num_tokens,
+        "requests_per_second": num_prompts / elapsed_s,
+        "tokens_per_second": num_tokens / elapsed_s,
+    }
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ file of --config."""
 import argparse
 from pathlib import Path
 
+from vllm_lite import log
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.settings import add_flags as add_config_flags
@@ -17,6 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    log.moment("server", "python, command line")
     flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
     flags["model"] = arguments.folder or arguments.model
     last_name = (arguments.served_model_name or [""])[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_lite import hub, supervise
+from vllm_lite import hub, log, supervise
 from vllm_lite.client import instances
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
@@ -23,6 +23,7 @@ from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
+SPAWNS_ENGINE = "checks the model, starts the engine"
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -133,9 +134,12 @@ def launch(
     except BaseException:
         supervise.remove_dir(run_dir)
         raise
+    log.moment("server", SPAWNS_ENGINE)
     try:
         meanwhile(resolved)
+        log.moment("server", "tokenizer, template")
         launched.wait_until_ready(stopped)
+        log.moment("server", "waits for the engine")
     except BaseException:
         launched.close()
         raise

@@ -2,6 +2,8 @@
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_lite import __version__, log, supervise, transport
@@ -77,15 +79,17 @@ class EngineProcess:
 
     def _start(self, executor: Executor) -> EngineCore:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
+        log.moment("engine", "waits for the model")
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
         host_blocks = num_host_blocks(self._config.swap_space or 0.0, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
+        log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
-        core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+        with made_to_last():
+            core = EngineCore(self._config, ready, executor, sizes, self._epoch)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
-        settle_garbage_collector()
         self._port.open(
             Welcome(
                 version=PROTOCOL_VERSION,
@@ -99,6 +103,7 @@ class EngineProcess:
                 tokenizer=self._config.tokenizer,
             )
         )
+        log.moment("engine", "blocks, clients' socket")
         logger.info(
             "ready (version %s): %d KV blocks of %d tokens (%.2f GiB), up to %d sequences of %d tokens",
             __version__,
@@ -249,12 +254,19 @@ def _to_wire(item: Produced) -> Tokens | Finished:
     )
 
 
-def settle_garbage_collector() -> None:
-    """What lives now lives for ever, so collections need not look at it again; a step's own objects die by reference
-    counting, so the young generation may hold several steps of them."""
+@contextmanager
+def made_to_last() -> Iterator[None]:
+    """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
+    for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
+    generation may hold several steps of them."""
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def _tcp(config: EngineConfig) -> transport.Tcp | None:
@@ -273,6 +285,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
     if not settings.config.single_process:
         log.setup("engine", *settings.config.logging)
+        log.moment("engine", "python, imports")
     try:
         engine = EngineProcess(settings, stop)
     except (ConfigError, EngineError) as error:

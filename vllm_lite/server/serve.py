@@ -63,6 +63,7 @@ class Loaded:
 
 def serve(config: ServeConfig) -> int:
     """Returns the exit status: 0 if told to stop, 1 if the engine died. Raises VllmLiteError if it cannot start."""
+    log.moment("server", "imports")
     log.setup("server", *config.logging)
     keys = config.keys()
     stop = threading.Event()
@@ -178,6 +179,7 @@ class _Service:
                 raise EngineError("the HTTP server ended as it started")
             gc.collect()
             gc.freeze()  # what lives now lives for ever
+            log.moment("server", "HTTP")
             self._launched.announce(self._where()[0])
             with suppress(OSError):  # nobody reads it; the service goes on
                 print(self._greeting(), flush=True)
