@@ -134,6 +134,6 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _physical_cores() -> int:
-    from vllm_lite.worker.worker import num_physical_cores
+    from vllm_lite.machine import num_physical_cores
 
     return num_physical_cores()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_lite import __version__, log, supervise, transport
-from vllm_lite.config import GIB, EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.kv_events import KVEventStream
@@ -29,6 +29,7 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.control import Ready
+from vllm_lite.sizing import num_host_blocks
 from vllm_lite.transport.interface import poller
 from vllm_lite.wakeup import Wakeup
 
@@ -253,11 +254,6 @@ def _to_wire(item: Produced) -> Tokens | Finished:
         index=item.sample,
         cumulative_logprob=item.logprob,
     )
-
-
-def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Whole KV blocks that fit into the swap space."""
-    return int(swap_space_gib * GIB // block_bytes)
 
 
 @contextmanager

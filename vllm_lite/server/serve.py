@@ -55,7 +55,8 @@ class Loaded:
 
     def load(self, resolved: EngineConfig) -> None:
         """Raises ModelError."""
-        self.tokenizer = load_tokenizer(self._config.tokenizer, resolved.tokenizer or resolved.model)
+        wanted = self._config.tokenizer and resolved.tokenizer
+        self.tokenizer = load_tokenizer(wanted, resolved.tokenizer or resolved.model)
         self.template = ChatTemplate.load(resolved.tokenizer or resolved.model, self._config.chat_template)
         if self._config.generation_config == "auto":
             self.defaults = generation_defaults(resolved.model)
@@ -180,6 +181,7 @@ class _Service:
             gc.collect()
             gc.freeze()  # what lives now lives for ever
             log.moment("server", "HTTP")
+            self._launched.announce(self._where()[0])
             with suppress(OSError):  # nobody reads it; the service goes on
                 print(self._greeting(), flush=True)
             return await self._wait(calls, ended)
@@ -245,17 +247,21 @@ class _Service:
             ssl_cert_reqs=config.ssl_cert_reqs,
         )
 
+    def _where(self) -> tuple[str, str]:
+        """The address, and how curl begins to speak to it."""
+        config = self._config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
+        host, port = self._listener.getsockname()[:2]
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return where, f"curl {where}"
+
     def _greeting(self) -> str:
         """Where it is, what it serves, what it holds, and something to try."""
         config, engine = self._config, self._launched.engine
         name = (config.names or (engine.model,))[0]
-        scheme = "https" if config.ssl_certfile else "http"
-        if config.uds is not None:
-            where, curl = f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
-        else:
-            host, port = self._listener.getsockname()[:2]
-            where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-            curl = f"curl {where}"
+        where, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self._keys else ""
         if self._loaded.template is not None:
             path = "/v1/chat/completions"
