@@ -12,6 +12,8 @@ from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.describe import describe
 from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefix_hash import PrefixHasher
@@ -21,7 +23,7 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol.api import ForkRequest, Generate, Stats
+from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
@@ -147,6 +149,15 @@ class EngineCore:
             self.recorder.aborted(request, self._clock())
         return request
 
+    def describe(self, request_ids: tuple[str, ...]) -> Descriptions:
+        return describe(self.scheduler, request_ids, self._clock())
+
+    def reset_prefix_cache(self) -> PrefixCacheReset:
+        done = reset_cache(self.scheduler)
+        if self.recorder is not None:
+            self.recorder.cache_reset(self._clock())
+        return done
+
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
         params = message.params
         try:
@@ -172,8 +183,9 @@ class EngineCore:
         num_choices = self._vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
+        request.arrived_s = self._clock()
         if params.deadline_ms is not None:
-            request.deadline_s = self._clock() + params.deadline_ms / 1000
+            request.deadline_s = request.arrived_s + params.deadline_ms / 1000
         return request
 
     def _attach(self, request: Request, client: bytes, message: Generate) -> Attached:

@@ -15,6 +15,7 @@ from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Describe,
     Finished,
     ForkRequest,
     FromClient,
@@ -22,6 +23,7 @@ from vllm_lite.protocol.api import (
     GetStats,
     Heartbeat,
     Ping,
+    ResetPrefixCache,
     Tokens,
     Welcome,
 )
@@ -178,6 +180,10 @@ class EngineProcess:
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
             self._port.send(peer, core.stats())
+        elif isinstance(message, Describe):
+            self._port.send(peer, core.describe(message.request_ids))
+        elif isinstance(message, ResetPrefixCache):
+            self._port.send(peer, core.reset_prefix_cache())
 
     def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
         try:

@@ -13,6 +13,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrived_s",
         "beam",
         "beam_logprobs",
         "candidates",
@@ -21,6 +22,7 @@ class Request:
         "extra_keys",
         "max_len",
         "num_cached_at_start",
+        "num_preemptions",
         "num_prompt",
         "num_samples",
         "num_unborn",
@@ -38,6 +40,8 @@ class Request:
         self.max_len = max_len
         self.stop_ids = stop_ids
         self.arrival = 0
+        self.arrived_s = 0.0
+        self.num_preemptions = 0
         self.deadline_s: float | None = None
         self.num_cached_at_start: int | None = None
         tokens = array("I")

@@ -58,7 +58,10 @@ class Relay:
             if stream is None or call is None:
                 continue
             try:
-                stream.apply(event)
+                if stream.starts_again(event, self.session.is_live):
+                    self.session.submit(stream.message(), self._arrive)
+                else:
+                    stream.apply(event)
             except Exception as error:  # of one stream; the others' events are still to be sorted
                 logger.exception("request %s failed", event.request_id)
                 stream.apply(Failure(event.request_id, EngineError(f"the server failed: {error!r}")))
