@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from vllm_lite import log
 from vllm_lite.client.launch import Launched, launch
-from vllm_lite.config import EngineConfig, add_flags
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
+from vllm_lite.settings import add_flags
 
 _LOOK_S = 0.2
 
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 def parse_args() -> dict[str, Any]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
-    add_flags(parser)
+    add_flags(parser, EngineConfig)
     return vars(parser.parse_args())
 
 
@@ -50,7 +51,7 @@ def ready_line(launched: Launched) -> str:
 
 def run(flags: dict[str, Any], stop: threading.Event) -> int:
     config = EngineConfig.load(flags, file=flags.pop("config"))
-    log.setup("launcher", config.log_level)
+    log.setup("launcher", *config.logging)
     launched = launch(config, stop.is_set)
     try:
         print(ready_line(launched), flush=True)

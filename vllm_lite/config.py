@@ -1,18 +1,8 @@
-"""The configuration: one frozen struct, layered file < environment < flag; unknown keys are errors.
+"""The configuration: one frozen struct. `resolve()` returns a new one in which nothing is left to be guessed."""
 
-Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
-field's name. `resolve()` returns a new object in which nothing is left to be guessed.
-"""
-
-import argparse
 import os
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -20,15 +10,12 @@ from msgspec import Meta
 from vllm_lite import log
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
+from vllm_lite.settings import Settings
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3
-ENV_PREFIX = "VLLM_LITE_"
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
-ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
-"""Other names of settings, which other engines give them."""
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 logger = log.get(__name__)
 
@@ -99,7 +86,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
 
     # model
@@ -219,6 +206,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
     ] = 20.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="of the lines of the log, on stderr")] = "text"
+    log_config_file: Annotated[
+        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, which then has the last word")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -226,41 +217,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.address is not None:
             check_address(self.address)
 
-    @classmethod
-    def load(
-        cls,
-        flags: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-        file: str | Path | None = None,
-    ) -> Self:
-        """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
-        values: dict[str, Any] = {}
-        if file is not None:
-            values |= _canonical(_read_file(Path(file)))
-        values |= _canonical(_read_env(os.environ if env is None else env, cls.__struct_fields__))
-        values |= _canonical({name: value for name, value in (flags or {}).items() if value is not None})
-        return cls.check(values)
-
-    @classmethod
-    def check(cls, values: Mapping[str, Any]) -> Self:
-        """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
-        known = set(cls.__struct_fields__)
-        values = _canonical(values)
-        for name in values:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                raise ConfigError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        hints = get_type_hints(cls, include_extras=True)
-        plain = {name: _plain(name, value, hints[name]) for name, value in values.items()}
-        try:
-            return msgspec.convert(plain, cls, strict=False)
-        except msgspec.ValidationError as error:
-            match = re.search(r"`\$\.(\w+)", str(error))
-            name = match.group(1) if match else ""
-            what = str(error).split(" - at ")[0]
-            if what.startswith("Invalid enum value"):
-                what = f"must be one of {', '.join(_choices(hints[name]))}"
-            raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
+    @property
+    def logging(self) -> tuple[str, str, str | None]:
+        """What log.setup() takes behind the name of a process."""
+        return self.log_level, self.log_format, self.log_config_file
 
     def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> Self:
         """Fill in every default that depends on the model or the machine. Raises ConfigError."""
@@ -315,90 +275,6 @@ def check_address(address: str) -> None:
         raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
     if scheme == "ipc" and len(os.fsencode(path)) > 107:
         raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
-
-
-def add_flags(parser: argparse.ArgumentParser, kind: type[EngineConfig] = EngineConfig) -> None:
-    """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in msgspec.structs.fields(kind):
-        names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
-        flags = ["--" + name.replace("_", "-") for name in names]
-        text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
-        if field.type is bool or isinstance(field.default, bool):
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            metavar = field.name.rsplit("_", 1)[-1].upper()
-            more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
-            if tuple in _types(hints[field.name]):
-                more = {"action": "append"}
-            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, **more)
-
-
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {ALIASES.get(name, name): value for name, value in values.items()}
-
-
-def _types(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of an annotation: of `Annotated[tuple[int, ...] | None, ...]` they are tuple and NoneType."""
-    if get_origin(hint) is Annotated:
-        return _types(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(kind for part in get_args(hint) for kind in _types(part))
-    return (get_origin(hint) or hint,)
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    """The values that a field of a fixed set may have."""
-    kind = get_args(hint)[0]
-    return tuple(
-        choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
-    )
-
-
-def _description(hint: Any) -> str:
-    return next((meta.description for meta in get_args(hint)[1:] if getattr(meta, "description", None)), "")
-
-
-def _plain(name: str, value: Any, hint: Any) -> Any:
-    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
-    kinds = _types(hint)
-    if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
-        value = " ".join(map(str, value))
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("none", "null") or (name == "max_model_len" and value == "auto"):
-        return None  # auto: the engine serves what its KV cache holds
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
-    if match and str not in kinds and tuple not in kinds:
-        return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
-    if value.startswith(("{", "[")) and str not in kinds:
-        try:
-            return msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
-    return value.replace(",", " ").split() if tuple in kinds else value
-
-
-def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
-    names = (*fields, *ALIASES)
-    return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """A flat YAML or TOML file; keys may be written with - or _."""
-    try:
-        text = path.read_text()
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            values = msgspec.yaml.decode(text)
-        else:
-            raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

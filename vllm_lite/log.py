@@ -1,7 +1,16 @@
 """Logging: one line per fact a user wants to know, on stderr, with the process that says it."""
 
+import json
 import logging
+import logging.config
 import sys
+import traceback
+from datetime import UTC, datetime
+from typing import Any
+
+from vllm_lite.errors import ConfigError
+
+FORMATS = ("text", "json")
 
 
 class _SafeHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -11,14 +20,45 @@ class _SafeHandler(logging.StreamHandler):  # type: ignore[type-arg]
         pass
 
 
-def setup(process: str, level: str = "info") -> None:
-    """Send this process's records of `vllm_lite` to stderr, named `process` ("engine", "worker 0")."""
+class _Json(logging.Formatter):
+    """One object a line: time (UTC, ISO 8601), process, level, logger, message; exception if there is one."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time, "process": self._process, "level": record.levelname.lower(), "logger": record.name}
+        line["message"] = record.getMessage()
+        if record.exc_info is not None:
+            line["exception"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(line, ensure_ascii=False)
+
+
+def setup(process: str, level: str = "info", format: str = "text", config_file: str | None = None) -> None:  # noqa: A002
+    """Send this process's records of `vllm_lite` to stderr, named `process` ("engine", "worker 0").
+
+    A `config_file`, JSON as logging.config.dictConfig takes it, has the last word. Raises ConfigError.
+    """
     handler = _SafeHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {process:<8} %(levelname)-7s %(message)s", "%H:%M:%S"))
+    text = logging.Formatter(f"%(asctime)s {process:<8} %(levelname)-7s %(message)s", "%H:%M:%S")
+    handler.setFormatter(_Json(process) if format == "json" else text)
     root = logging.getLogger("vllm_lite")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    if config_file is not None:
+        _configure(config_file)
+
+
+def _configure(path: str) -> None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings: dict[str, Any] = json.load(file)
+        logging.config.dictConfig({"disable_existing_loggers": False, **settings})
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"log_config_file {path!r} cannot be used: {error}") from error
 
 
 def get(name: str) -> logging.Logger:

@@ -112,6 +112,21 @@ def test_text_parts_of_a_message_are_one_text(api: OpenAI) -> None:
     assert one.choices[0].message.content == other.choices[0].message.content
 
 
+def test_a_chat_goes_on_from_its_last_message_and_tells_it_again(api: OpenAI) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "Once upon a time"}]
+    extra = {"echo": True, "continue_final_message": True}
+    settings: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8}
+    plain = api.chat.completions.create(**settings, extra_body={"continue_final_message": True})
+    whole = api.chat.completions.create(**settings, extra_body=extra).choices[0].message.content
+    assert whole == "Once upon a time" + (plain.choices[0].message.content or "")
+    with api.chat.completions.create(**settings, extra_body=extra, stream=True) as stream:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+    settings["messages"] = MESSAGES  # an answer does not go on from a question
+    assert api.chat.completions.create(**settings, extra_body={"echo": True}).choices[0].message.content == (
+        api.chat.completions.create(**settings).choices[0].message.content
+    )
+
+
 def test_several_prompts_and_samples_are_indexed(api: OpenAI) -> None:
     prompts = [PROMPT, "One windy day,"]
     whole = api.completions.create(model="demo", prompt=prompts, n=2, max_tokens=8, seed=3)
@@ -330,3 +345,16 @@ def test_many_at_once(server: Server) -> None:
     texts = asyncio.run(main())
     assert all(text == texts[place % 4] for place, text in enumerate(texts))
     assert len(set(texts)) > 1
+
+
+def test_a_deadline_is_a_status_of_its_own(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900}
+    extra = {"deadline_ms": 5, "ignore_eos": True}
+    with pytest.raises(openai.APIStatusError, match="deadline of 5 ms passed") as caught:
+        api.completions.create(**settings, extra_body=extra)
+    assert caught.value.status_code == 408
+    with (
+        pytest.raises(openai.APIError, match="deadline of 5 ms passed"),
+        api.completions.create(**settings, extra_body=extra, stream=True) as stream,
+    ):
+        list(stream)

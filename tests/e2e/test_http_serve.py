@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from importlib.resources import files
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,9 @@ import pytest
 from tests.http_server import Server, children, client, serving, until
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
+
+
+DEMO_FOLDER = str(files("vllm_lite") / "demo_model")
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -45,6 +49,9 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--api-key-file", "/no/such/file"], ["api_key_file"]),
         (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
         (["--chat-template", "/no/such/file"], ["/no/such/file"]),
+        (["--log-config-file", "/no/such/file"], ["log_config_file", "/no/such/file"]),
+        (["--served-model-name", "a", DEMO_FOLDER], [DEMO_FOLDER, "MODEL before the flags"]),
+        (["-tp", "2"], ["tensor_parallel_size"]),
     ],
 )
 def test_what_is_wrong_is_one_line(flags: list[str], words: list[str]) -> None:

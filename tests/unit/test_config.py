@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from vllm_lite import machine
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, add_flags, check_address
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import memory_limit_bytes
+from vllm_lite.settings import add_flags
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -21,7 +22,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def parse_flags(*argv: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add_flags(parser, EngineConfig)
     return vars(parser.parse_args(argv))
 
 

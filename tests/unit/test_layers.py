@@ -24,6 +24,7 @@ LAYERS = [
     "metrics",
     "wakeup",
     "machine",
+    "settings",
     "config",
     "model_spec",
     "supervise",

@@ -2,9 +2,11 @@
 file of --config."""
 
 import argparse
+from pathlib import Path
 
-from vllm_lite.config import add_flags as add_config_flags
+from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.settings import add_flags as add_config_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +19,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
     flags["model"] = arguments.folder or arguments.model
+    last_name = (arguments.served_model_name or [""])[-1]
+    if flags["model"] is None and last_name and Path(last_name, "config.json").is_file():
+        raise ConfigError(f"{last_name!r} was read as a name of --served-model-name; give MODEL before the flags")
     config = ServeConfig.load(flags, file=arguments.config)
     if arguments.print_config:
         print(config.to_yaml(), end="")

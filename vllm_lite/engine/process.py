@@ -275,7 +275,7 @@ def _worker_address(settings: EngineSettings) -> str:
 def main(settings: EngineSettings, stop: Wakeup) -> int:
     """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
     if not settings.config.single_process:
-        log.setup("engine", settings.config.log_level)
+        log.setup("engine", *settings.config.logging)
     try:
         engine = EngineProcess(settings, stop)
     except EngineError as error:

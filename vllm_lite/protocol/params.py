@@ -14,6 +14,8 @@ MAX_BIASES = 4096
 MAX_ALLOWED = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
+MIN_REPETITION_PENALTY = 0.01
+"""Divides logits: near zero they would not be finite."""
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-5
@@ -36,11 +38,11 @@ _BOUNDS: dict[str, tuple[type, float, float]] = {
     "prompt_logprobs": (int, 0, MAX_LOGPROBS),
     "presence_penalty": (float, -2.0, 2.0),
     "frequency_penalty": (float, -2.0, 2.0),
-    "repetition_penalty": (float, 0.0, MAX_REPETITION_PENALTY),
+    "repetition_penalty": (float, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "truncate_prompt_tokens": (int, -1, 2**31 - 1),
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "deadline_ms", "truncate_prompt_tokens"}
-_ABOVE_ZERO = ("top_p", "repetition_penalty")
+_ABOVE_ZERO = ("top_p",)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[Sequence[int], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[Sequence[str], Meta(max_length=MAX_BAD_WORDS)] = ()

@@ -81,7 +81,7 @@ class Answer(Response):
             ended = call.finished or call.error is not None
             data += b"".join([shape.piece(choice, news) for choice, news in call.news()])
             if ended:
-                data += shape.closing() if call.error is None else b"data: " + failed(call.error).body() + b"\n\n"
+                data += shape.closing() if call.error is None else b"data: " + _as_answer(call).body() + b"\n\n"
             now_s = time.monotonic()
             if not data and now_s - call.quiet_since_s >= PING_S:
                 data = PING
@@ -99,8 +99,10 @@ class Answer(Response):
 
 
 def _as_answer(call: Call) -> ApiError:
-    """The error of a call of which nothing has been told: the request's fault only if nothing was generated."""
+    """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now."""
     error = call.error
+    if isinstance(error, RequestError) and call.is_late:
+        return ApiError(408, str(error))
     if isinstance(error, RequestError) and not any(stream.num_tokens for stream in call.streams):
         return refused(error, field_of(str(error)))
     return failed(error or VllmLiteError("the request failed"))

@@ -29,7 +29,7 @@ from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.errors import ApiError, error_body, refused
 from vllm_lite.server.gate import Gate
 from vllm_lite.server.logprobs import Spelling
-from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts
+from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts, text_of
 from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
 
 DRAIN_S = 2.0
@@ -110,7 +110,9 @@ class Api:
         changes = _chat_changes(body)
         params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, changes)
         call = await self._call("chatcmpl", body.request_id, [await self._prompts.of_chat(body)], params)
-        shape = ChatShape(call, body, name, self._spelling)
+        last = body.messages[-1]
+        echo = text_of(last) if body.echo and last.role == "assistant" else ""
+        shape = ChatShape(call, body, name, self._spelling, echo=echo)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
     async def generate(self, request: Request) -> Response:

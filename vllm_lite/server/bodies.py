@@ -112,6 +112,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    echo: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -166,7 +167,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": (),
-    "echo": (),
     "function_call": ("none",),
     "functions": (),
     "guided_choice": (),

@@ -78,6 +78,12 @@ class Call:
         return next((stream.error for stream in self.streams if stream.error is not None), None)
 
     @property
+    def is_late(self) -> bool:
+        """Its `deadline_ms` has passed."""
+        limit_ms, arrival_s = self.streams[0].params.deadline_ms, self.streams[0].metrics.arrival_time
+        return limit_ms is not None and time.monotonic() >= arrival_s + limit_ms / 1000
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(stream.prompt.token_ids) for stream in self.streams)
 

@@ -1,11 +1,12 @@
 """/openapi.json, made of the structs that bodies are decoded into, and a page that shows it."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from vllm_lite import __version__
-from vllm_lite.server.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.bodies import SAMPLING, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 
 _BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/completions": (CompletionBody, "continue a prompt"),
@@ -24,12 +25,14 @@ _GETS = {
     "/v1/models": "what is served",
     "/v1/models/{model}": "one of them",
 }
+_WIDER = {"seed", "stop"}
+"""Fields of which a body takes more than SamplingParams does."""
 _OPEN = ("/health", "/health/live", "/health/ready", "/ping")
 _ERRORS = {
     "400": "the request is at fault; `param` names the field",
     "401": "no valid API key",
     "404": "no such model, request or path",
-    "408": "the body came too slowly",
+    "408": "the body came too slowly, or the deadline of the request has passed",
     "409": "the request id is in use",
     "413": "the body is too long",
     "415": "the body is not JSON",
@@ -73,6 +76,7 @@ def document() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
         [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
+    _add_bounds(schemas)
     error_fields = {"message": {"type": "string"}, "type": {"type": "string"}, "code": {"type": "integer"}}
     error = {"type": "object", "properties": {**error_fields, "param": {"type": ["string", "null"]}}}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
@@ -96,6 +100,16 @@ def document() -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _add_bounds(schemas: dict[str, Any]) -> None:
+    """Bodies leave the bounds of sampling to SamplingParams."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    for name in set(SAMPLING) - _WIDER:
+        bounded = msgspec.json.schema(hints[name] | None)
+        for schema in schemas.values():
+            if name in schema.get("properties", {}):
+                schema["properties"][name] = {**bounded, "default": None}
 
 
 def _route(path: str, summary: str) -> dict[str, Any]:

@@ -89,11 +89,12 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             if getattr(message, field):
                 raise ApiError(400, f"messages[{place}].{field} is not supported by this server", "messages")
         name = {} if message.name is None else {"name": message.name}
-        plain.append({"role": message.role, "content": _text(message, place), **name})
+        plain.append({"role": message.role, "content": text_of(message, place), **name})
     return plain
 
 
-def _text(message: ChatMessage, place: int) -> str:
+def text_of(message: ChatMessage, place: int = -1) -> str:
+    """All its parts."""
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

@@ -83,7 +83,7 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
 
 def serve(config: ServeConfig) -> int:
     """Returns the exit status: 0 if told to stop, 1 if the engine died. Raises VllmLiteError if it cannot start."""
-    log.setup("server", config.log_level)
+    log.setup("server", *config.logging)
     keys = config.keys()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

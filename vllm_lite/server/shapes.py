@@ -108,18 +108,21 @@ class _Shape:
 
 
 class ChatShape(_Shape):
-    """/v1/chat/completions."""
+    """/v1/chat/completions. `echo` stands before each answer: the message that it goes on from."""
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, call: Call, body: ChatBody, model: str, words: Spelling) -> None:
+    def __init__(self, call: Call, body: ChatBody, model: str, words: Spelling, *, echo: str = "") -> None:
         super().__init__(call, body, model, words)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
+        self._echo = echo
 
     def opening(self) -> bytes:
-        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return b"".join(self._chunk(b'{"index":%d,' % choice.index + role) for choice in self._call.choices)
+        """The role of each choice; with it, if it is to be told again, what the answer goes on from."""
+        delta = {"role": "assistant", "content": self._echo}
+        rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
+        return b"".join(self._chunk(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
 
     def piece(self, choice: Choice, news: CompletionOutput) -> bytes:
         self._told_tokens += len(news.token_ids)
@@ -133,7 +136,7 @@ class ChatShape(_Shape):
             [
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": news.text, "refusal": None},
+                    "message": {"role": "assistant", "content": self._echo + news.text, "refusal": None},
                     "logprobs": self._logprobs(news),
                     **self._end(news),
                 }

@@ -161,7 +161,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # engine and the client on the same cores, the others then wait for a thread that is not running (measured on two
     # busy cores: 7 ms a step instead of 90).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    log.setup(f"worker {settings.rank}", settings.config.log_level)
+    log.setup(f"worker {settings.rank}", *settings.config.logging)
     try:
         return main(settings, stop)
     finally:

@@ -1,0 +1,150 @@
+"""Settings: a frozen struct that is layered of file < environment < flag; unknown keys are errors.
+
+Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
+field's name.
+"""
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Self, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from vllm_lite.errors import ConfigError
+
+ENV_PREFIX = "VLLM_LITE_"
+SHORT_FLAGS = {"tensor_parallel_size": "-tp"}
+ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
+"""Other names of settings, which other engines give them."""
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Subclasses add the fields."""
+
+    @classmethod
+    def load(
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        file: str | Path | None = None,
+    ) -> Self:
+        """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
+        values: dict[str, Any] = {}
+        if file is not None:
+            values |= _canonical(_read_file(Path(file)))
+        values |= _canonical(_read_env(os.environ if env is None else env, cls.__struct_fields__))
+        values |= _canonical({name: value for name, value in (flags or {}).items() if value is not None})
+        return cls.check(values)
+
+    @classmethod
+    def check(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
+        known = set(cls.__struct_fields__)
+        values = _canonical(values)
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                raise ConfigError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hints = get_type_hints(cls, include_extras=True)
+        plain = {name: _plain(name, value, hints[name]) for name, value in values.items()}
+        try:
+            return msgspec.convert(plain, cls, strict=False)
+        except msgspec.ValidationError as error:
+            match = re.search(r"`\$\.(\w+)", str(error))
+            name = match.group(1) if match else ""
+            what = str(error).split(" - at ")[0]
+            if what.startswith("Invalid enum value"):
+                what = f"must be one of {', '.join(_choices(hints[name]))}"
+            raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
+    """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
+        flags = ["--" + name.replace("_", "-") for name in names]
+        flags += [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
+        text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
+        if field.type is bool or isinstance(field.default, bool):
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            metavar = field.name.rsplit("_", 1)[-1].upper()
+            more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
+            if tuple in _types(hints[field.name]):
+                more = {"action": "append"}
+            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, **more)
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {ALIASES.get(name, name): value for name, value in values.items()}
+
+
+def _types(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation: of `Annotated[tuple[int, ...] | None, ...]` they are tuple and NoneType."""
+    if get_origin(hint) is Annotated:
+        return _types(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(kind for part in get_args(hint) for kind in _types(part))
+    return (get_origin(hint) or hint,)
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The values that a field of a fixed set may have."""
+    kind = get_args(hint)[0]
+    return tuple(
+        choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
+    )
+
+
+def _description(hint: Any) -> str:
+    return next((meta.description for meta in get_args(hint)[1:] if getattr(meta, "description", None)), "")
+
+
+def _plain(name: str, value: Any, hint: Any) -> Any:
+    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
+    kinds = _types(hint)
+    if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
+        value = " ".join(map(str, value))
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("none", "null") or (name == "max_model_len" and value == "auto"):
+        return None  # auto: the engine serves what its KV cache holds
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
+    if match and str not in kinds and tuple not in kinds:
+        return int(float(match.group(1)) * _SUFFIXES[match.group(2)])
+    if value.startswith(("{", "[")) and str not in kinds:
+        try:
+            return msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
+    return value.replace(",", " ").split() if tuple in kinds else value
+
+
+def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
+    names = (*fields, *ALIASES)
+    return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """A flat YAML or TOML file; keys may be written with - or _."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            values = msgspec.yaml.decode(text)
+        else:
+            raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
