@@ -43,11 +43,11 @@ def test_several_keys(tmp_path: Path) -> None:
     """A flag takes one, so that it cannot take the model for another."""
     file = tmp_path / "keys"
     file.write_text("# of the team\nthree\n\n four \n")
-    assert load("--api-key", "one", "--api-key", "two").keys() == ("one", "two")
-    assert load("--api-key", "5k").keys() == ("5k",)
-    assert load("--api-key", "one", "--api-key-file", str(file)).keys() == ("one", "three", "four")
-    assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys() == ("one", "two")
-    assert load().keys() == ()
+    assert load("--api-key", "one", "--api-key", "two").keys().user == ("one", "two")
+    assert load("--api-key", "5k").keys().user == ("5k",)
+    assert load("--api-key", "one", "--api-key-file", str(file)).keys().user == ("one", "three", "four")
+    assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys().user == ("one", "two")
+    assert load().keys().user == ()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
@@ -67,7 +67,7 @@ def test_a_file_with_lists(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("served_model_name: [a, b]\napi_key: [one, two]\nallowed_origins: ['*']\n")
     config = load(file=file)
-    assert (config.names, config.keys(), config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
+    assert (config.names, config.keys().user, config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
 
 
 def test_what_is_shown_can_be_read_again_and_holds_no_key(tmp_path: Path) -> None:

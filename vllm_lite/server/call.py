@@ -3,10 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
+
+if TYPE_CHECKING:
+    from vllm_lite.server.bodies import ForkBody
+    from vllm_lite.server.shapes import Shape
 
 
 class Choice:
@@ -66,6 +71,8 @@ class Call:
         """Its client has not taken what it was sent before."""
         self.cut: Callable[[], None] = lambda: None
         """Ends the connection of its client."""
+        self.shape_fork: Callable[[Call, ForkBody], Shape] | None = None
+        """How a fork of this call is told, as it is itself; None if it cannot be forked."""
         self._news = asyncio.Event()
 
     @property

@@ -11,6 +11,7 @@ _ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
