@@ -47,6 +47,9 @@ class FakeSession:
             raise self.dead
         self.sinks[message.request_id] = sink
 
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self.sinks and request_id not in self.dropped
+
     def drop(self, request_id: str) -> None:
         self.dropped.append(request_id)
 

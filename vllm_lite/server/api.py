@@ -113,6 +113,7 @@ class Api:
         last = body.messages[-1]
         echo = text_of(last) if body.echo and last.role == "assistant" else ""
         shape = ChatShape(call, body, name, self._spelling, echo=echo)
+        call.shape_fork = lambda fork, asked: ChatShape(fork, asked.over(body), name, self._spelling, echo=echo)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
     async def generate(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from vllm_lite import log
+from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.server.answer import PING_S
@@ -124,14 +125,14 @@ class Calls:
 
     async def probe(self) -> Stats:
         """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
-        return await self.ask(self.relay.session.request_stats)
+        return await self.ask(Session.request_stats)
 
-    async def ask(self, question: Callable[[], Future[A]]) -> A:
+    async def ask(self, question: Callable[[Session], Future[A]]) -> A:
         """What the engine answers to a question put by the session. Raises ApiError if it does not."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(question()), PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(question(self.relay.session)), PROBE_TIMEOUT_S)
         except (TimeoutError, EngineError) as error:
             text = told(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
             raise ApiError(503, text) from error

@@ -34,8 +34,9 @@ class Relay:
             for stream in call.streams:
                 self.session.submit(stream.message(), self._arrive)
                 self._streams[stream.request_id] = stream, call
-                self._queued[stream.request_id] = num_tokens = len(stream.prompt.token_ids)
-                self.num_queued_tokens += num_tokens
+                if not stream.num_tokens:  # a fork has some already, and with them the prompt
+                    self._queued[stream.request_id] = len(stream.prompt.token_ids)
+                    self.num_queued_tokens += len(stream.prompt.token_ids)
                 self.num_sequences += len(stream.samples)
         except BaseException:
             self.drop(call)

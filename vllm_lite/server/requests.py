@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, RequestState, SampleState
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.server import bodies
 from vllm_lite.server.answer import Answer
 from vllm_lite.server.bodies import ForkBody
@@ -67,11 +68,11 @@ class Requests:
         return call_id
 
     async def load(self, _: Request) -> Response:
-        """How many requests run; on each server, if there are several."""
+        """How many requests run; if there are several servers, on each, and which one says so."""
         if self._is_private or not self._siblings:
             return as_json({"server_load": len(self.calls)})
         loads = await self._siblings.loads(len(self.calls))
-        return as_json({"server_load": sum(loads), "servers": loads})
+        return as_json({"server_load": sum(loads), "servers": loads, "server": self._siblings.number})
 
     async def state(self, request: Request) -> Response:
         """How a request is, and why it waits if it does."""
@@ -79,7 +80,7 @@ class Requests:
         if call is None:
             return self._siblings.passed_on(request)
         names = [stream.request_id for stream in call.streams]
-        told = await self.calls.ask(lambda: self.calls.relay.session.describe(names))
+        told = await self.calls.ask(lambda session: session.describe(names))
         known = {state.request_id: state for state in told.requests}
         prompts = [_prompt(stream, known.get(stream.request_id)) for stream in call.streams]
         states = {prompt["state"] for prompt in prompts}
@@ -118,14 +119,13 @@ class Requests:
         body, headers = decode(data, ForkBody)
         self.calls.check()
         call = await self._branches(parent, body)
-        if parent.shape_fork is None:
-            raise ApiError(400, f"request {parent.id!r} cannot be forked")
+        call.shape_fork = parent.shape_fork
         return Answer(call, parent.shape_fork(call, body), self.calls.run, stream=bool(body.stream), headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Nothing computed before is found again; what runs goes on."""
         require_admin(request)
-        done = await self.calls.ask(self.calls.relay.session.reset_prefix_cache)
+        done = await self.calls.ask(Session.reset_prefix_cache)
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
     # ---- inside
@@ -138,8 +138,8 @@ class Requests:
     async def _branches(self, parent: Call, body: ForkBody) -> Call:
         """A call of `n` streams that begin with all that the parent's has. Raises ApiError."""
         count = 1 if body.n is None else body.n
-        if not 1 <= count <= bodies.MAX_CHOICES:
-            raise ApiError(400, f"n must be between 1 and {bodies.MAX_CHOICES}, got {count}", "n")
+        if not 1 <= count <= MAX_SAMPLES:
+            raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
         if len(parent.streams) > 1:
             raise ApiError(400, f"request {parent.id!r} has {len(parent.streams)} prompts; only one can be forked")
         (trunk,) = parent.streams
@@ -155,7 +155,7 @@ class Requests:
                 streams.append(self._factory.fork(trunk, params, stream_id, number))
             except RequestError as error:
                 raise refused(error, bodies.field_of(str(error))) from error
-        return Call(call_id, streams)
+        return Call(call_id, streams, are_forks=True)
 
 
 def _params(base: SamplingParams, body: ForkBody) -> SamplingParams:

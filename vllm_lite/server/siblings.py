@@ -29,7 +29,7 @@ class Siblings:
     """Seen from server `number`; false if there are none."""
 
     def __init__(self, run_dir: str = "", number: int = 0, count: int = 1) -> None:
-        self._number = number
+        self.number = number
         self._others = {other: _client(socket_path(run_dir, other)) for other in range(count) if other != number}
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Siblings:
         """Of each server, in order; 0 for one that does not answer."""
         answers = await asyncio.gather(*(_get(client, "/load") for client in self._others.values()))
         loads = [0 if answer is None else int(answer.json()["server_load"]) for answer in answers]
-        loads.insert(self._number, own)
+        loads.insert(self.number, own)
         return loads
 
     def passed_on(self, request: Request, body: bytes = b"") -> Response:
