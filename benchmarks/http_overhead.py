@@ -31,6 +31,8 @@ from vllm_lite.protocol.params import SamplingParams
 PROMPT = "Once upon a time"
 STREAMS = (1, 16, 64)
 READY_S = 120.0
+NUM_BLOCKS = 1024
+"""Enough for all streams; few, so that the first 1000 requests touch all of the KV cache's memory."""
 MEMORY_AT_ONCE = 32
 _EVENT = b'"finish_reason"'
 
@@ -128,7 +130,8 @@ class Server:
 def serving(model: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="vlb") as folder:
         engine = f"ipc://{folder}/engine"
-        flags = ["--port", "0", "--address", engine, "--max-num-seqs", str(max(STREAMS)), "--log-level", "error"]
+        flags = ["--port", "0", "--address", engine, "--log-level", "error"]
+        flags += ["--max-num-seqs", str(max(STREAMS)), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         command = [sys.executable, "-m", "vllm_lite", "serve", model, *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
