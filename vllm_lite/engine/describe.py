@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def describe(scheduler: "Scheduler", request_ids: tuple[str, ...], now_s: float) -> api.Descriptions:
     """Those of the requests that live."""
-    known = [scheduler.requests[request_id] for request_id in request_ids if request_id in scheduler.requests]
+    found = [scheduler.requests.get(request_id) for request_id in request_ids]
+    known = [request for request in found if request is not None and request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
     return api.Descriptions([_state(scheduler, request, places, now_s) for request in known])

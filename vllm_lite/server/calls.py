@@ -14,7 +14,7 @@ from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.server.answer import PING_S
 from vllm_lite.server.call import Call
-from vllm_lite.server.errors import ApiError, refused, told
+from vllm_lite.server.errors import ApiError, in_use, refused, told
 from vllm_lite.server.relay import Relay
 
 LOOK_S = 0.25
@@ -91,7 +91,7 @@ class Calls:
         self.check()
         self._check_tokens(call)
         if call.id in self._running:
-            raise ApiError(409, f"request id {call.id!r} is in use; choose another", "request_id")
+            raise in_use(call.id)
         self._running[call.id] = call
         try:
             try:

@@ -50,6 +50,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+def in_use(call_id: str) -> ApiError:
+    return ApiError(409, f"request id {call_id!r} is in use; choose another", "request_id")
+
+
 def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
     """`error`, met before anything was generated: the request's fault, or the engine's."""
     if isinstance(error, EngineError):

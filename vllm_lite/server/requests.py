@@ -21,7 +21,7 @@ from vllm_lite.server.answer import Answer
 from vllm_lite.server.bodies import ForkBody
 from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls
-from vllm_lite.server.errors import ApiError, refused
+from vllm_lite.server.errors import ApiError, in_use, refused
 from vllm_lite.server.gate import require_admin
 from vllm_lite.server.reading import Reader, decode
 from vllm_lite.server.siblings import Siblings
@@ -227,7 +227,3 @@ def _why(state: RequestState, found: Admission) -> str | None:
 
 def as_json(value: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
-
-
-def in_use(call_id: str) -> ApiError:
-    return ApiError(409, f"request id {call_id!r} is in use; choose another", "request_id")

@@ -166,6 +166,7 @@ class Service:
             os.unlink(path)  # of the one in whose place this one was started
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
+        os.chmod(path, 0o600)
         return listener
 
     def _servers(self, calls: Calls, siblings: Siblings, has_private: bool) -> list[uvicorn.Server]:

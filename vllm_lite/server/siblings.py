@@ -112,7 +112,9 @@ async def _answer(
 
 
 def _client(path: str) -> httpx.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
+    # A connection for each question: one that is kept could be to a server that has died since.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    transport = httpx.AsyncHTTPTransport(uds=path, limits=limits)
     patience = httpx.Timeout(None, connect=ASK_S)
     return httpx.AsyncClient(transport=transport, base_url="http://sibling", timeout=patience, trust_env=False)
 
