@@ -128,32 +128,36 @@ def test_the_state_of_one_that_runs(http: httpx.Client) -> None:
 
 
 def test_greedy_forks_of_a_chat_go_on_like_it(server: Server, http: httpx.Client, session: Session) -> None:
-    """The prompt fills half of the pool and is there once: four of it would not fit."""
+    """The prompt of more than 30 blocks is there once: with four of it they would not fit."""
     api = OpenAI(base_url=server.url + "/v1", api_key="a-user", max_retries=0)
     before = session.stats()
     stream = api.chat.completions.create(
         model="demo_model",
-        messages=[{"role": "user", "content": "Tell me a story. " * 190}],
-        max_tokens=100,
+        messages=[{"role": "user", "content": "Tell me a story. " * 80}],
+        max_tokens=300,
         temperature=0,
         stream=True,
+        stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "request_id": "trunk"},
     )
     with stream:
-        pieces = [next(stream).choices[0].delta.content or "" for _ in range(3)]
+        pieces = [next(stream) for _ in range(3)]
         answer = http.post("/v1/requests/chatcmpl-trunk/fork", json={"n": 3})
         assert answer.status_code == 200, answer.text
-        pieces += [chunk.choices[0].delta.content or "" for chunk in stream]
-    told = answer.json()
+        pieces += list(stream)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    told, usage = answer.json(), pieces[-1].usage
     assert told["object"] == "chat.completion"
     assert told["id"].startswith("chatcmpl-")
     assert told["id"] != "chatcmpl-trunk"
     assert [choice["index"] for choice in told["choices"]] == [0, 1, 2]
-    assert [choice["message"]["content"] for choice in told["choices"]] == ["".join(pieces)] * 3
+    assert [choice["message"]["content"] for choice in told["choices"]] == [text] * 3
     assert [choice["finish_reason"] for choice in told["choices"]] == ["length"] * 3
+    assert usage is not None
+    assert told["usage"]["prompt_tokens"] == usage.prompt_tokens > 30 * 16
+    assert told["usage"]["completion_tokens"] == 3 * 300
     after = session.stats()
-    assert told["usage"]["prompt_tokens"] > 64 * 16  # once, though there are three choices
-    assert told["usage"]["completion_tokens"] == 3 * 100
+    assert 4 * (usage.prompt_tokens + 300) > NUM_BLOCKS * 16
     assert after.copied_blocks > before.copied_blocks
     assert after.preemptions == before.preemptions
     assert after.num_used_blocks == 0
@@ -172,14 +176,14 @@ def test_forks_of_a_completion_in_a_stream(http: httpx.Client, session: Session)
     with http.stream("POST", "/v1/completions", json={**body, "echo": True}) as trunk:
         pieces = chunks(trunk)
         head = "".join(next(pieces)["choices"][0]["text"] for _ in range(4))
-        asked = {"n": 2, "temperature": 1.5, "seed": 7, "max_tokens": 100, "stream": True, "request_id": "twigs"}
+        asked = {"n": 2, "temperature": 1.5, "seed": 7, "max_tokens": 550, "stream": True, "request_id": "twigs"}
         asked |= {"stream_options": {"include_usage": True}}
         with http.stream("POST", "/v1/requests/cmpl-trunk/fork", json=asked) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             found = list(chunks(answer))
         whole = head + "".join(piece["choices"][0]["text"] for piece in pieces)
     assert {chunk["id"] for chunk in found} == {"cmpl-twigs"}
-    assert found[-1]["usage"]["completion_tokens"] == 2 * 100
+    assert found[-1]["usage"]["completion_tokens"] == 2 * 550
     texts = ["", ""]
     for chunk in found[:-1]:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
@@ -189,14 +193,14 @@ def test_forks_of_a_completion_in_a_stream(http: httpx.Client, session: Session)
 
 
 def test_forks_of_token_ids(http: httpx.Client) -> None:
-    params = {"max_tokens": 120, **LONG}
+    params = {"max_tokens": 600, **LONG}
     body = {"token_ids": [5, 6, 7], "sampling_params": params, "stream": True, "request_id": "ids"}
     with http.stream("POST", "/inference/v1/generate", json=body) as trunk:
         pieces = chunks(trunk)
         ids = next(pieces)["choices"][0]["token_ids"]
-        told = http.post("/v1/requests/gen-ids/fork", json={"n": 2, "max_tokens": 110}).json()
+        told = http.post("/v1/requests/gen-ids/fork", json={"n": 2, "max_tokens": 550}).json()
         ids += [token for piece in pieces for token in piece["choices"][0]["token_ids"]]
-    assert [choice["token_ids"] for choice in told["choices"]] == [ids[:110]] * 2
+    assert [choice["token_ids"] for choice in told["choices"]] == [ids[:550]] * 2
 
 
 @pytest.mark.parametrize(
