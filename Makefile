@@ -11,11 +11,11 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa
 SOURCES := vllm_lite scripts benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test check format protocol node-client bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## make .venv and install the package and its tools into it (instant when up to date)
 
@@ -46,9 +46,15 @@ format: $(STAMP)  ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff format $(SOURCES)
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
+protocol: $(STAMP)  ## write docs/protocol.md and its JSON Schema anew, after a change of a message
+	$(BIN)/python scripts/protocol_docs.py
+
+node-client:  ## fetch what the Node.js client needs, for the test that runs it
+	cd scripts/node && npm ci --ignore-scripts --no-audit --no-fund
+
 bench: $(STAMP)  ## measure the engine's own cost, without a model
 	$(BIN)/vllm-lite bench engine $(ARGS)
 
 clean:  ## remove everything that was made here, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf scripts/node/node_modules $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ async def stream(address: str, prompt: str, params: SamplingParams) -> None:
             text = output.outputs[0].text
             print(text[shown:], end="", flush=True)
             shown = len(text)
-    done, first_s = output.outputs[0], output.metrics.time_to_first_token_s or 0.0
+    done, first_s = output.outputs[0], output.metrics.first_token_latency or 0.0
     elapsed_s = time.monotonic() - output.metrics.arrival_time
     print(
         f"\n[{len(done.token_ids)} tokens in {elapsed_s:.2f} s, the first after {first_s:.3f} s; {done.finish_reason}; "

@@ -86,7 +86,7 @@ def print_figures(outputs: list[RequestOutput], stats: Stats, block_size: int) -
     for name, output in zip(("first", "second"), outputs, strict=True):
         num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         times = output.metrics
-        first_s = times.time_to_first_token_s or 0.0
+        first_s = times.first_token_latency or 0.0
         later_s = (times.last_token_time or 0.0) - (times.first_token_time or 0.0)
         figures = (
             str(num_prompt),

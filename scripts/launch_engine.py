@@ -39,6 +39,7 @@ def ready_line(launched: Launched) -> str:
     return json.dumps(
         {
             "address": launched.address,
+            "tcp_address": launched.config.tcp_address,
             "model": engine.model,
             "pid": launched.pid,
             "max_model_len": engine.max_model_len,

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_lite.client.async_client import AsyncClient
+    from vllm_lite.client.beam import BeamSearchParams
     from vllm_lite.client.llm import LLM
-    from vllm_lite.client.outputs import CompletionOutput, RequestOutput
+    from vllm_lite.client.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from vllm_lite.client.prompt import TextPrompt, TokensPrompt
     from vllm_lite.config import EngineConfig
-    from vllm_lite.protocol.params import SamplingParams
+    from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -27,11 +29,30 @@ _HOME = {
     "AsyncClient": "vllm_lite.client.async_client",
     "RequestOutput": "vllm_lite.client.outputs",
     "CompletionOutput": "vllm_lite.client.outputs",
+    "Logprob": "vllm_lite.client.outputs",
+    "BeamSearchOutput": "vllm_lite.client.outputs",
+    "BeamSearchParams": "vllm_lite.client.beam",
+    "TextPrompt": "vllm_lite.client.prompt",
+    "TokensPrompt": "vllm_lite.client.prompt",
     "SamplingParams": "vllm_lite.protocol.params",
+    "RequestOutputKind": "vllm_lite.protocol.params",
     "EngineConfig": "vllm_lite.config",
 }
 
-__all__ = ["LLM", "AsyncClient", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 
 def __getattr__(name: str) -> Any:

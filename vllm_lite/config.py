@@ -1,6 +1,8 @@
 """The configuration: one frozen struct. `resolve()` returns a new one in which nothing is left to be guessed."""
 
 import os
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -201,6 +203,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     address: Annotated[
         str | None, Meta(description="ipc://PATH that clients connect to (default: a private folder)")
     ] = None
+    tcp_address: Annotated[
+        str | None, Meta(description="tcp://IP:PORT that clients on other machines connect to, beside address")
+    ] = None
+    curve_keys: Annotated[
+        str | None, Meta(description="folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
+    ] = None
+    insecure: Annotated[bool, Meta(description="let in whoever reaches tcp_address, without keys and in the clear")] = (
+        False
+    )
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
@@ -216,6 +227,18 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
         if self.address is not None:
             check_address(self.address)
+        if self.tcp_address is not None:
+            self._check_tcp(self.tcp_address)
+
+    def _check_tcp(self, address: str) -> None:
+        split_tcp(address)
+        if self.single_process:
+            raise ValueError("tcp_address needs an engine process of its own, so it cannot go with single_process")
+        if (self.curve_keys is None) is not self.insecure:
+            raise ValueError(
+                f"tcp_address {address} needs either curve_keys, a folder made by `vllm-lite keys`, or insecure, which "
+                f"lets in whoever reaches it; got {'neither' if self.curve_keys is None else 'both'}"
+            )
 
     @property
     def logging(self) -> tuple[str, str, str | None]:
@@ -275,6 +298,18 @@ def check_address(address: str) -> None:
         raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
     if scheme == "ipc" and len(os.fsencode(path)) > 107:
         raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
+
+
+def split_tcp(address: str) -> tuple[str, int]:
+    """IP address and port of tcp://IP:PORT, as an engine may listen on it. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535:
+        with suppress(ValueError):
+            return str(ip_address(host)), int(port)
+    raise ValueError(
+        f"tcp_address must look like tcp://IP:PORT, for example tcp://0.0.0.0:5555 or tcp://[::]:5555, got {address!r}"
+    )
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

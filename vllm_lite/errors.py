@@ -6,6 +6,7 @@ VllmLiteError
  +-- RequestError       one request cannot be served; no other request notices
  +-- ProtocolError      a message that is malformed, too large, or of another protocol version
  +-- OutOfBlocks        the KV pool has fewer free blocks than were asked for (also a ValueError)
+ +-- RemoteError        a server that is spoken to over HTTP cannot be reached, refuses, or breaks off
  +-- EngineError        the engine could not be started or reached
       +-- EngineDeadError   the engine (or a worker of it) died while requests were running
 """
@@ -33,6 +34,10 @@ class ProtocolError(VllmLiteError):
 
 class OutOfBlocks(VllmLiteError, ValueError):
     """More KV blocks were requested than are free; nothing was taken."""
+
+
+class RemoteError(VllmLiteError):
+    """A server that is spoken to over HTTP cannot be reached, refuses, or breaks off."""
 
 
 class EngineError(VllmLiteError):

@@ -62,4 +62,5 @@ def _configure(path: str) -> None:
 
 
 def get(name: str) -> logging.Logger:
-    return logging.getLogger(name)
+    """The logger of a module; one that runs as `__main__` has the package's."""
+    return logging.getLogger("vllm_lite" if name == "__main__" else name)

@@ -299,6 +299,7 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
     for _ in range(data.draw(st.integers(1, 10))):
         entries, scheduled = stream.step()
         batch.apply(entries)
+        assert not any(stream.sequences[handle].penalised for handle in batch.max_drafts)
         for handle in batch.max_drafts:
             batch.guess(handle, np.array(stream.sequences[handle].guesses, np.int32))
         inputs = batch.build()

@@ -17,7 +17,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Sampling
 from vllm_lite.worker.logit_edits import NEVER
 from vllm_lite.worker.logit_rules import RuleBook
-from vllm_lite.worker.sampler import ROW_PARAMS, SampleInputs, Sampler, row_params
+from vllm_lite.worker.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
 from vllm_lite.worker.token_counts import TokenCounts
 
 VOCAB = 40
@@ -153,7 +153,7 @@ def test_min_p_is_that_of_transformers(min_p: float) -> None:
     from transformers import MinPLogitsWarper
 
     logits = random_logits()
-    warped = MinPLogitsWarper(min_p)(torch.tensor([PROMPT]), logits[None].clone() / 1.5)
+    warped = MinPLogitsWarper(min_p)(torch.LongTensor([PROMPT]), logits[None].clone() / 1.5)
     inputs = inputs_of(PROMPT, [], SamplingParams(temperature=1.5, min_p=min_p), VOCAB, 4000)
     drawn = Sampler(VOCAB, CPU).sample(logits.expand(4000, -1).clone(), inputs).tokens
     assert set(drawn.tolist()) == set(torch.isfinite(warped[0]).nonzero().squeeze(1).tolist())
@@ -180,6 +180,35 @@ def test_draws_follow_the_softmax_that_rules_and_filters_leave(rules: dict[str, 
     tokens = Sampler(len(logits), CPU).sample(logits.expand(NUM_DRAWS, -1).clone(), inputs).tokens.tolist()
     statistic, freedom = chi_squared(tokens, expected)
     assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
+
+
+def test_a_slot_has_the_rules_of_its_last_sequence() -> None:
+    """Who takes another's place in a step takes its slot as well."""
+    book, tokens = RuleBook(1, VOCAB, 100), np.array([PROMPT], np.int32)
+    for token in (3, 4, 5):
+        rules: list[dict[str, Any]] = [{"logit_bias": {token: 1.0}}, {"frequency_penalty": 1.0}, {"min_tokens": 2}]
+        for fields in rules:
+            slot = book.add(wire(SamplingParams(**fields), 5), tokens[0], 5)
+            assert slot == 1
+            book.count(np.array([slot]), np.array([token]))
+            banned, edits = book.of_step(np.array([slot]), np.array([5]), np.array([0]), tokens)
+            row = torch.zeros(1, VOCAB)
+            if edits is not None:
+                edits.apply(row)
+            expected = {"logit_bias": {token: 1.0}, "frequency_penalty": {token: -1.0}, "min_tokens": {}}
+            assert {at: row[0, at].item() for at in row[0].nonzero().flatten().tolist()} == expected[next(iter(fields))]
+            assert (banned is not None) == ("min_tokens" in fields)
+            book.remove(slot)
+
+
+def test_a_rule_hides_no_fault_of_the_model() -> None:
+    """Not even where a token is not allowed: what else the model says of such a row is not to be trusted."""
+    logits = random_logits().expand(2, -1).clone()
+    logits[1, 30] = math.nan
+    inputs = inputs_of(PROMPT, OUTPUT, SamplingParams(allowed_token_ids=[3, 4]), VOCAB, 2)
+    sampled = Sampler(VOCAB, CPU).sample(logits, inputs)
+    assert sampled.failed == {1: NOT_FINITE}
+    assert int(sampled.tokens[0]) in (3, 4)
 
 
 def test_counts_of_the_longest_sequence_of_different_tokens() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.e2e.reference import Reference, make_prompts, start, tokens_of
-from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
+from vllm_lite import LLM, AsyncClient, BeamSearchParams, RequestOutput, SamplingParams
+from vllm_lite.client.outputs import BeamSearchSequence
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Stats
 
@@ -172,12 +174,22 @@ def test_the_models_own_end_tokens_end_a_beam(llama: Reference, stop_tokens: tup
         settings = json.loads((model / name).read_text()) | {"eos_token_id": list(stop_tokens[:3])}
         (model / name).write_text(json.dumps(settings))
     with start(model, block_size=BLOCK) as llm:
-        outputs = llm.beam_search(PROMPTS, 3, 12, length_penalty=0.5, use_tqdm=False)
+        found = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5))
+        asked = SamplingParams(use_beam_search=True, n=3, max_tokens=12, length_penalty=0.5)
+        outputs = llm.generate(PROMPTS, asked, use_tqdm=False)
     params = SamplingParams(n=3, max_tokens=12, length_penalty=0.5, stop_token_ids=stop_tokens[:3])
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_beams(expected_beams(llama, prompt, params), output, params)
         assert all(one.stop_reason is None for one in output.outputs)
     assert {one.finish_reason for output in outputs for one in output.outputs} == {"stop", "length"}
+    words = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for prompt, output, beams in zip(PROMPTS, outputs, found, strict=True):
+        assert beams.prompt_token_ids == prompt
+        for one, beam in zip(output.outputs, beams.sequences, strict=True):
+            tokens, logprob = prompt + one.token_ids, one.cumulative_logprob
+            text = words.decode(tokens, skip_special_tokens=False)
+            assert beam.cum_logprob == pytest.approx(logprob, abs=TIE)
+            assert beam == BeamSearchSequence(tokens, beam.cum_logprob, text, one.finish_reason, one.stop_reason)
 
 
 # ---- samples

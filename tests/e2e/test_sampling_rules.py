@@ -1,6 +1,8 @@
 """Requests with rules for their logits, through all processes, in float32: each token is the one that transformers'
 logits, the rules written down plainly, and the seed's noise lead to, whatever happens beside the request."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -8,11 +10,11 @@ import pytest
 import torch
 
 from tests.checkpoints import VOCAB_SIZE
-from tests.e2e.reference import NUM_TOKENS, Reference, make_prompts, start, tokens_of
+from tests.e2e.reference import DEADLINE_S, NUM_TOKENS, Reference, make_prompts, start, tokens_of
 from tests.e2e.test_blocks_e2e import NGRAM, SWAP
 from tests.e2e.test_seeded_sampling import NEAR_TIE, draw
 from tests.plain_rules import changed
-from vllm_lite import LLM, RequestOutput, SamplingParams
+from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 
 PROMPTS = make_prompts((1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65, 80, 100, 128, 150), seed=5)
 FEW = list(range(3, 40))
@@ -72,8 +74,8 @@ def test_tokens_are_the_ones_that_rules_and_seed_mean(llama: Reference, alone: l
     least = min(closest(llama, *case) for case in zip(PROMPTS, alone, PARAMS, strict=True))
     print(f"closest draw won by {least:.1e}")
     assert least > NEAR_TIE, "choose other seeds: these let rounding decide"
-    plain = [changed(np.zeros(VOCAB_SIZE, np.float32), params, [1], [2]).any() for params in PARAMS]
-    assert plain.count(False) < len(PARAMS) / 2
+    ruled = [bool(changed(np.zeros(VOCAB_SIZE, np.float32), params, [1], [2]).any()) for params in PARAMS]
+    assert sum(ruled) > len(PARAMS) / 2
 
 
 def test_all_at_once_with_cached_prompts(llm: LLM, alone: list[list[int]]) -> None:
@@ -107,6 +109,27 @@ def test_samples_of_one_prompt_count_their_own_tokens(llm: LLM, llama: Reference
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
     for sample in output.outputs:
         assert closest(llama, prompt, sample.token_ids, params, child=sample.index) > NEAR_TIE
+
+
+def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
+    """It has its parent's rules and takes the best token, so that it must say the same."""
+    params = params_of(4, max_tokens=300)
+
+    async def main() -> None:
+        async with AsyncClient(llm.address) as client:
+            parent = client.generate(PROMPTS[9], params, "parent")
+            output = await anext(parent)
+            while len(output.outputs[0].token_ids) < 20:
+                output = await anext(parent)
+            (fork,) = await client.fork("parent")
+            expected, told = await last(parent), await last(fork)
+            assert told.outputs[0].token_ids == expected.outputs[0].token_ids
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in stream][-1]
 
 
 @pytest.mark.parametrize("min_tokens", [5, 12])

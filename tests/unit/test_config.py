@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vllm_lite import machine
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address, split_tcp
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import memory_limit_bytes
 from vllm_lite.settings import add_flags
@@ -245,6 +245,35 @@ def test_bad_addresses(address: str) -> None:
 def test_an_ipc_path_is_limited_in_bytes(path: str) -> None:
     with pytest.raises(ValueError, match=r"at most 107 bytes, got (108|109)"):
         check_address("ipc://" + path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:5555", "tcp://localhost:5555", "tcp://*:5555", "tcp://1.2.3.4", "tcp://1.2.3.4:0", "tcp://:5555"],
+)
+def test_bad_tcp_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"tcp_address must look like tcp://IP:PORT, for example .*, got "):
+        EngineConfig.check({"tcp_address": address, "insecure": True})
+
+
+def test_tcp_addresses() -> None:
+    assert split_tcp("tcp://0.0.0.0:5555") == ("0.0.0.0", 5555)
+    assert split_tcp("tcp://[::1]:65535") == ("::1", 65535)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs either curve_keys, .* or insecure, which lets in whoever reaches it; got neither"),
+        ({"curve_keys": "/keys", "insecure": True}, "got both"),
+        ({"insecure": True, "single_process": True}, "cannot go with single_process"),
+    ],
+)
+def test_tcp_needs_keys_or_an_explicit_word(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.check({"tcp_address": "tcp://127.0.0.1:5555", **settings})
+    EngineConfig.check({"tcp_address": "tcp://127.0.0.1:5555", "curve_keys": "/keys"})
+    EngineConfig.check({"tcp_address": "tcp://127.0.0.1:5555", "insecure": True})
 
 
 # ---- flags

@@ -1,6 +1,7 @@
 """Starting an engine process: what is checked before, how a failed start is told, and that nothing is left behind."""
 
 import queue
+import socket
 import stat
 import tempfile
 import time
@@ -149,6 +150,22 @@ def test_bad_input_starts_nothing(
     monkeypatch.setattr("vllm_lite.supervise.spawn", None)
     with pytest.raises(kind, match=text):
         launch(config("serves", **settings))
+
+
+def test_a_taken_port_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"^cannot listen on {address}: Address already in use; choose another$"):
+            launch(config("serves", tcp_address=address, insecure=True))
+
+
+def test_missing_keys_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    with pytest.raises(ConfigError, match=r"/no/keys/server\.key_secret is no key file"):
+        launch(config("serves", tcp_address="tcp://127.0.0.1:5555", curve_keys="/no/keys"))
 
 
 def test_a_long_tmpdir_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

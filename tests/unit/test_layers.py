@@ -42,6 +42,7 @@ LAYERS = [
     "worker",
     "client",
     "server",
+    "remote",
     "bench",
     "cli",
     "__main__",

@@ -12,16 +12,21 @@ import pytest
 
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from vllm_lite.client.beam import BeamSearchParams
 from vllm_lite.client.llm import LLM
 from vllm_lite.client.session import Session
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
-from vllm_lite.errors import ConfigError, EngineDeadError, RequestError
+from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from vllm_lite.protocol.api import Abort, Dying, Generate, Stats, Welcome
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
 TOKENIZER = Tokenizer(made.byte_level())
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ mood }}{% endif %}"
+)
 
 
 @dataclass
@@ -31,6 +36,10 @@ class FakeLaunched:
     session: Session
     config: EngineConfig
     closed: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.session.address
 
     @property
     def engine(self) -> Welcome:
@@ -44,19 +53,25 @@ class FakeLaunched:
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[FakeEngine]:
     (tmp_path / "tokenizer.json").write_bytes(made.byte_level())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "max_new_tokens": 7, "do_sample": true}')
     with FakeEngine(answer=welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(tmp_path))) as engine:
         yield engine
 
 
 @pytest.fixture
 def llm(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    fake_launch(engine, monkeypatch)
+    with LLM(tmp_path, tokenizer=tmp_path, generation_config="vllm") as llm:
+        yield llm
+
+
+def fake_launch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(config: EngineConfig, meanwhile: Callable[[EngineConfig], None]) -> FakeLaunched:
-        meanwhile(EngineConfig(model=config.model, tokenizer=str(tmp_path)))
+        meanwhile(config)
         return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config)
 
     monkeypatch.setattr("vllm_lite.client.llm.launch", launch)
-    with LLM("some/model") as llm:
-        yield llm
 
 
 def meanwhile(act: Callable[[], None]) -> threading.Thread:
@@ -228,3 +243,185 @@ def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="'block_sise'; did you mean 'block_size'"):
         LLM("some/model", block_sise=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code can only be False, got True: no code of a checkpoint"),
+        ({"enable_lora": True}, "enable_lora can only be False, got True: LoRA is not supported yet"),
+        ({"generation_config": "mine"}, "generation_config must be 'auto' or 'vllm', got 'mine'"),
+    ],
+)
+def test_settings_of_other_engines_have_one_value(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("some/model", **settings)
+
+
+def test_settings_of_other_engines_may_have_that_value(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_launch(engine, monkeypatch)
+    LLM(tmp_path, trust_remote_code=False, tokenizer_mode="auto", tensor_parallel_size=1, swap_space=4).shutdown()
+
+
+# ---- prompts and parameters
+
+
+def test_token_ids_have_a_name_of_their_own(llm: LLM, engine: FakeEngine) -> None:
+    for given, count in ((ids("one"), 1), ([ids("one"), ids("two")], 2)):
+        meanwhile(echo(engine, count))
+        outputs = llm.generate(prompt_token_ids=given, use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == ["one", "two"][:count]
+    for both in ({"prompts": "one", "prompt_token_ids": [1]}, {}):
+        with pytest.raises(RequestError, match="takes prompts, or else prompt_token_ids"):
+            llm.generate(**both)  # type: ignore[arg-type]
+
+
+def test_the_text_of_token_ids_is_shown_as_it_is_given(llm: LLM, engine: FakeEngine) -> None:
+    meanwhile(echo(engine, 1))
+    (output,) = llm.generate({"prompt_token_ids": ids("one"), "prompt": "something"}, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("something", ids("one"))
+    with pytest.raises(RequestError, match="got a int under 'prompt'"):
+        llm.generate({"prompt_token_ids": ids("one"), "prompt": 5}, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [5, [5.0], [None]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt must be a text, a list of token ids"):
+        llm.generate(prompts, use_tqdm=False)
+    with pytest.raises(RequestError, match="sampling_params must be one for all or one for each of 1 prompts, got int"):
+        llm.generate("one", 5, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_the_models_own_defaults(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_launch(engine, monkeypatch)
+    asked: list[SamplingParams] = []
+
+    def act() -> None:
+        for _ in range(2):
+            request = engine.expect(Generate)
+            asked.append(request.params)
+            engine.finish(request.request_id, 0, 1)
+
+    with LLM(tmp_path) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=7)
+        meanwhile(act)
+        llm.generate("one", use_tqdm=False)
+        llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert [(one.temperature, one.max_tokens) for one in asked] == [(0.5, 7), (1.0, 3)]
+    with LLM(tmp_path, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ModelError, match=r"generation_config.json: temperature must be .* got -1; correct it, or"):
+        LLM(tmp_path)
+
+
+# ---- chats
+
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "x"}]
+RENDERED = "[user]one;[assistant]two;[user]x;"
+
+
+def chat(llm: LLM, engine: FakeEngine, messages: Any, **options: Any) -> list[str | None]:
+    """The prompts that the engine was sent."""
+    meanwhile(echo(engine, 1 if isinstance(messages[0], dict) else len(messages)))
+    outputs = llm.chat(messages, SamplingParams(), use_tqdm=False, **options)
+    assert [output.prompt_token_ids for output in outputs] == [ids(output.prompt or "") for output in outputs]
+    assert [output.outputs[0].text for output in outputs] == [output.prompt for output in outputs]
+    return [output.prompt for output in outputs]
+
+
+def test_a_chat_goes_through_the_template(llm: LLM, engine: FakeEngine) -> None:
+    assert chat(llm, engine, CHAT) == [RENDERED + "[assistant]"]
+    assert chat(llm, engine, [CHAT, CHAT[:1]]) == [RENDERED + "[assistant]", "[user]one;[assistant]"]
+    assert chat(llm, engine, CHAT, add_generation_prompt=False) == [RENDERED]
+    assert chat(llm, engine, CHAT[:2], add_generation_prompt=False, continue_final_message=True) == [RENDERED[:24]]
+    assert chat(llm, engine, CHAT, chat_template_kwargs={"mood": "happy"}) == [RENDERED + "[assistant]happy"]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat(llm, engine, [{"role": "user", "content": parts}]) == ["[user]one\ntwo;[assistant]"]
+
+
+def test_a_template_may_be_given(llm: LLM, engine: FakeEngine, tmp_path: Path) -> None:
+    source = "{{ messages[0].content }}!"
+    (tmp_path / "mine.jinja").write_text(source)
+    for template in (source, tmp_path / "mine.jinja", str(tmp_path / "mine.jinja")):
+        assert chat(llm, engine, CHAT, chat_template=template) == ["one!"]
+    assert chat(llm, engine, CHAT) == [RENDERED + "[assistant]"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ("hello", "messages must be a list of messages or of such lists, got str"),
+        ([CHAT, []], "conversation 1: a conversation must be a list of at least one message"),
+        ([CHAT, [{"role": "user"}]], r"conversation 1: messages\[0\].content must be a text or a list of parts"),
+        ([{"content": "one"}], r"^messages\[0\] must be a dict with a role and a content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"holds 'image_url'; only text is supported"),
+    ],
+)
+def test_bad_messages_are_named(llm: LLM, engine: FakeEngine, messages: Any, error: str) -> None:
+    with pytest.raises(RequestError, match=error):
+        llm.chat(messages, use_tqdm=False)
+    engine.expect_nothing_more()
+
+
+def test_a_model_without_a_template_says_so(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="has no chat template; give one as chat_template, or use generate"):
+        llm.chat(CHAT, use_tqdm=False)
+
+
+def test_the_tokenizer(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert llm.get_tokenizer() is tokenizer
+    assert tokenizer.encode("one two") == ids("one two")
+    assert (tokenizer.decode(ids("one")), tokenizer.decode(ids("one")[0])) == ("one", "o")
+    assert (len(tokenizer), tokenizer.eos_token_id) == (TOKENIZER.vocab_size, 2)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == RENDERED
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, mood="x") == ids(RENDERED + "[assistant]x")
+
+
+# ---- beams
+
+
+def test_beam_search_asks_for_beams_and_shows_whole_sequences(llm: LLM, engine: FakeEngine) -> None:
+    asked: list[SamplingParams] = []
+
+    def act() -> None:
+        request = engine.expect(Generate)
+        asked.append(request.params)
+        engine.finish(request.request_id, 0, *ids("x"), end, reason="stop", index=0, cumulative_logprob=-1.0)
+        engine.finish(request.request_id, 0, *ids("y"), index=1, cumulative_logprob=-2.0)
+
+    end = TOKENIZER.token_id("<|end|>") or 0
+    meanwhile(act)
+    params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True, length_penalty=0.5)
+    (output,) = llm.beam_search("one", params)
+    expected = SamplingParams(use_beam_search=True, n=2, max_tokens=5, ignore_eos=True, length_penalty=0.5)
+    assert [(one.clone(seed=None)) for one in asked] == [expected]
+    shown = [(beam.text, beam.tokens, beam.cum_logprob, beam.finish_reason) for beam in output.sequences]
+    assert shown == [("onex<|end|>", [*ids("onex"), end], -1.0, "stop"), ("oney", ids("oney"), -2.0, "length")]
+    assert output.prompt_token_ids == ids("one")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 0}, "^beam_width must be between 1 and 64, got 0"),
+        ({"max_tokens": 0}, "^max_tokens must be between"),
+        ({"temperature": 0.5}, "temperature must be 0, got 0.5"),
+        ({"length_penalty": "much"}, "length_penalty must be a number"),
+    ],
+)
+def test_bad_beam_parameters_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | fields))
+
+
+def test_what_there_is_not_yet_is_no_attribute(llm: LLM) -> None:
+    assert not hasattr(llm, "embed")
+    with pytest.raises(AttributeError, match=r"LLM has no encode\(\) yet: this engine generates text only"):
+        llm.encode("text")  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
+        llm.generat("text")  # type: ignore[attr-defined]

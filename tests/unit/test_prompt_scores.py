@@ -115,6 +115,7 @@ def test_scores_go_to_the_sequence_that_had_the_handle_when_they_were_made() -> 
         ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids must be between 0 and"),
         ({"bad_words_token_ids": [[1], [2, VOCAB + 5]]}, "bad_words_token_ids must be between 0 and"),
         ({"stop_token_ids": [2**40]}, "stop_token_ids must be between 0 and"),
+        ({"extra_args": {"mine": 1}}, "extra_args are the client's own; the engine takes none"),
         ({"bad_words": ["no"]}, "bad_words must come to the engine as bad_words_token_ids"),
     ],
 )

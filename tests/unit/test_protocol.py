@@ -1,6 +1,7 @@
 """The wire: round trips by declared type, limits, and garbage."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -188,7 +189,7 @@ def test_decode_step_stays_small() -> None:
         ({"max_tokens": 0}, "max_tokens must be between 1"),
         ({"max_tokens": True}, "max_tokens must be an integer"),
         ({"min_tokens": 20}, r"min_tokens must be at most max_tokens \(16\), got 20"),
-        ({"seed": -1}, "seed must be between 0"),
+        ({"seed": -2}, "seed must be between 0"),
         ({"stop": [""]}, "stop strings must not be empty"),
         ({"stop": [1]}, "stop must be a list of strings"),
         ({"stop": "x", "detokenize": False}, "need detokenize=True"),
@@ -220,11 +221,43 @@ def test_decode_step_stays_small() -> None:
         ({"use_beam_search": True, "presence_penalty": 1}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "logit_bias": {1: 1}}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "use_beam_search follows the model's own logprobs"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be True or False, got 'yes'"),
+        ({"use_beam_search": 1}, "use_beam_search must be True or False, got 1"),
+        ({"user": 5}, "user must be a text of at most 256 characters, got 5"),
+        ({"cache_salt": "s" * 257}, "cache_salt must be a text of at most 256 characters, got 'sss"),
+        ({"cache_salt": "\ud800"}, "cache_salt must be valid Unicode, got .*: surrogates not allowed"),
+        ({"stop": ["a", "\ud800"]}, "stop must be valid Unicode"),
+        ({"bad_words": ["\ud800"]}, "bad_words must be valid Unicode"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs is not supported yet"),
+        ({"output_kind": 1}, "output_kind must be a RequestOutputKind, got 1"),
+        ({"extra_args": [1]}, r"extra_args must be a dict with names as keys, got \[1\]"),
+        ({"extra_args": {1: 2}}, "extra_args must be a dict with names as keys, got {1: 2}"),
+        ({"extra_args": dict.fromkeys(map(str, range(65)))}, "extra_args takes at most 64 entries, got 65"),
+        (
+            {"allowed_token_ids": [0.5] * 1000},
+            r"allowed_token_ids must be a list of token ids, got \[0.5.{0,200}\.\.\.$",
+        ),
     ],
 )
 def test_bad_sampling_params_name_the_field_and_the_range(settings: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_none_and_minus_one_are_defaults_where_vllm_has_them() -> None:
+    none: Any = None
+    given = SamplingParams(stop=none, stop_token_ids=none, bad_words=none, bad_words_token_ids=none, seed=-1)
+    assert given == SamplingParams()
+    assert SamplingParams.from_optional(temperature=None, top_p=0.5, stop=None) == SamplingParams(top_p=0.5)
+
+
+def test_a_clone_may_differ_and_is_checked() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"])
+    assert params.clone() == params
+    assert params.clone(max_tokens=3) == SamplingParams(temperature=0.5, stop=["a"], max_tokens=3)
+    assert params.max_tokens == 16
+    with pytest.raises(ValueError, match="max_tokens must be between"):
+        params.clone(max_tokens=0)
 
 
 def test_a_bias_may_be_spelled_as_in_json_and_is_copied() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,18 @@ def test_bad_words_have_no_special_tokens() -> None:
     tokenizer = Tokenizer(made.byte_fallback())
     factory = StreamFactory(welcome(vocab_size=tokenizer.vocab_size), tokenizer)
     words = sent("a", factory, bad_words=["the"]).params.bad_words_token_ids
-    assert words[0] == (tokenizer.token_id("▁the"),)
-    assert not any(token in tokenizer.special_ids for word in words for token in word)
+    spelled = [tokenizer.token_id(name) for name in ("▁", "<0x74>", "<0x68>", "<0x65>")]  # BPE without merges
+    assert words == (tuple(spelled), (spelled[0], *spelled))
+    assert tokenizer.special_ids.isdisjoint(chain.from_iterable(words))
+
+
+def test_too_many_tokens_are_refused_like_any_other_request() -> None:
+    with pytest.raises(RequestError, match="bad_words have at most 64 tokens each, got 100"):
+        sent("x", bad_words=["x" * 100])
+    many = [f"w{number}" for number in range(256)]
+    assert len(sent("x", bad_words=many).params.bad_words_token_ids) == 512
+    with pytest.raises(RequestError, match="bad_words: bad_words_token_ids takes at most 512 entries, got 513"):
+        sent("x", bad_words=many, bad_words_token_ids=[[1, 2]])
 
 
 def test_bad_words_need_a_tokenizer() -> None:

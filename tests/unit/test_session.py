@@ -260,6 +260,9 @@ class LastWords:
         self._arrived, self._arriving = self._arriving, []
         return True
 
+    def refused(self) -> None:
+        return None
+
     def pollables(self) -> tuple[int, ...]:
         return self._wakeup.pollables()
 

@@ -84,6 +84,19 @@ def test_connection_learns_that_its_peer_went(address: str) -> None:
     connection.close()
 
 
+def test_an_idle_connection_ends_no_wait(address: str) -> None:
+    listener = transport.bind(address)
+    connection = transport.connect(address, b"me")
+    connection.send(b"hello")
+    receive(listener)
+    listener.send(b"me", b"hello")
+    receive(connection)
+    assert connection.recv() is None
+    assert not transport.wait(0, connection)
+    connection.close()
+    listener.close()
+
+
 def test_address_in_use_is_refused(address: str) -> None:
     listener = transport.bind(address)
     with pytest.raises(EngineError, match="in use"):

@@ -12,7 +12,11 @@ from vllm_lite.errors import VllmLiteError
 
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
+    "chat": "talk with a model in the terminal",
+    "complete": "continue a text",
+    "run-batch": "answer a file of requests, in OpenAI's batch format",
     "bench": "measure this machine, or a server",
+    "keys": "make the keys that engine and clients know each other by over tcp",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",
 }

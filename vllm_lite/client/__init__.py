@@ -7,6 +7,9 @@ outputs.py        what a user gets
 prompt.py         what a user may give, checked
 sample.py         one continuation of a prompt: tokens in, text and logprobs out
 stream.py         one request: events in, RequestOutput out
+beam.py           beam search under vLLM's names
+chat.py           messages to prompts, and the tokenizer that scripts get
+generation.py     sampling parameters that a checkpoint recommends
 session.py        one connection and the thread that owns it
 async_client.py   AsyncClient: streams, for asyncio
 llm.py            LLM: lists in, lists out, owns its engine

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
@@ -16,6 +16,10 @@ from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.transport import KeysOption
+
+if TYPE_CHECKING:  # Jinja is imported when it is needed
+    from vllm_lite.client.chat import ChatTokenizer
 
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
@@ -66,15 +70,18 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        keys: KeysOption = None,
     ) -> None:
         """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
         another; `timeout_s` is how long an engine may load before it answers; one that owes tokens and is silent for
-        `heartbeat_timeout_s` counts as dead."""
+        `heartbeat_timeout_s` counts as dead; `keys` is the folder that `vllm-lite keys` made for this client (default:
+        VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
         self._model = model
         self._timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._keys = keys
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
@@ -89,10 +96,17 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        keys: KeysOption = None,
     ) -> "AsyncClient":
-        """A connected client; parameters as above. Raises EngineError, or ModelError for a bad tokenizer."""
+        """A connected client; parameters as above. Raises EngineError, ModelError for a bad tokenizer, or
+        ConfigError for missing keys."""
         client = cls(
-            address, tokenizer=tokenizer, model=model, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+            address,
+            tokenizer=tokenizer,
+            model=model,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            keys=keys,
         )
         return await client.__aenter__()
 
@@ -117,13 +131,21 @@ class AsyncClient:
         """What the engine said of itself: model, limits, number and size of its KV blocks."""
         return self._connected().session.welcome
 
+    async def get_tokenizer(self) -> "ChatTokenizer":
+        """encode, decode and apply_chat_template, as generate() uses them. Raises ModelError."""
+        from vllm_lite.client.chat import ChatTokenizer
+
+        words, engine = self._connected().streams.tokenizer, self.engine
+        return ChatTokenizer(words, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
+
     async def generate(
         self,
         prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`; each output holds all text and tokens so far, the last one has `finished` set.
+        """Continue `prompt`; each output holds all text and tokens so far, or what else `output_kind` of the
+        parameters says. The last one has `finished` set.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -202,7 +224,7 @@ class AsyncClient:
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):
-                    yield stream.output()
+                    yield stream.next_output()
         finally:
             del self._inboxes[request_id], self._streams[request_id]
             session.drop(request_id)
@@ -213,6 +235,7 @@ class AsyncClient:
             model=self._model,
             timeout_s=self._timeout_s,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
+            keys=self._keys,
         )
         try:
             return _Link(session, StreamFactory.load(session.welcome, self._tokenizer), loop)

@@ -46,11 +46,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
-        """The template of the checkpoint in `folder`, or the one in the file `template` with that checkpoint's special
-        tokens; None if there is none. Raises ModelError."""
+        """The template of the checkpoint in `folder`, or `template`, Jinja or a file with it, with that checkpoint's
+        special tokens; None if there is none. Raises ModelError."""
         folder = Path(folder)
         config = _read_json(folder / CONFIG_FILE)
         tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
+        if isinstance(template, str) and any(mark in template for mark in ("{{", "{%")):
+            return cls(template, tokens)
         path = folder / TEMPLATE_FILE if template is None else Path(template)
         if template is not None or path.is_file():
             return cls(_read(path).decode(errors="replace"), tokens, str(path))

@@ -1,5 +1,6 @@
 """Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
 
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -8,10 +9,11 @@ from pathlib import Path
 
 from vllm_lite import supervise
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address
+from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
+from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
@@ -103,6 +105,7 @@ def launch(
     """
     resolved = resolve(config)
     _check_free(resolved.address)
+    _check_tcp(resolved)
     run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
     try:
         launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
@@ -133,6 +136,21 @@ def _check_free(address: str | None) -> None:
     """Another engine at this address would answer in the new one's place."""
     if address is not None and address.startswith("ipc://") and answers(address):
         raise ConfigError(f"address {address} is in use by another engine; choose another, or stop that one")
+
+
+def _check_tcp(config: EngineConfig) -> None:
+    """What the engine would meet at tcp_address and cannot tell as well."""
+    if config.curve_keys is not None:
+        load_engine_keys(config.curve_keys)
+    if config.tcp_address is None:
+        return
+    host, port = split_tcp(config.tcp_address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.tcp_address}: {error.strerror}; choose another") from error
 
 
 def _private_address(config: EngineConfig, run_dir: str) -> str:

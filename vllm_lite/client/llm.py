@@ -3,50 +3,82 @@
 import itertools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from vllm_lite.client.beam import BeamSearchParams, beams_of
+from vllm_lite.client.generation import generation_defaults
 from vllm_lite.client.launch import launch
-from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.params import SamplingParams
 
+if TYPE_CHECKING:  # Jinja is imported when it is needed
+    from vllm_lite.client.chat import ChatTokenizer, Conversation
+
 _LOOK_S = 1.0
 """How often a wait looks around; the session ends every stream by a deadline of its own."""
+_LATER = frozenset({"encode", "embed", "classify", "score", "reward"})
+_ONLY: dict[str, tuple[Any, str]] = {
+    "trust_remote_code": (False, "no code of a checkpoint is ever run"),
+    "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
+    "skip_tokenizer_init": (False, "a model without a tokenizer needs no setting"),
+    "enable_lora": (False, "LoRA is not supported yet"),
+    "cpu_offload_gb": (0, "weights stay on their device"),
+}
+"""Settings that scripts written for vLLM have, and why they have one value here."""
 
 
 class LLM:
     """An engine of one's own, for scripts. It ends with `close()`, with the `with` block, or with the interpreter."""
 
-    def __init__(self, model: str | Path = DEMO_MODEL, tokenizer: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = DEMO_MODEL,
+        tokenizer: str | Path | None = None,
+        *,
+        generation_config: Literal["auto", "vllm"] = "auto",
+        **settings: Any,
+    ) -> None:
         """Start an engine and wait until it serves.
 
-        `model` is a checkpoint's folder, `settings` are fields of EngineConfig; the environment fills in what is not
-        given. Raises ConfigError, ModelError or EngineError.
+        `model` is a checkpoint's folder. `settings` are fields of EngineConfig: tensor_parallel_size=1, dtype="auto",
+        quantization=None, seed=0, gpu_memory_utilization=0.9, swap_space=None, max_model_len=None, enforce_eager=False,
+        single_process=False and the rest; the environment fills in what is not given. With `generation_config` "auto"
+        the checkpoint's generation_config.json says what get_default_sampling_params() are.
+        Raises ConfigError, ModelError or EngineError.
         """
-        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **settings}
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
+        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_own(settings)}
         words: Tokenizer | None = None
+        defaults: dict[str, Any] = {}
 
         def load_words(config: EngineConfig) -> None:
-            nonlocal words
+            nonlocal words, defaults
             words = load_tokenizer(tokenizer, config.tokenizer or config.model)
+            if generation_config == "auto":
+                defaults = generation_defaults(config.model)
 
         self._launched = launch(EngineConfig.load(given), meanwhile=load_words)
+        self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:
             self._streams = StreamFactory(self._launched.engine, words)
         except BaseException:
             self.close()
             raise
+        self._tokenizer: ChatTokenizer | None = None
         prefix = os.urandom(8).hex()
         self._request_ids = (f"{prefix}-{number}" for number in itertools.count())
 
@@ -62,6 +94,15 @@ class LLM:
         """End the engine and its workers. May be called again."""
         self._finalizer()
 
+    shutdown = close
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _LATER:
+                raise AttributeError(f"LLM has no {name}() yet: this engine generates text only")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def config(self) -> EngineConfig:
         """The configuration in use, with every default filled in."""
@@ -72,22 +113,103 @@ class LLM:
         """What the engine said of itself: model, limits, number and size of its KV blocks."""
         return self._launched.engine
 
+    @property
+    def address(self) -> str:
+        """Where AsyncClient and others reach the same engine."""
+        return self._launched.address
+
+    def get_tokenizer(self) -> "ChatTokenizer":
+        """encode, decode and apply_chat_template, as generate() and chat() use them. Raises ModelError."""
+        if self._tokenizer is None:
+            from vllm_lite.client.chat import ChatTokenizer
+
+            folder = self.config.tokenizer or self.config.model
+            self._tokenizer = ChatTokenizer(self._streams.tokenizer, folder, self.engine.eos_token_ids)
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the model's recommendation, if it has one."""
+        return SamplingParams(**self._defaults)
+
     def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer."""
         return self._launched.session.stats()
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; the results are in the order of the prompts.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; `sampling_params` is
-        one for all or one for each. Raises RequestError before anything is sent if a prompt is invalid, and after
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; prompts of token ids may
+        also be given as `prompt_token_ids`. `sampling_params` is one for all or one for each (default:
+        get_default_sampling_params()). Raises RequestError before anything is sent if a prompt is invalid, and after
         all others have ended if one failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
         """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("generate() takes prompts, or else prompt_token_ids")
+        several = _as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        return self._run(several, sampling_params, use_tqdm)
+
+    def chat(  # noqa: PLR0913 - what vLLM's has
+        self,
+        messages: "Conversation | Sequence[Conversation]",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role": ..., "content": ...}, or several.
+
+        The checkpoint's chat template makes prompts of them, or `chat_template`: Jinja, or a file with it.
+        `chat_template_kwargs` are variables for it. With `continue_final_message`, which takes
+        add_generation_prompt=False, the last message is gone on with. Raises as generate() does, and ModelError if
+        there is no template or no tokenizer.
+        """
+        from vllm_lite.client.chat import conversations, plain_messages
+
+        tokenizer, several = self.get_tokenizer(), conversations(messages)
+        template = tokenizer.template(chat_template)
+        prompts: list[PromptLike] = []
+        for place, conversation in enumerate(several):
+            with _named(f"conversation {place}" if len(several) > 1 else ""):
+                text = template.render(
+                    plain_messages(conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    variables=chat_template_kwargs,
+                )
+                prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Search each prompt's likeliest continuations. Raises as generate() does.
+
+        generate() does the same, beside other requests, with use_beam_search in its SamplingParams.
+        """
+        found = self._run(_as_list(prompts), params.sampling_params(), use_tqdm)
+        return [beams_of(output, self._streams.tokenizer) for output in found]
+
+    # ---- inside
+
+    def _run(
+        self,
+        prompts: list[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         streams = self._make_streams(prompts, sampling_params)
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
         running: dict[str, RequestStream] = {}
@@ -104,44 +226,16 @@ class LLM:
         _raise_errors(streams)
         return [stream.output() for stream in streams]
 
-    def beam_search(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        beam_width: int = 4,
-        max_tokens: int = 16,
-        length_penalty: float = 1.0,
-        early_stopping: bool = False,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Search each prompt's likeliest continuations: `beam_width` of them in its result's `outputs`, best first.
-
-        They are ranked by cumulative_logprob / len(token_ids) ** length_penalty. For more, such as stop_token_ids, give
-        generate() SamplingParams with use_beam_search. Raises as generate() does.
-        """
-        params = SamplingParams(
-            use_beam_search=True,
-            n=beam_width,
-            max_tokens=max_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        return self.generate(prompts, params, use_tqdm)
-
-    # ---- inside
-
     def _make_streams(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        self, prompts: list[PromptLike], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestStream]:
-        several = _as_list(prompts)
-        params = _params_for_each(sampling_params, len(several))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _params_for_each(sampling_params, len(prompts))
         streams = []
-        for place, prompt in enumerate(several):
-            try:
+        for place, prompt in enumerate(prompts):
+            with _named(f"prompt {place}" if len(prompts) > 1 else ""):
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
-            except RequestError as error:
-                raise RequestError(f"prompt {place}: {error}" if len(several) > 1 else str(error)) from error
         return streams
 
     def _collect(self, inbox: SimpleQueue[list[Event]], running: dict[str, RequestStream], progress: Progress) -> None:
@@ -162,21 +256,39 @@ class LLM:
                 progress.request()
 
 
-def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """An error about one of several says which."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}" if name else str(error)) from error
+
+
+def _own(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without those of other engines that have their only meaning here. Raises ConfigError for another value."""
+    for name in settings.keys() & _ONLY:
+        only, why = _ONLY[name]
+        if settings[name] not in (only, None):
+            raise ConfigError(f"{name} can only be {only!r}, got {settings[name]!r}: {why}")
+    return {name: value for name, value in settings.items() if name not in _ONLY}
+
+
+def _as_list(prompts: Any) -> list[PromptLike]:
     """One prompt or several: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        one: Any = prompts
+        return [one]
     several: list[Any] = list(prompts)
     return [several] if several and isinstance(several[0], int) else several
 
 
-def _params_for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None:
-        given = SamplingParams()
+def _params_for_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(given, SamplingParams):
         return [given] * count
-    if len(given) != count:
-        raise RequestError(f"sampling_params must be one for all or one for each of {count} prompts, got {len(given)}")
+    if not isinstance(given, Sequence) or len(given) != count:
+        got = len(given) if isinstance(given, Sequence) else type(given).__name__
+        raise RequestError(f"sampling_params must be one for all or one for each of {count} prompts, got {got}")
     return list(given)
 
 

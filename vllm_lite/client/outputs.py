@@ -11,7 +11,7 @@ class Logprob:
 
     logprob: float
     rank: int
-    decoded_token: str | None
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)
@@ -21,20 +21,21 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
+    finished_time: float | None = None
 
     @property
-    def time_to_first_token_s(self) -> float | None:
+    def first_token_latency(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of the prompt, from its beginning.
+    """One continuation of the prompt, from its beginning (of a DELTA: what is new of it).
 
     `token_ids` holds every generated token, those of a stop string or the end token included; `text` excludes them
     unless asked for. `logprobs[i]` maps token ids to candidates for `token_ids[i]`, the sampled one first.
-    `cumulative_logprob` is known with logprobs, best_of and beam search. `stop_reason` is the stop string or stop token
-    that ended it, None for the model's own end token.
+    `cumulative_logprob`, of all tokens so far, is known with logprobs, best_of and beam search. `stop_reason` is the
+    stop string or stop token that ended it, None for the model's own end token.
     """
 
     index: int
@@ -45,10 +46,14 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestOutput:
     """A request so far. `outputs` has its n samples by index; with best_of and beam search they are ranked, best first.
+    A DELTA has those of which there is something new.
 
     `prompt_logprobs[i]`, where asked for, maps token ids to candidates for `prompt_token_ids[i]`, that token first; it
     is None for the first token, which nothing comes before. `num_cached_tokens`, known when a sample has ended, counts
@@ -58,8 +63,28 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int | None
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam. `tokens` and `text` hold the prompt too, the end token and other special tokens included;
+    `cum_logprob` and the rest are of what was generated."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What was found for one prompt: as many sequences as beams, best first."""
+
+    sequences: list[BeamSearchSequence]
+    prompt_token_ids: list[int]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
@@ -15,7 +15,10 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
+    """`prompt` is the text that they came from, for the output; nothing is made of it."""
+
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
 
 
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -33,12 +36,12 @@ class Prompt:
 def read_prompt(given: PromptLike, tokenizer: Tokenizer | None, limits: Welcome, num_kept: int | None = None) -> Prompt:
     """Tokenize and check one prompt. Of one that is longer than `num_kept` tokens only the last ones count, together
     with those that a tokenizer puts at the ends of a text. Raises RequestError."""
-    plain = _unwrap(given)
+    plain, text = _unwrap(given)
     if isinstance(plain, str):
-        prompt = Prompt(plain, _encode(plain, tokenizer, num_kept))
+        prompt = Prompt(plain, encode(plain, tokenizer, num_kept=num_kept))
     else:
         checked = _checked_ids(plain, limits.vocab_size)
-        prompt = Prompt(None, checked if num_kept is None else checked[-num_kept:])
+        prompt = Prompt(text, checked if num_kept is None else checked[-num_kept:])
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
     length = len(prompt.token_ids)
@@ -81,28 +84,35 @@ def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> Non
         raise RequestError("a fork can have prompt_logprobs only if the request it begins with has them")
 
 
-def _unwrap(given: Any) -> str | Sequence[int]:
-    plain = given
+def _unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
+    """The prompt, and the text beside token ids."""
+    plain, text = given, None
     if isinstance(given, Mapping):
-        keys = list(given)
-        if keys not in (["prompt"], ["prompt_token_ids"]):
-            raise RequestError(f"a prompt must be {_FORMS}, got a dict with keys {keys}")
-        plain = given[keys[0]]
-        if isinstance(plain, str) != (keys == ["prompt"]):
-            raise RequestError(f"a prompt must be {_FORMS}, got a {type(plain).__name__} under {keys[0]!r}")
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"a prompt must be {_FORMS}, got a dict with keys {list(given)}")
+        key = "prompt_token_ids" if "prompt_token_ids" in given else "prompt"
+        plain = given[key]
+        if isinstance(plain, str) != (key == "prompt"):
+            raise RequestError(f"a prompt must be {_FORMS}, got a {type(plain).__name__} under {key!r}")
+        text = given.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"a prompt must be {_FORMS}, got a {type(text).__name__} under 'prompt'")
     if not isinstance(plain, Sequence) or isinstance(plain, (bytes, bytearray)):
         raise RequestError(f"a prompt must be {_FORMS}, got {type(plain).__name__}")
-    return plain
+    return plain, text
 
 
-def _encode(text: str, tokenizer: Tokenizer | None, num_kept: int | None) -> list[int]:
+def encode(
+    text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, num_kept: int | None = None
+) -> list[int]:
+    """Token ids of a text that a user gave. Raises RequestError."""
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
-    return tokenizer.encode(text, num_kept=num_kept)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, num_kept=num_kept)
 
 
 def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:

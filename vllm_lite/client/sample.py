@@ -1,11 +1,20 @@
 """One sample of a request: tokens in, its text and logprobs out. A request has one for each continuation."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm_lite.client.detokenizer import Detokenizer
 from vllm_lite.client.outputs import CompletionOutput, Logprob
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
+
+
+class _Told(NamedTuple):
+    """How much has been shown."""
+
+    chars: int = 0
+    tokens: int = 0
+    ended: bool = False
 
 
 class Sample:
@@ -24,6 +33,7 @@ class Sample:
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._include_stop = include_stop
+        self._told = _Told()
 
     def apply(self, event: Tokens | Finished) -> None:
         """Take the next event, which is no error."""
@@ -61,6 +71,19 @@ class Sample:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def delta(self, index: int, *, logprobs: bool) -> CompletionOutput | None:
+        """What output() shows and no delta() before has shown; None if that is nothing."""
+        told, ended = self._told, self.finish_reason is not None
+        if told.ended or (not ended and len(self.token_ids) == told.tokens):
+            return None
+        shown = self.output(index, logprobs=logprobs)
+        self._told = _Told(len(shown.text), len(shown.token_ids), ended)
+        shown.text = shown.text[told.chars :]
+        del shown.token_ids[: told.tokens]
+        if shown.logprobs is not None:
+            del shown.logprobs[: told.tokens]
+        return shown
 
     def _take(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None, *, is_stop: bool) -> None:
         """New tokens, up to a stop string. `is_stop`: the last one is a stop token."""

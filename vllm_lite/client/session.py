@@ -41,7 +41,7 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
-from vllm_lite.transport import Connection, Delivery
+from vllm_lite.transport import Connection, Delivery, KeysOption
 from vllm_lite.transport.interface import poller
 from vllm_lite.wakeup import Wakeup
 
@@ -113,14 +113,16 @@ class Session:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         alive: Callable[[], str | None] | None = None,
+        keys: KeysOption = None,
     ) -> "Session":
         """Shake hands with the engine at `address`, waiting while it loads.
 
-        `alive` tells why the engine's process ended, None while it runs. Raises EngineError if the engine refuses
-        (another version, another model, a failed start), has ended, or does not answer in `timeout_s`; ModelError if it
-        cannot start because of its model or configuration.
+        A tcp address needs `keys`: the folder of this client's, or False for none. `alive` tells why the engine's
+        process ended, None while it runs. Raises EngineError if the engine refuses (another version or model, a failed
+        start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start because of
+        its model or configuration; ConfigError for missing keys.
         """
-        connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode())
+        connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode(), keys)
         try:
             connection.send(client_to_engine.encode(Hello(PROTOCOL_VERSION, model)))
             welcome = _await_welcome(connection, address, timeout_s, alive)
@@ -405,6 +407,9 @@ def _await_welcome(
         if death is not None:
             _await_last_words(connection, address)
             raise EngineError(f"the engine did not start: {death}")
+        refusal = connection.refused()
+        if refusal is not None:
+            raise EngineError(f"the engine at {address} does not let this client in: {refusal}")
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise EngineError(f"no engine answered at {address} within {timeout_s:g} s")

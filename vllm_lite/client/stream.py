@@ -3,14 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from vllm_lite import log
 from vllm_lite.client.detokenizer import Detokenizer, vocabulary
-from vllm_lite.client.outputs import RequestMetrics, RequestOutput
+from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
 from vllm_lite.client.prompt_scores import PromptScores
 from vllm_lite.client.sample import Sample
@@ -18,7 +18,7 @@ from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import MAX_SEED, SamplingParams
+from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
 
 logger = log.get(__name__)
 
@@ -74,9 +74,11 @@ class RequestStream:
         self.finished = False
         self.error: VllmLiteError | None = None
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
-        self.ends_at_once = params.use_beam_search or len(samples) > params.n
+        final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
         """There is nothing to show before the end."""
         self._num_cached_tokens: int | None = None
+        self._told_prompt = False
 
     def message(self) -> Generate | ForkRequest:
         """What starts this request in an engine, behind the tokens that it has inherited, if any."""
@@ -124,21 +126,36 @@ class RequestStream:
         """A snapshot, which later events do not change."""
         shown = self._best() if len(self.samples) > self.params.n else self.samples
         logprobs = self.params.logprobs is not None
+        return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
+
+    def next_output(self) -> RequestOutput:
+        """The next one of a stream, which holds what `output_kind` says. Logprobs of a prompt are new once."""
+        if self.params.output_kind is not RequestOutputKind.DELTA or self.ends_at_once:
+            return self.output()
+        logprobs = self.params.logprobs is not None
+        deltas = (sample.delta(index, logprobs=logprobs) for index, sample in enumerate(self.samples))
+        output = self._output([delta for delta in deltas if delta is not None])
+        if self._told_prompt:
+            output.prompt_logprobs = None
+        self._told_prompt = True
+        return output
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            outputs=[sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)],
-            finished=self.finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self.metrics,
             prompt_logprobs=None if self.prompt_scores is None else self.prompt_scores.entries.copy(),
+            outputs=outputs,
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self._num_cached_tokens,
         )
 
     def _pass(self, event: Tokens | Finished) -> None:
         if event.token_ids:
             now, times = time.monotonic(), self.metrics
-            self.metrics = RequestMetrics(times.arrival_time, times.first_token_time or now, now)
+            self.metrics = replace(times, first_token_time=times.first_token_time or now, last_token_time=now)
         if event.prompt is not None and self.prompt_scores is not None:
             self.prompt_scores.take(event.prompt)
         sample = self.samples[event.index]
@@ -146,17 +163,22 @@ class RequestStream:
         if isinstance(event, Finished):
             self._num_cached_tokens = max(self._num_cached_tokens or 0, event.num_cached_tokens)
         if sample.finish_reason is not None:
-            self.finished = all(sample.finish_reason is not None for sample in self.samples)
+            self._end(all(sample.finish_reason is not None for sample in self.samples))
 
     def _best(self) -> list[Sample]:
         return sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
 
     def _fail(self, error: VllmLiteError) -> None:
         self.error = error
-        self.finished = True
+        self._end(True)
         for sample in self.samples:
             if sample.finish_reason is None:
                 sample.finish("error")
+
+    def _end(self, finished: bool) -> None:
+        self.finished = finished
+        if finished:
+            self.metrics = replace(self.metrics, finished_time=time.monotonic())
 
 
 class StreamFactory:
@@ -241,11 +263,20 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space."""
-    spelled = [(word.lstrip(), " " + word.lstrip()) for word in params.bad_words]
-    sequences = [tuple(tokenizer.encode(text, add_special_tokens=False)) for pair in spelled for text in pair]
-    known = (*params.bad_words_token_ids, *filter(None, sequences))
-    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space. Raises
+    RequestError."""
+    known = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(tokens) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(f"bad_words have at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(tokens)}")
+            if tokens:
+                known.append(tokens)
+    try:
+        return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+    except ValueError as error:
+        raise RequestError(f"bad_words: {error}") from error
 
 
 def num_kept(params: SamplingParams, limits: Welcome) -> int | None:
@@ -257,6 +288,8 @@ def num_kept(params: SamplingParams, limits: Welcome) -> int | None:
 
 def wire_params(params: SamplingParams) -> SamplingParams:
     """What the engine is asked for: it draws `best_of` samples, and their logprobs, but knows nothing of ranks."""
+    if params.output_kind is not RequestOutputKind.CUMULATIVE or params.extra_args is not None:
+        params = params.clone(output_kind=RequestOutputKind.CUMULATIVE, extra_args=None)
     if params.best_of is None:
         return params
     if params.best_of == params.n:

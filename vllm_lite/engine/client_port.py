@@ -26,8 +26,8 @@ from vllm_lite.protocol.api import (
     Tokens,
     Welcome,
 )
-from vllm_lite.protocol.codec import client_to_engine, engine_to_client
-from vllm_lite.transport import Delivery
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, request_named_in
+from vllm_lite.transport import Delivery, Tcp
 from vllm_lite.transport.interface import Pollable
 
 HEARTBEAT_S = 0.5
@@ -79,8 +79,8 @@ class Outbox:
 class ClientPort:
     """All clients of one engine."""
 
-    def __init__(self, address: str, epoch: int) -> None:
-        self.listener = transport.bind(address)
+    def __init__(self, address: str, epoch: int, tcp: Tcp | None = None) -> None:
+        self.listener = transport.bind(address, tcp)
         self.malformed = 0
         self._epoch = epoch
         self._welcome: Welcome | None = None
@@ -103,7 +103,11 @@ class ClientPort:
                 message = client_to_engine.decode(payload)
             except ProtocolError as error:
                 self.malformed += 1
-                logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
+                if self.malformed & (self.malformed - 1) == 0:  # 1, 2, 4, 8, ...: garbage is not to fill a disk
+                    logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
+                request_id = request_named_in(payload)
+                if request_id is not None:
+                    self.push(peer, Finished(request_id, 0, [], "error", error=str(error)))
                 continue
             if isinstance(message, Hello):
                 self._greet(peer, message)

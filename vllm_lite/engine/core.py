@@ -166,6 +166,8 @@ class EngineCore:
             raise RequestError(str(error)) from error
         if params.bad_words:
             raise RequestError("bad_words must come to the engine as bad_words_token_ids")
+        if params.extra_args is not None:
+            raise RequestError("extra_args are the client's own; the engine takes none")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=_seed_of(message.request_id))
             message = msgspec.structs.replace(message, params=params)

@@ -2,9 +2,10 @@
 
 import gc
 import time
+from pathlib import Path
 
 from vllm_lite import __version__, log, supervise, transport
-from vllm_lite.config import GIB, EngineSettings
+from vllm_lite.config import GIB, EngineConfig, EngineSettings
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.kv_events import KVEventStream
@@ -49,7 +50,7 @@ class EngineProcess:
         self._worker_module = settings.worker_module
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
-        self._port = ClientPort(settings.address, self._epoch)
+        self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
         self._worker_address = _worker_address(settings)
         self._kv_events: KVEventStream | None = None
 
@@ -266,6 +267,12 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
+def _tcp(config: EngineConfig) -> transport.Tcp | None:
+    if config.tcp_address is None:
+        return None
+    return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))
+
+
 def _worker_address(settings: EngineSettings) -> str:
     if settings.config.single_process:
         return settings.address + "-workers"
@@ -278,7 +285,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
         log.setup("engine", *settings.config.logging)
     try:
         engine = EngineProcess(settings, stop)
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         logger.error("%s", error)
         return 2
     return engine.run()

@@ -50,6 +50,29 @@ engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 
 
+class _Generate(msgspec.Struct, array_like=True, tag="generate"):
+    """As much of one as names the request; what comes behind is skipped, whatever it is."""
+
+    request_id: api.RequestId
+
+
+class _Fork(msgspec.Struct, array_like=True, tag="fork"):
+    parent_id: api.RequestId
+    request_id: api.RequestId
+
+
+_named: msgspec.msgpack.Decoder[_Generate | _Fork] = msgspec.msgpack.Decoder(_Generate | _Fork)
+
+
+def request_named_in(payload: bytes) -> str | None:
+    """The request that a malformed Generate or ForkRequest would have started, if that much of it can be read: its
+    sender waits for the end."""
+    try:
+        return _named.decode(payload).request_id
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+
+
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for what is not a u32."""
     return array("I", token_ids).tobytes()

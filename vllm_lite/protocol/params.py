@@ -1,8 +1,9 @@
 """SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's."""
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -14,10 +15,13 @@ MAX_BIASES = 4096
 MAX_ALLOWED = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
+MAX_EXTRA_ARGS = 64
 MIN_REPETITION_PENALTY = 0.01
 """Divides logits: near zero they would not be finite."""
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
+MAX_SHOWN_CHARS = 200
+MAX_NAME_CHARS = 256
 GREEDY_BELOW = 1e-5
 """A temperature below this means: take the most likely token."""
 
@@ -43,6 +47,28 @@ _BOUNDS: dict[str, tuple[type, float, float]] = {
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "deadline_ms", "truncate_prompt_tokens"}
 _ABOVE_ZERO = ("top_p",)
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "use_beam_search",
+    "early_stopping",
+)
+_NAMES = ("user", "cache_salt")
+_EMPTY_BY_DEFAULT = ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids")
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """All so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,6 +85,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
     `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
     `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit.
+
+    `output_kind` is what AsyncClient yields. `extra_args` are the caller's own, and change nothing. A field whose
+    default is an empty sequence takes None for it, and `seed` -1 for None.
 
     `n` samples share one prompt; `best_of` draws more and keeps the likeliest. `use_beam_search` searches with n beams.
     Lower `priority` is served first under that policy, `user` is whose share counts under the fair one. `cache_salt`
@@ -100,11 +129,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     early_stopping: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
-    user: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    user: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: Annotated[dict[str, Any], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
+    structured_outputs: Any = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Like the constructor, but None means: the default."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy, with other values for the fields in `changes`; the original cannot be changed."""
+        return msgspec.structs.replace(self, **changes)
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            self._set("seed", None)
         for name, (kind, low, high) in _BOUNDS.items():
             _check_number(name, getattr(self, name), kind, low, high)
         if self.best_of is not None and self.best_of < self.n:
@@ -114,6 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         self._check_lists()
+        self._check_rest()
         if self.use_beam_search:
             self._check_beams()
         if self.stop and not self.detokenize:
@@ -121,6 +165,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_lists(self) -> None:
         """Of all fields with several entries; what is given as a list becomes a tuple."""
+        for name in _EMPTY_BY_DEFAULT:
+            if getattr(self, name) is None:
+                self._set(name, ())
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         self._set("stop", _checked_tuple("stop", self.stop, str))
@@ -140,6 +187,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError("bad_words must not be empty or blank")
         if self.bad_words_token_ids:
             self._set("bad_words_token_ids", _checked_sequences("bad_words_token_ids", self.bad_words_token_ids))
+
+    def _check_rest(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {_shown(getattr(self, name))}")
+        for name in _NAMES:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or len(value) > MAX_NAME_CHARS):
+                raise TypeError(f"{name} must be a text of at most {MAX_NAME_CHARS} characters, got {_shown(value)}")
+        for name in (*_NAMES, "stop", "bad_words"):
+            _check_unicode(name, getattr(self, name) or "")
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs is not supported yet")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, dict) or not all(isinstance(name, str) for name in self.extra_args):
+                raise TypeError(f"extra_args must be a dict with names as keys, got {_shown(self.extra_args)}")
+            if len(self.extra_args) > MAX_EXTRA_ARGS:
+                raise ValueError(f"extra_args takes at most {MAX_EXTRA_ARGS} entries, got {len(self.extra_args)}")
 
     def _check_beams(self) -> None:
         if self.best_of not in (None, self.n):
@@ -194,9 +261,24 @@ def _check_number(name: str, value: Any, kind: type, low: float, high: float) ->
         raise ValueError(f"{name} must be greater than 0 and at most {high:g}, got {value!r}")
 
 
+def _check_unicode(name: str, texts: str | Sequence[str]) -> None:
+    """Half a surrogate pair, which a Python string may hold, cannot be sent."""
+    for text in (texts,) if isinstance(texts, str) else texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be valid Unicode, got {_shown(text)}: {error.reason}") from None
+
+
+def _shown(value: Any) -> str:
+    """For an error message, which a long list would drown."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
 def _checked_tuple(name: str, value: Any, kind: type, most: int = MAX_STOPS) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
-        raise TypeError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {value!r}")
+        raise TypeError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {_shown(value)}")
     if len(value) > most:
         raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
     return tuple(value)
@@ -204,7 +286,7 @@ def _checked_tuple(name: str, value: Any, kind: type, most: int = MAX_STOPS) -> 
 
 def _checked_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list of lists of token ids, got {value!r}")
+        raise TypeError(f"{name} must be a list of lists of token ids, got {_shown(value)}")
     if len(value) > 2 * MAX_BAD_WORDS:
         raise ValueError(f"{name} takes at most {2 * MAX_BAD_WORDS} entries, got {len(value)}")
     sequences = tuple(_checked_tuple(name, item, int, MAX_BAD_WORD_TOKENS) for item in value)
@@ -216,7 +298,7 @@ def _checked_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _checked_bias(value: Any) -> dict[int, float]:
     """A copy; ids may be spelled as strings, as in JSON."""
     if not isinstance(value, dict):
-        raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {value!r}")
+        raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {_shown(value)}")
     if len(value) > MAX_BIASES:
         raise ValueError(f"logit_bias takes at most {MAX_BIASES} entries, got {len(value)}")
     checked = {}

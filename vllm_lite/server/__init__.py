@@ -15,4 +15,5 @@ calls.py          all calls that run: who may start one, and what is done about 
 api.py            the routes
 openapi.py        what the routes take, as a document
 serve.py          `vllm-lite serve`: engine, workers and HTTP in one command
+private.py        the same as a child that ends with the process which started it
 """

@@ -17,7 +17,7 @@ from vllm_lite.wakeup import Wakeup
 def main(settings: ApiSettings, stop: Wakeup) -> int:
     """Serve until `stop` is set, or a signal comes."""
     config = settings.config
-    log.setup(f"server {settings.number}", config.log_level)
+    log.setup(f"server {settings.number}", *config.logging)
     session = Session.connect(settings.address, heartbeat_timeout_s=settings.engine.heartbeat_timeout_s)
     try:
         loaded = Loaded(config)

@@ -1,35 +1,44 @@
 """Moving encoded messages between processes: one interface, ZeroMQ behind it, and an in-process fake.
 
 interface.py  Listener (the engine's side of a wire), Connection (a client's or worker's side), Wakeup, wait()
-zmq.py        ROUTER / DEALER over ipc
+zmq.py        ROUTER / DEALER over ipc, and over tcp with CURVE keys
+keys.py       their files
+door.py       who is let in over tcp
 inproc.py     queues in one process: unit tests and --single-process
 """
 
-from vllm_lite.transport.interface import Connection, Delivery, Listener, Wakeup, wait
+from vllm_lite.transport.interface import Connection, Delivery, Listener, Tcp, Wakeup, wait
+from vllm_lite.transport.keys import KeysOption, load_client_keys
 
-__all__ = ["Connection", "Delivery", "Listener", "Wakeup", "bind", "connect", "finish", "wait"]
+__all__ = ["Connection", "Delivery", "KeysOption", "Listener", "Tcp", "Wakeup", "bind", "connect", "finish", "wait"]
 
 
-def bind(address: str) -> Listener:
-    """Listen on `address` (ipc://PATH or inproc://NAME). Raises EngineError if it is taken."""
+def bind(address: str, tcp: Tcp | None = None) -> Listener:
+    """Listen on `address` (ipc://PATH or inproc://NAME), and on `tcp` beside an ipc one.
+
+    Raises EngineError if one is taken, ConfigError if keys are missing.
+    """
     if address.startswith("inproc://"):
         from vllm_lite.transport.inproc import InprocListener
 
         return InprocListener(address)
     from vllm_lite.transport.zmq import ZmqListener
 
-    return ZmqListener(address)
+    return ZmqListener(address, tcp)
 
 
-def connect(address: str, identity: bytes) -> Connection:
-    """Connect to `address` under `identity`, unique among its peers. Returns at once, answered or not."""
+def connect(address: str, identity: bytes, keys: KeysOption = None) -> Connection:
+    """Connect to `address` under `identity`, unique among its peers. Returns at once, answered or not.
+
+    Raises ConfigError where `keys` are missing for a tcp address.
+    """
     if address.startswith("inproc://"):
         from vllm_lite.transport.inproc import InprocConnection
 
         return InprocConnection(address, identity)
     from vllm_lite.transport.zmq import ZmqConnection
 
-    return ZmqConnection(address, identity)
+    return ZmqConnection(address, identity, load_client_keys(address, keys))
 
 
 def finish() -> None:

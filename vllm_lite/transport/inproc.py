@@ -127,6 +127,9 @@ class InprocConnection:
     def lost(self) -> bool:
         return self._lost
 
+    def refused(self) -> str | None:
+        return None
+
     def pollables(self) -> Sequence[Pollable]:
         return self._inbox.wakeup.pollables()
 

@@ -1,7 +1,9 @@
 """What a channel can do. Payloads are encoded messages; no call here ever blocks except wait()."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -12,13 +14,21 @@ Pollable = zmq.Socket[bytes] | int
 """Something zmq.Poller can watch: a socket or a file descriptor."""
 
 
-__all__ = ["Connection", "Delivery", "Listener", "Pollable", "Wakeup", "poller", "wait"]
+__all__ = ["Connection", "Delivery", "Listener", "Pollable", "Tcp", "Wakeup", "poller", "wait"]
 
 
 class Delivery(Enum):
     SENT = "handed over"
     BUSY = "the peer does not read; try again later"
     GONE = "the peer is not connected any more"
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """Where a listener is reached from other machines, and the folder of its keys, None: by anybody, in the clear."""
+
+    address: str
+    keys: Path | None
 
 
 class Listener(Protocol):
@@ -47,6 +57,9 @@ class Connection(Protocol):
 
     def lost(self) -> bool:
         """True once the peer has gone after having been there."""
+
+    def refused(self) -> str | None:
+        """Why the peer will never let this connection in, None as long as it may."""
 
     def pollables(self) -> Sequence[Pollable]: ...
 

@@ -1,21 +1,35 @@
-"""ZeroMQ channels: ROUTER on the engine's side, DEALER on the others', never blocking, with every limit set."""
+"""ZeroMQ channels: ROUTER on the engine's side, DEALER on the others', never blocking, with every limit set.
+
+What is set on a socket counts for what is bound or connected after it: a ROUTER without keys on its ipc address has
+them on its tcp address.
+"""
 
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
+from vllm_lite import log
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
-from vllm_lite.transport.interface import Delivery, Pollable
+from vllm_lite.transport.door import DOMAIN, EVENTS, Door
+from vllm_lite.transport.interface import Delivery, Pollable, Tcp
+from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys
 
 HIGH_WATER_MARK = 1000
 """Messages that may wait for one peer; beyond it send() says BUSY."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 LINGER_MS = 1_000
+HANDSHAKE_MS = 10_000
+SHUT_DOORS = 3
+"""Handshakes in a row that the other side may end without a word, as one that is being started may, before they mean
+something."""
+
+logger = log.get(__name__)
 
 
 def _configured(kind: int) -> zmq.Socket[bytes]:
@@ -24,7 +38,7 @@ def _configured(kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
@@ -33,8 +47,11 @@ def _configured(kind: int) -> zmq.Socket[bytes]:
 class ZmqListener:
     """A bound ROUTER. Peers with an identity that is in use are refused by ZeroMQ itself."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tcp: Tcp | None = None) -> None:
+        """`address` is ipc://PATH. Raises EngineError, and ConfigError for bad keys."""
         self.address = address
+        self.tcp_address: str | None = None
+        self._door: Door | None = None
         path = address.removeprefix("ipc://")
         if os.path.exists(path) and answers(address):
             raise EngineError(f"address {address} is in use by another engine")
@@ -48,6 +65,31 @@ class ZmqListener:
             raise EngineError(f"cannot listen on {address}: {error}") from error
         finally:
             os.umask(mask)
+        if tcp is not None:
+            try:
+                self._listen_on(tcp)
+            except BaseException as error:
+                self.close()
+                if isinstance(error, zmq.ZMQError):
+                    raise EngineError(f"cannot listen on {tcp.address}: {error}") from error
+                raise
+
+    def _listen_on(self, tcp: Tcp) -> None:
+        if tcp.keys is None:
+            logger.warning(
+                "insecure: whoever reaches %s can use this engine, and nothing there is encrypted", tcp.address
+            )
+        else:
+            keys = load_engine_keys(tcp.keys)
+            self._door = Door(Authorised(keys.clients), self._socket.get_monitor_socket(EVENTS))
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or clients would come in while nobody checks
+        self._socket.setsockopt(zmq.IPV6, "[" in tcp.address)
+        self._socket.bind(tcp.address)
+        self.tcp_address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        logger.info("clients %s may connect to %s", "with keys" if tcp.keys else "of any kind", self.tcp_address)
 
     def recv(self) -> tuple[bytes, bytes] | None:
         try:
@@ -73,21 +115,40 @@ class ZmqListener:
         return (self._socket,)
 
     def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         if not self._socket.closed:
+            self._socket.disable_monitor()
             self._socket.close()
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class ZmqConnection:
-    """A connected DEALER with a monitor that tells at once when the other side's process ends."""
+    """A connected DEALER with a monitor that tells at once when the other side's process ends, or lets nobody in."""
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self._socket = _configured(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._has_keys = keys is not None
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._was_there = False
         self._lost = False
+        self._refused: str | None = None
+        self._shut_doors = 0
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -98,6 +159,8 @@ class ZmqConnection:
         try:
             return self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
+            if not self._was_there:  # or the news that it is there would end every wait
+                self._listen()
             return None
 
     def send(self, payload: bytes) -> Delivery:
@@ -108,10 +171,29 @@ class ZmqConnection:
         return Delivery.SENT
 
     def lost(self) -> bool:
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()  # the only event asked for
-            self._lost = True
+        self._listen()
         return self._lost
+
+    def refused(self) -> str | None:
+        self._listen()
+        return self._refused
+
+    def _listen(self) -> None:
+        while self._monitor.poll(0):
+            (event,) = struct.unpack_from("=H", self._monitor.recv_multipart()[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._was_there = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lost = self._lost or self._was_there
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused = "it does not know this client's key, which has to be among its clients' keys"
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._refused = "it takes no keys" if self._has_keys else "it lets in only clients with keys"
+            else:
+                self._shut_doors += 1
+                if self._shut_doors >= SHUT_DOORS and not self._was_there:
+                    other = "its key is another than this client's server.key" if self._has_keys else "it is no engine"
+                    self._refused = f"it ends every handshake; perhaps {other}"
 
     def pollables(self) -> Sequence[Pollable]:
         return (self._socket, self._monitor)

@@ -25,28 +25,40 @@ class Penalties:
     deduction: Float32s  # [num_pairs]
 
 
+class Held:
+    """Arrays that are the same for many steps: they are brought to the logits' device once."""
+
+    __slots__ = ("_arrays", "_tensors")
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        self._arrays = arrays
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+
+    def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._tensors is None:
+            self._tensors = _on(logits, *self._arrays)
+        return self._tensors
+
+
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes in the order of the fields. What is minus infinity before one of them stays so.
+    """Changes in the order of the fields. What is minus infinity before one of them stays so, and what is not a number.
 
-    allowed     the only tokens of their samples
-    bias        added
+    allowed     samples [n], and what is added to all their logits: 0 or minus infinity, float32 [n, vocab]
+    bias        samples, token ids, and what is added: [num_pairs] each
     penalties   a positive logit is divided by `repetition`, a negative one multiplied; then `deduction` is subtracted
     """
 
-    allowed: Pairs | None = None
-    bias: tuple[Pairs, Float32s] | None = None
+    allowed: Held | None = None
+    bias: Held | None = None
     penalties: Penalties | None = None
 
     def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
         if self.allowed is not None:
-            pairs = _on(logits, *self.allowed)
-            kept = logits[pairs]
-            logits[_on(logits, np.unique(self.allowed[0]))] = NEVER
-            logits[pairs] = kept
+            logits.index_add_(0, *self.allowed.on(logits))
         if self.bias is not None:
-            pairs = _on(logits, *self.bias[0])
-            logits[pairs] += _on(logits, self.bias[1])[0]
+            samples, ids, values = self.bias.on(logits)
+            logits[samples, ids] += values
         if self.penalties is not None:
             pairs = _on(logits, *self.penalties.pairs)
             repetition, deduction = _on(logits, self.penalties.repetition, self.penalties.deduction)

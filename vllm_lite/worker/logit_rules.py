@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lite.protocol.step import LogitRules, Sampling
-from vllm_lite.worker.logit_edits import Float32s, LogitEdits, Pairs, penalties
+from vllm_lite.worker.logit_edits import NEVER, Float32s, Held, LogitEdits, Pairs, penalties
 from vllm_lite.worker.token_counts import TokenCounts
 
 Int64s = NDArray[np.int64]
@@ -47,8 +47,8 @@ class _Table:
     """What the rules of a step's samples say, as long as the samples are of the same sequences."""
 
     slots: Int64s  # [num_samples]
-    allowed: Pairs | None
-    bias: tuple[Pairs, Float32s] | None
+    allowed: Held | None
+    bias: Held | None
     stops: Pairs | None
     words: tuple[Int64s, _Words] | None  # samples [num_words]
     penalised: Int64s | None  # samples
@@ -83,7 +83,6 @@ class RuleBook:
         slot = self._free.pop()
         self._used[slot] = _read(sampling, self._vocab_size)
         self._starts[slot], self._until[slot] = num_prompt, sampling.min_tokens_until
-        self._table = None
         rules = sampling.rules or NO_RULES
         if rules.penalises:
             self._weights[:, slot] = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
@@ -100,7 +99,7 @@ class RuleBook:
             return None
         rules = self._used.pop(slot)
         self._free.append(slot)
-        self._table = None
+        self._table = None  # the slot's next sequence has other rules
         if self._penalised[slot] and self._counts is not None:
             self._counts.clear(slot)
             self._penalised[slot] = False
@@ -152,8 +151,8 @@ class RuleBook:
         (penalised,) = self._penalised[slots].nonzero()
         return _Table(
             slots,
-            allowed=_stacked([(sample, rules.allowed) for sample, rules in ruled]),
-            bias=None if biased is None else (biased, np.concatenate([rules.bias[1] for _, rules in ruled])),
+            allowed=_mask([(sample, rules.allowed) for sample, rules in ruled], self._vocab_size),
+            bias=None if biased is None else Held(*biased, np.concatenate([rules.bias[1] for _, rules in ruled])),
             stops=_stacked([(sample, rules.stops) for sample, rules in ruled]),
             words=_stacked_words([(sample, rules.words) for sample, rules in ruled]),
             penalised=penalised if len(penalised) else None,
@@ -185,6 +184,17 @@ def _stacked(parts: Iterable[tuple[int, Int64s]]) -> Pairs | None:
         return None
     samples = np.array([sample for sample, _ in some], np.int64)
     return np.repeat(samples, [len(ids) for _, ids in some]), np.concatenate([ids for _, ids in some])
+
+
+def _mask(parts: Iterable[tuple[int, Int64s]], vocab_size: int) -> Held | None:
+    """Of samples that have allowed tokens; None if there are none. See LogitEdits."""
+    some = [(sample, ids) for sample, ids in parts if len(ids)]
+    if not some:
+        return None
+    mask = np.full((len(some), vocab_size), NEVER, np.float32)
+    for row, (_, ids) in zip(mask, some, strict=True):
+        row[ids] = 0
+    return Held(np.array([sample for sample, _ in some], np.int64), mask)
 
 
 def _stacked_words(parts: Sequence[tuple[int, _Words]]) -> tuple[Int64s, _Words] | None:

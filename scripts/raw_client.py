@@ -1,0 +1,119 @@
+"""Stream a completion with pyzmq and msgpack alone: python scripts/raw_client.py ipc:///path/to/socket 1 415 333
+
+An example to copy: nothing of vllm_lite is imported; docs/protocol.md tells all the rest. The prompt is token ids, or,
+where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address
+--keys is the folder that `vllm-lite keys` made for this client.
+"""
+
+import argparse
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+VERSION = 4
+LOAD_S, SILENCE_S = 60, 30
+"""How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives."""
+
+
+def connect(address: str, keys: Path | None) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 500)  # an abort should still leave
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+    if keys is not None:
+        own, engine = (keys / "client.key_secret").read_text(), (keys / "server.key").read_text()
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, key("public", own))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key("secret", own))
+        socket.setsockopt(zmq.CURVE_SERVERKEY, key("public", engine))
+    socket.connect(address)
+    return socket
+
+
+def key(kind: str, text: str) -> bytes:
+    match = re.search(rf'^\s*{kind}-key = "(.{{40}})"', text, re.MULTILINE)
+    if match is None:
+        sys.exit(f"raw_client: a file of --keys has no {kind}-key")
+    return match.group(1).encode()
+
+
+def send(socket: "zmq.Socket[bytes]", *message: object) -> None:
+    """Tag and fields, in their order."""
+    socket.send(msgpack.packb(message))
+
+
+def receive(socket: "zmq.Socket[bytes]", timeout_s: int) -> Any:
+    if not socket.poll(1000 * timeout_s):
+        sys.exit(f"raw_client: nothing came within {timeout_s} s; is the address right, are the keys?")
+    message = msgpack.unpackb(socket.recv())
+    if message[0] in ("refused", "dying"):
+        sys.exit(f"raw_client: {message[0]}: {message[1]}")
+    return message
+
+
+def stream(socket: "zmq.Socket[bytes]", prompt: list[int], params: dict[str, object]) -> Any:
+    """Yields lists of token ids as they come. Ends with the request."""
+    request_id = os.urandom(12).hex()
+    send(socket, "generate", request_id, struct.pack(f"<{len(prompt)}I", *prompt), params)
+    ended = False
+    try:
+        while not ended:
+            message = receive(socket, SILENCE_S)
+            for tag, _, _, token_ids, *rest in message[2] if message[0] == "outputs" else ():
+                yield token_ids
+                ended = tag == "finished"
+                if ended and rest[0] == "error":
+                    sys.exit(f"raw_client: {rest[2]}")
+    finally:
+        if not ended:
+            send(socket, "abort", request_id)
+
+
+def load_tokenizer(folder: str | None) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    file = Path(folder or "/") / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", help="ipc://PATH or tcp://HOST:PORT of an engine")
+    parser.add_argument("prompt", nargs="+", help="token ids, or a text")
+    parser.add_argument("--keys", type=Path, metavar="FOLDER", help="client.key_secret and server.key, for tcp")
+    parser.add_argument("--max-tokens", type=int, default=50)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+
+    socket = connect(args.address, args.keys)
+    send(socket, "hello", VERSION, None)
+    _, _, _, model, *_, folder = receive(socket, LOAD_S)[:10]
+    is_text = not all(word.isdecimal() for word in args.prompt)
+    tokenizer = load_tokenizer(folder) if is_text else None
+    if is_text and tokenizer is None:
+        sys.exit(f"raw_client: the tokenizer of {model} cannot be read here; give token ids")
+    text = " ".join(args.prompt)
+    prompt = tokenizer.encode(text).ids if tokenizer else [int(word) for word in args.prompt]
+
+    shown, output = 0, []
+    for token_ids in stream(socket, prompt, {"max_tokens": args.max_tokens, "temperature": args.temperature}):
+        output += token_ids
+        if tokenizer is None:
+            print(*token_ids, end=" ", flush=True)
+        else:
+            text = tokenizer.decode(output).rstrip("\ufffd")  # the rest of a character comes later
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    print(tokenizer.decode(output)[shown:] if tokenizer else "")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The Python API against a real engine: docs/python-api.md, and chats as transformers would render them."""
+
+import asyncio
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.reference import start
+from vllm_lite import AsyncClient, RequestOutputKind, SamplingParams
+from vllm_lite.client.launch import resolve
+from vllm_lite.config import EngineConfig
+
+DOCS = Path(__file__).parents[2] / "docs" / "python-api.md"
+CHAT = [
+    {"role": "user", "content": "Tell me a story."},
+    {"role": "assistant", "content": "Once upon a time there was a cat."},
+    {"role": "user", "content": "  Go on.  "},
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def test_every_example_of_the_documentation_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as one script."""
+    for name, value in {"CPU_THREADS": "1", "NUM_GPU_BLOCKS_OVERRIDE": "256", "LOG_LEVEL": "error"}.items():
+        monkeypatch.setenv(f"VLLM_LITE_{name}", value)
+    text = DOCS.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert 2 * len(blocks) == text.count("```")
+    exec(compile("\n".join(blocks), str(DOCS), "exec"), {"__name__": "docs"})
+    printed = capsys.readouterr().out
+    assert "Once upon a time" in printed
+    assert len(printed.splitlines()) > 10
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with start("demo") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve(EngineConfig(model="demo")).model)
+
+
+def test_a_chat_is_the_rendered_prompt(llm: Any, oracle: Any) -> None:
+    continued = {"add_generation_prompt": False, "continue_final_message": True}
+    for chat, options in ((CHAT, {"add_generation_prompt": True}), (CHAT[:1], {}), (CHAT[:2], continued)):
+        ids = oracle.apply_chat_template(chat, **({"add_generation_prompt": True} | options), return_dict=False)
+        (output,) = llm.chat(chat, GREEDY, use_tqdm=False, **options)
+        (expected,) = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == expected.prompt_token_ids == ids
+        assert output.outputs == expected.outputs
+        assert output.outputs[0].text
+    both = llm.chat([CHAT, CHAT[:1]], GREEDY, use_tqdm=False)
+    alone = [llm.chat(chat, GREEDY, use_tqdm=False)[0] for chat in (CHAT, CHAT[:1])]
+    assert [one.outputs for one in both] == [one.outputs for one in alone]
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: Any, oracle: Any) -> None:
+    tokenizer, text = llm.get_tokenizer(), "Łucja said: “Go on!” 🐱"
+    ids = oracle(text).input_ids
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.encode(text, add_special_tokens=False) == oracle(text, add_special_tokens=False).input_ids
+    for skip in (False, True):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(ids, skip_special_tokens=skip)
+    rendered = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == rendered
+    assert tokenizer.eos_token_id in (oracle.eos_token_id, *llm.engine.eos_token_ids)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutputKind) -> None:
+    params = SamplingParams(n=2, seed=3, max_tokens=30, logprobs=1, ignore_eos=True)
+    (expected,) = llm.generate("One windy day,", params, use_tqdm=False)
+
+    async def main() -> None:
+        async with AsyncClient(llm.address) as client:
+            stream = client.generate("One windy day,", params.clone(output_kind=kind))
+            outputs = [output async for output in stream]
+        assert outputs[-1].finished
+        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+        if kind is not RequestOutputKind.DELTA:
+            assert outputs[-1].outputs == expected.outputs
+            return
+        for sample in expected.outputs:
+            parts = [part for output in outputs for part in output.outputs if part.index == sample.index]
+            assert "".join(part.text for part in parts) == sample.text
+            assert list(chain.from_iterable(part.token_ids for part in parts)) == sample.token_ids
+            assert list(chain.from_iterable(part.logprobs or [] for part in parts)) == sample.logprobs
+            assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+            assert parts[-1].cumulative_logprob == pytest.approx(sample.cumulative_logprob)
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,0 +1,180 @@
+"""Clients over tcp, and clients that have only docs/protocol.md: all are given the same tokens."""
+
+import ast
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.http_server import client as http_client
+from tests.http_server import serving
+from vllm_lite import AsyncClient, EngineConfig, SamplingParams
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import EngineError
+from vllm_lite.transport import KeysOption
+from vllm_lite.transport.keys import make_client_keys, make_engine_keys
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NODE_MODULES = Path(os.environ.get("VLLM_LITE_NODE_MODULES", SCRIPTS / "node" / "node_modules"))
+"""Where `make node-client` puts what the JavaScript client imports."""
+DEADLINE_S = 60.0
+PROMPT = [1, 40, 41, 42]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_engine_keys(folder)
+    make_client_keys(folder, "alice")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(keys: Path, tiny_checkpoint: Path) -> Iterator[Launched]:
+    settings = {
+        "model": str(tiny_checkpoint),
+        "device": "cpu",
+        "num_gpu_blocks_override": 64,
+        "tcp_address": f"tcp://127.0.0.1:{free_port()}",
+        "curve_keys": str(keys),
+    }
+    launched = launch(EngineConfig.check(settings))
+    yield launched
+    launched.close()
+
+
+def stream(address: str, keys: KeysOption = None, prompt: str | list[int] = PROMPT) -> tuple[list[int], str]:
+    """Tokens and text of a greedy completion."""
+
+    async def run() -> tuple[list[int], str]:
+        async with AsyncClient(address, keys=keys, timeout_s=DEADLINE_S) as client:
+            outputs = [output async for output in client.generate(prompt, GREEDY)]
+            return list(outputs[-1].outputs[0].token_ids), outputs[-1].outputs[0].text
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Launched) -> list[int]:
+    tokens, _ = stream(engine.address)
+    assert len(set(tokens)) > 3
+    return tokens
+
+
+def run(*command: str | Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def raw_client(*words: str | Path) -> "subprocess.CompletedProcess[str]":
+    return run(sys.executable, SCRIPTS / "raw_client.py", *words)
+
+
+def ends_of(engine: Launched, keys: Path) -> dict[str, list[str]]:
+    """The words that lead a script to the engine."""
+    tcp = str(engine.config.tcp_address)
+    return {"ipc": [engine.address], "tcp": [tcp, "--keys", str(keys / "for/alice")]}
+
+
+def ids(words: list[int]) -> list[str]:
+    return list(map(str, words))
+
+
+# ---- tcp
+
+
+def test_a_client_over_tcp_gets_the_same_tokens(engine: Launched, keys: Path, expected: list[int]) -> None:
+    assert stream(str(engine.config.tcp_address), keys / "for/alice")[0] == expected
+
+
+def test_a_key_made_while_the_engine_runs(engine: Launched, keys: Path, expected: list[int]) -> None:
+    address = str(engine.config.tcp_address)
+    bundle = make_client_keys(keys, "carol")
+    assert stream(address, bundle)[0] == expected
+    (keys / "clients/carol.key").unlink()
+    with pytest.raises(EngineError, match=f"the engine at {address} does not let this client in: it does not know"):
+        stream(address, bundle)
+
+
+def test_a_server_has_an_engine_for_tcp_clients_too(keys: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving("--tcp-address", address, "--curve-keys", str(keys)) as server, http_client(server) as http:
+        body = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "return_token_ids": True}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert stream(address, keys / "for/alice")[0] == answer.json()["choices"][0]["token_ids"]
+
+
+# ---- without this package
+
+
+@pytest.mark.parametrize("end", ["ipc", "tcp"])
+def test_pyzmq_and_msgpack_alone(engine: Launched, keys: Path, expected: list[int], end: str) -> None:
+    done = raw_client(*ends_of(engine, keys)[end], *ids(PROMPT))
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == expected
+
+
+def test_they_are_alone() -> None:
+    tree = ast.parse((SCRIPTS / "raw_client.py").read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"msgpack", "zmq", "tokenizers"}
+
+
+def test_a_text_where_there_is_a_tokenizer(engine: Launched, tiny_checkpoint: Path) -> None:
+    prompt = "The quick brown fox"
+    done = raw_client(engine.address, *prompt.split())
+    assert done.returncode == 0, done.stderr
+    tokens, _ = stream(engine.address, prompt=prompt)
+    whole = Tokenizer.load(tiny_checkpoint).decode(tokens)
+    assert done.stdout == whole + "\n"
+    assert whole.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1", "99999999"], "token ids must be below"),
+        (["1", "2", "--temperature", "-1"], "Expected `float` >= 0.0"),
+        (["1", "2", "--max-tokens", "1000000"], "max_tokens=1000000"),
+    ],
+)
+def test_what_the_engine_refuses_is_told(engine: Launched, words: list[str], message: str) -> None:
+    done = raw_client(engine.address, *words)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- in another language
+
+
+@pytest.mark.parametrize("end", ["ipc", "tcp"])
+def test_node(engine: Launched, keys: Path, expected: list[int], end: str, tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        pytest.skip("there is no node here")
+    if not (NODE_MODULES / "zeromq").is_dir():
+        pytest.skip("what it imports is not here: make node-client")
+    shutil.copy(SCRIPTS / "node/raw_client.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(NODE_MODULES)
+    client = ["node", str(tmp_path / "raw_client.mjs"), *ends_of(engine, keys)[end]]
+    done = run(*client, *ids(PROMPT))
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == expected
+    done = run(*client, "99999999")
+    assert done.returncode == 1
+    assert done.stderr.startswith("raw_client: token ids must be below")

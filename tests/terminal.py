@@ -1,0 +1,95 @@
+"""A program in a pseudo terminal, as if a person sat there: what it shows, what is typed, Ctrl-C included."""
+
+import fcntl
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+WAIT_S = 60.0
+END_S = 30.0
+CTRL_C, CTRL_D = "\x03", "\x04"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02]")
+
+
+class Typist:
+    """`shown` is all that the program has printed, without colours and with plain ends of lines."""
+
+    def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
+        self._raw = b""
+        self._at = 0
+        self._news = threading.Condition()
+        self._keyboard, program = pty.openpty()  # the terminal of a new session, so that its Ctrl-C is this program's
+        termios.tcsetwinsize(program, (50, 500))  # so that no line is broken into two
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_lite", *words],
+            stdin=program,
+            stdout=program,
+            stderr=program,
+            env={**os.environ, "TERM": "xterm", **(env or {})},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509 - one system call
+        )
+        os.close(program)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def shown(self) -> str:
+        return _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r", "")
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """What is shown after the last match; the next search begins behind it."""
+        deadline_s = time.monotonic() + WAIT_S
+        with self._news:
+            while (match := re.compile(pattern).search(self.shown, self._at)) is None:
+                left_s = deadline_s - time.monotonic()
+                assert left_s > 0, f"{pattern!r} was not shown in {WAIT_S:.0f} s: {self.shown[self._at :]!r}"
+                assert self._reader.is_alive(), f"{pattern!r} was never shown: {self.shown[self._at :]!r}"
+                self._news.wait(min(left_s, 1.0))
+        self._at = match.end()
+        return match
+
+    def type(self, text: str) -> None:
+        os.write(self._keyboard, text.encode())
+
+    def say(self, line: str) -> None:
+        """And wait until the terminal has echoed it."""
+        self.type(line + "\n")
+        self.wait_for(re.escape(line) + "\n")
+
+    def wait(self) -> int:
+        status = self.process.wait(END_S)
+        self._reader.join(END_S)
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(END_S)
+        self._reader.join(END_S)
+        os.close(self._keyboard)
+
+    def _read(self) -> None:
+        with suppress(OSError):  # EIO: the program has closed its side
+            while data := os.read(self._keyboard, 4096):
+                with self._news:
+                    self._raw += data
+                    self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+@contextmanager
+def typing(*words: str, env: dict[str, str] | None = None) -> Iterator[Typist]:
+    typist = Typist(*words, env=env)
+    try:
+        yield typist
+    finally:
+        typist.close()

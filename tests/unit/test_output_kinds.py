@@ -1,0 +1,204 @@
+"""What AsyncClient yields: all so far, what is new, or the end only. And what else of SamplingParams stays here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tokenizers_for_tests as made
+from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from vllm_lite.client.async_client import AsyncClient
+from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
+from vllm_lite.protocol.api import ForkRequest, Generate, GetStats, PromptLogprobs, Stats, TokenLogprobs, Tokens
+from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
+
+TOKENIZER = Tokenizer(made.byte_level())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    (path / "tokenizer.json").write_bytes(made.byte_level())
+    return path
+
+
+def run(folder: Path, body: Any) -> None:
+    async def main() -> None:
+        answer = welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(folder))
+        with FakeEngine(answer=answer) as engine:
+            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+                await asyncio.wait_for(body(client, engine), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
+    return await asyncio.to_thread(engine.expect, kind)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+async def settle(client: AsyncClient, engine: FakeEngine) -> None:
+    """Returns when readers have been given all that the engine sent so far."""
+    stats = asyncio.ensure_future(client.stats())
+    await expect(engine, GetStats)
+    engine.send(Stats(*range(11)))
+    await stats
+
+
+def shape(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
+    return [(one.index, one.text, one.token_ids, one.finish_reason) for one in output.outputs]
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def delta(**fields: Any) -> SamplingParams:
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **fields)
+
+
+def test_deltas_hold_what_is_new(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        stream = client.generate("x", delta(), "r")
+        first = asyncio.ensure_future(anext(stream))
+        await expect(engine, Generate)
+        engine.tokens("r", 0, *ids("one"))
+        assert shape(await first) == [(0, "one", ids("one"), None)]
+        engine.tokens("r", 3, *ids(" two"))
+        assert shape(await anext(stream)) == [(0, " two", ids(" two"), None)]
+        engine.finish("r", 7, num_cached_tokens=1)
+        last = await anext(stream)
+        assert shape(last) == [(0, "", [], "length")]
+        assert (last.finished, last.num_cached_tokens, last.outputs[0].finished()) == (True, 1, True)
+
+    run(folder, body)
+
+
+def test_a_delta_has_the_samples_with_something_new(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        stream = client.generate("x", delta(n=3), "r")
+        first = asyncio.ensure_future(anext(stream))
+        await expect(engine, Generate)
+        engine.send_outputs(Tokens("r", 0, ids("a")), Tokens("r", 0, ids("b"), index=2))
+        assert shape(await first) == [(0, "a", ids("a"), None), (2, "b", ids("b"), None)]
+        engine.finish("r", 0, *ids("c"), index=1)
+        assert shape(await anext(stream)) == [(1, "c", ids("c"), "length")]
+        engine.finish("r", 1, *ids("d"))
+        assert shape(await anext(stream)) == [(0, "d", ids("d"), "length")]
+        engine.finish("r", 1, index=2)
+        last = await anext(stream)
+        assert (shape(last), last.finished) == ([(2, "", [], "length")], True)
+
+    run(folder, body)
+
+
+def test_deltas_of_logprobs(folder: Path) -> None:
+    def scored(*values: float) -> list[TokenLogprobs]:
+        return [TokenLogprobs(value, 1, ()) for value in values]
+
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        stream = client.generate([5, 6], delta(logprobs=0, prompt_logprobs=0), "r")
+        first = asyncio.ensure_future(anext(stream))
+        await expect(engine, Generate)
+        prompt = PromptLogprobs(1, scored(-3.0))
+        engine.send_outputs(Tokens("r", 0, [7, 8], scored(-1.0, -2.0), prompt=prompt))
+        output = await first
+        assert [list(place) for place in output.outputs[0].logprobs or []] == [[7], [8]]
+        assert output.prompt_logprobs is not None
+        engine.finish("r", 2, 9, logprobs=scored(-0.5))
+        output = await anext(stream)
+        assert [list(place) for place in output.outputs[0].logprobs or []] == [[9]]
+        assert output.outputs[0].cumulative_logprob == -3.5, "that of all tokens"
+        assert output.prompt_logprobs is None, "these came before"
+
+    run(folder, body)
+
+
+def test_the_first_delta_of_a_fork_has_all_that_it_inherits(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        parent = client.generate("x", delta(), "r")
+        first = asyncio.ensure_future(anext(parent))
+        await expect(engine, Generate)
+        engine.tokens("r", 0, *ids("one"))
+        await first
+        (fork,) = await client.fork("r")
+        child = (await expect(engine, ForkRequest)).child_id
+        engine.finish(child, 3, *ids(" two"))
+        assert [shape(output) for output in await collect(fork)] == [[(0, "one two", ids("one two"), "length")]]
+        engine.finish("r", 3, *ids("!"))
+        assert [shape(output) for output in await collect(parent)] == [[(0, "!", ids("!"), "length")]]
+
+    run(folder, body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"output_kind": RequestOutputKind.FINAL_ONLY}, {"output_kind": RequestOutputKind.DELTA, "best_of": 2}],
+)
+def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, Any]) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        task = asyncio.ensure_future(collect(client.generate("x", SamplingParams(**fields), "r")))
+        await expect(engine, Generate)
+        engine.tokens("r", 0, *ids("one"))
+        await settle(client, engine)
+        for index in range(fields.get("best_of", 1)):
+            engine.finish("r", 0 if index else 3, *ids("!"), index=index, cumulative_logprob=-float(index))
+        (output,) = await task
+        assert shape(output) == [(0, "one!", ids("one!"), "length")]
+        assert output.finished
+
+    run(folder, body)
+
+
+def test_what_concerns_the_client_is_not_sent(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        params = delta(extra_args={"mine": 1}, seed=5)
+        task = asyncio.ensure_future(collect(client.generate("x", params, "r")))
+        assert (await expect(engine, Generate)).params == SamplingParams(seed=5)
+        engine.finish("r", 0, 5)
+        await task
+
+    run(folder, body)
+
+
+def test_times_are_in_order(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        stream = client.generate("x", None, "r")
+        first = asyncio.ensure_future(anext(stream))
+        await expect(engine, Generate)
+        engine.tokens("r", 0, 5)
+        metrics = (await first).metrics
+        assert (metrics.finished_time, metrics.first_token_latency is not None) == (None, True)
+        engine.finish("r", 1)
+        done = (await anext(stream)).metrics
+        assert done.first_token_time == metrics.first_token_time == done.last_token_time
+        assert done.arrival_time <= (done.first_token_time or 0) <= (done.finished_time or 0)
+
+    run(folder, body)
+
+
+def test_the_tokenizer_is_the_engines(folder: Path) -> None:
+    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+        tokenizer = await client.get_tokenizer()
+        assert (tokenizer.encode("one"), tokenizer.eos_token_id) == (ids("one"), 2)
+        with pytest.raises(ModelError, match="has no chat template"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+    run(folder, body)
+
+
+def test_without_a_tokenizer_there_is_none() -> None:
+    async def main() -> None:
+        with FakeEngine(answer=welcome(tokenizer="/nowhere")) as engine:
+            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+                with pytest.raises(ModelError, match="/nowhere has no tokenizer; give token ids"):
+                    await client.get_tokenizer()
+
+    asyncio.run(main())

@@ -1,0 +1,178 @@
+"""The client of a server: addresses, streams and errors, over httpx's own fake of a connection."""
+
+import json
+import ssl
+from collections.abc import Callable
+from contextlib import closing
+
+import httpx
+import pytest
+
+from vllm_lite.errors import ConfigError, RemoteError
+from vllm_lite.remote import api
+from vllm_lite.remote.api import Address, Piece, Remote, client_settings, pieces
+
+DONE = "data: [DONE]"
+
+
+def remote(handler: Callable[[httpx.Request], httpx.Response], **settings: object) -> Remote:
+    made = Remote("http://server:1", "secret", **settings)  # type: ignore[arg-type]
+    made._http = httpx.Client(transport=httpx.MockTransport(handler), **client_settings(made.address, made.api_key))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("url", "base", "uds", "is_local"),
+    [
+        ("http://localhost:8000/v1", "http://localhost:8000", None, True),
+        ("http://localhost:8000/v1/", "http://localhost:8000", None, True),
+        ("10.0.0.1:80", "http://10.0.0.1:80", None, False),
+        ("https://host/some/path/v1", "https://host/some/path", None, False),
+        ("http://[::1]:8000", "http://[::1]:8000", None, True),
+        ("unix:/run/it", "http://localhost", "/run/it", True),
+    ],
+)
+def test_addresses(url: str, base: str, uds: str | None, is_local: bool) -> None:
+    address = Address.parse(url)
+    assert (address.base, address.uds, address.is_local) == (base, uds, is_local)
+    assert client_settings(address, None)["trust_env"] is not is_local
+
+
+@pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url"):
+        Address.parse(url)
+
+
+def test_certificates_are_checked() -> None:
+    context = client_settings(Address.parse("https://host"), None)["verify"]
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+    assert context.get_ca_certs()
+
+
+def test_pieces_of_both_kinds_of_stream() -> None:
+    lines = [
+        ": ping",
+        "",
+        'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}],"usage":null}',
+        'data: {"choices":[{"index":0,"delta":{"reasoning":"hm"}}]}',
+        'data: {"choices":[{"index":0,"delta":{"content":"ä"},"finish_reason":"stop"}]}',
+        'data:{"choices":[{"index":0,"text":"b","finish_reason":null}]}',
+        'data: {"choices":[],"usage":{"prompt_tokens":1}}',
+        DONE,
+        "data: never read",
+    ]
+    assert list(pieces(lines)) == [
+        Piece(),
+        Piece(thought="hm"),
+        Piece("ä", finish_reason="stop"),
+        Piece("b"),
+        Piece(usage={"prompt_tokens": 1}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['data: {"choices":[{"text":"a"}]}'], "went away"),
+        ([], "went away"),
+        (['data: {"error":{"message":"the engine died"}}', DONE], "the engine died"),
+        (["data: {oops", DONE], "no piece"),
+        (["data: []", DONE], "no piece"),
+        (['data: {"choices":"abc"}', DONE], "no piece"),
+    ],
+)
+def test_streams_that_break(lines: list[str], words: str) -> None:
+    with pytest.raises(RemoteError, match=words):
+        list(pieces(lines))
+
+
+def test_what_is_asked() -> None:
+    bodies = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer secret"
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "first"}, {"id": "second"}]})
+        bodies.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, text=f"{DONE}\n\n")
+
+    with remote(handler) as server:
+        assert list(server.chat([{"role": "user", "content": "a"}], {"temperature": 0})) == []
+        assert list(server.complete("b", {})) == []
+    with remote(handler, model="mine") as server:
+        assert list(server.complete("c", {})) == []
+    assert [path for path, _ in bodies] == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
+    assert [body["model"] for _, body in bodies] == ["first", "first", "mine"]
+    assert bodies[0][1]["temperature"] == 0
+    assert bodies[0][1]["messages"] == [{"role": "user", "content": "a"}]
+    assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for _, body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(401, json={"error": {"message": "a valid API key is needed"}}), ["--api-key", "http://server"]),
+        (httpx.Response(400, json={"error": {"message": "too hot"}}), ["too hot", "400"]),
+        (httpx.Response(404, json={"detail": "Not Found"}), ["Not Found", "404"]),
+        (httpx.Response(502, text="<html>Bad Gateway"), ["Bad Gateway", "502"]),
+        (httpx.Response(500), ["500"]),
+        (httpx.ConnectError("refused"), ["vllm-lite serve", "--url", "http://server:1"]),
+        (httpx.ReadTimeout("slow"), ["http://server:1"]),
+        (httpx.RemoteProtocolError("peer closed"), ["went away"]),
+    ],
+)
+@pytest.mark.parametrize("model", ["mine", None])
+def test_failures_are_sentences(answer: httpx.Response | Exception, words: list[str], model: str | None) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with remote(handler, model=model) as server, pytest.raises(RemoteError) as caught:
+        list(server.complete("a", {}))
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_of_ones_own_says_why_it_went() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("")
+
+    why = "worker 0 was killed by SIGKILL"
+    with remote(handler, model="mine", why=lambda: why) as server, pytest.raises(RemoteError, match=why):
+        list(server.complete("a", {}))
+
+
+@pytest.mark.parametrize("body", ["{}", "[]", '{"data": []}', "no json", '{"data": [{}]}'])
+def test_a_server_without_models(body: str) -> None:
+    with remote(lambda _: httpx.Response(200, text=body)) as server, pytest.raises(RemoteError, match="names no model"):
+        server.model  # noqa: B018
+
+
+def test_closing_a_stream_closes_its_connection() -> None:
+    closed = []
+
+    class Body(httpx.SyncByteStream):
+        def __iter__(self):
+            while True:
+                yield b'data: {"choices":[{"text":"a"}]}\n\n'
+
+        def close(self) -> None:
+            closed.append(True)
+
+    with remote(lambda _: httpx.Response(200, stream=Body()), model="mine") as server:
+        with closing(server.complete("a", {})) as stream:
+            assert next(stream).text == "a"
+        assert closed
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LITE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert api.key_from_environment() is None
+    monkeypatch.setenv("OPENAI_API_KEY", "a")
+    assert api.key_from_environment() == "a"
+    monkeypatch.setenv("VLLM_LITE_API_KEY", "b")
+    assert api.key_from_environment() == "b"

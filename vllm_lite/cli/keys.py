@@ -1,0 +1,23 @@
+"""Make the CURVE keys by which an engine and its clients know each other over tcp: the engine's, if FOLDER has none,
+and a pair for each CLIENT, which may connect from then on. To shut one out, remove its file in FOLDER/clients."""
+
+import argparse
+from pathlib import Path
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what --curve-keys of the engine is to name")
+    parser.add_argument("clients", metavar="CLIENT", nargs="*", help="name of a client")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.transport.keys import make_client_keys, make_engine_keys
+
+    folder: Path = arguments.folder
+    print(f"{folder}: {'keys of the engine made' if make_engine_keys(folder) else 'has the keys of an engine already'}")
+    for name in arguments.clients:
+        bundle = make_client_keys(folder, name)
+        print(f"{bundle}: bring this folder to {name}, over a road that nobody reads, and remove it here")
+    known = sorted(file.stem for file in (folder / "clients").glob("*.key"))
+    print(f"may connect: {', '.join(known) or 'nobody yet; name clients behind the folder'}")
+    return 0

@@ -1,0 +1,67 @@
+"""Beam search as vLLM's users know it: its parameters, and its results made of a request's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_lite.client.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.protocol.params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamSearchParams:
+    """Keep the `beam_width` likeliest continuations of a prompt, for at most `max_tokens` tokens.
+
+    They are ranked by cum_logprob / num_generated ** length_penalty. `early_stopping` ends a search as soon as that
+    many have ended, and not only when no other can be better. The search follows the model's own logprobs, so
+    `temperature` must be 0. `include_stop_str_in_output` shows the text of a token in `stop_token_ids`.
+
+    Raises ValueError or TypeError with the name, the value and the range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool = False
+    stop_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0:
+            raise ValueError(
+                f"beam search follows the model's own logprobs, so temperature must be 0, got {self.temperature!r}"
+            )
+        try:
+            self.sampling_params()
+        except (ValueError, TypeError) as error:
+            message = str(error)
+            if not message.startswith("n must"):
+                raise
+            raise type(error)(f"beam_width{message[1:]}") from None
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as a request's."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            early_stopping=self.early_stopping,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+def beams_of(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """The beams that a request with use_beam_search has found."""
+    prompt = output.prompt_token_ids
+    return BeamSearchOutput([_sequence(prompt, found, tokenizer) for found in output.outputs], prompt)
+
+
+def _sequence(prompt: list[int], found: CompletionOutput, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+    tokens = prompt + found.token_ids
+    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+    return BeamSearchSequence(tokens, found.cumulative_logprob or 0.0, text, found.finish_reason, found.stop_reason)

@@ -1,0 +1,113 @@
+"""Chats in Python: messages through the checkpoint's template, and a tokenizer with the methods that scripts know."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.client.chat_template import ChatTemplate, Message
+from vllm_lite.client.prompt import encode
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError, RequestError
+
+Conversation = Sequence[Message]
+"""Its messages, the oldest first."""
+
+
+class ChatTokenizer:
+    """A checkpoint's tokenizer and chat template. Methods have the names and defaults of transformers' tokenizers,
+    where these have them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, folder: str | Path, eos_token_ids: Sequence[int] = ()) -> None:
+        """Both come from `folder`; the template is read when it is needed. Raises ModelError without a tokenizer."""
+        if tokenizer is None:
+            raise ModelError(f"{folder} has no tokenizer; give token ids to generate()")
+        self._tokenizer = tokenizer
+        self._folder = Path(folder)
+        self._template: ChatTemplate | None = None
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = tokenizer.vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of the model's end tokens."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError for what is not Unicode."""
+        return encode(text, self._tokenizer, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: Conversation,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | Path | None = None,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The prompt for `conversation`, as token ids or as text; `variables` are the template's.
+
+        `chat_template` replaces the checkpoint's: Jinja, or a file with it. Raises RequestError or ModelError.
+        """
+        text = self.template(chat_template).render(
+            plain_messages(conversation),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template has written them
+
+    def template(self, given: str | Path | None = None) -> ChatTemplate:
+        """The checkpoint's, or the one that is given: Jinja, or a file with it. Raises ModelError if there is none."""
+        if given is not None:
+            template = ChatTemplate.load(self._folder, given)
+        else:
+            template = self._template = self._template or ChatTemplate.load(self._folder)
+        if template is None:
+            raise ModelError(f"{self._folder} has no chat template; give one as chat_template, or use generate()")
+        return template
+
+
+def conversations(messages: Any) -> list[Conversation]:
+    """One conversation or several. Raises RequestError."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise RequestError(f"messages must be a list of messages or of such lists, got {type(messages).__name__}")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+def plain_messages(messages: Conversation) -> list[Message]:
+    """Messages as templates know them, with one text each. Raises RequestError for one that is none."""
+    if not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"a conversation must be a list of at least one message, got {str(messages)[:100]!r}")
+    return [_plain(message, place) for place, message in enumerate(messages)]
+
+
+def _plain(message: Message, place: int) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{place}] must be a dict with a role and a content, got {str(message)[:100]!r}")
+    content = message.get("content")
+    if isinstance(content, str):
+        return message
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": ""}
+    if not isinstance(content, list):
+        raise RequestError(f"messages[{place}].content must be a text or a list of parts, got {type(content).__name__}")
+    return {**message, "content": "\n".join(_text(part, place) for part in content)}
+
+
+def _text(part: Any, place: int) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise RequestError(f"messages[{place}].content holds {kind!r}; only text is supported")
+    text: str = part["text"]
+    return text

@@ -1,0 +1,192 @@
+"""One OpenAI-compatible server: texts in, streams of pieces out; every way this fails as one sentence."""
+
+import json
+import os
+import ssl
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+from vllm_lite.errors import ConfigError, RemoteError
+
+DEFAULT_URL = "http://localhost:8000"
+CONNECT_S = 10.0
+SILENCE_S = 600.0
+"""How long a server may say nothing at all; ours says something every 15 s."""
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class Piece(NamedTuple):
+    """What came last; `usage` comes once, with the end."""
+
+    text: str = ""
+    thought: str = ""
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] | None = None
+
+
+class Address(NamedTuple):
+    """Where a server is. `base` ends before /v1; `uds` is the path of its Unix socket, if that is how it is reached."""
+
+    base: str
+    uds: str | None
+    shown: str
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Of http://HOST:PORT, with or without /v1, or unix:PATH. Raises ConfigError."""
+        if url.startswith("unix:"):
+            return cls("http://localhost", url.removeprefix("unix:"), url)
+        base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        parts = urlsplit(base)
+        try:
+            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise ConfigError(f"--url must look like http://HOST:PORT or unix:PATH, got {url!r}")
+        return cls(base, None, base)
+
+    @property
+    def is_local(self) -> bool:
+        return self.uds is not None or urlsplit(self.base).hostname in _LOCAL
+
+
+def client_settings(address: Address, api_key: str | None, silence_s: float = SILENCE_S) -> dict[str, Any]:
+    """What httpx.Client and AsyncClient have in common, but for their transport."""
+    secure = address.base.startswith("https:")
+    return {
+        "base_url": address.base,
+        "timeout": httpx.Timeout(silence_s, connect=CONNECT_S),
+        # a bare context trusts nobody, and costs nothing where there is no TLS
+        "verify": ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        "trust_env": not address.is_local,  # no proxy stands between this machine and itself
+        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+    }
+
+
+def key_from_environment() -> str | None:
+    return os.environ.get("VLLM_LITE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+
+
+class Remote:
+    """A server, spoken to from one thread. Raises RemoteError from every method that asks it something."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        model: str | None = None,
+        why: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`model` is by default the server's first; `why()` knows more about a server that cannot be reached."""
+        self.address = Address.parse(url)
+        self.api_key = api_key
+        self.why = why
+        self._model = model
+        transport = httpx.HTTPTransport(uds=self.address.uds) if self.address.uds is not None else None
+        self._http = httpx.Client(transport=transport, **client_settings(self.address, api_key))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    @property
+    def model(self) -> str:
+        """Its name; asks the server the first time if none was given."""
+        if self._model is None:
+            with self._failures():
+                response = self._http.get("/v1/models")
+                check(self.address, response.status_code, response.content)
+                try:
+                    self._model = str(response.json()["data"][0]["id"])
+                except (ValueError, LookupError, TypeError) as error:
+                    text = f"{self.address.shown} names no model; is it an OpenAI-compatible server?"
+                    raise RemoteError(text) from error
+        return self._model
+
+    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        """The answer to `messages`. Closing the iterator aborts it on the server."""
+        return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
+
+    def complete(self, prompt: str, sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        """What follows `prompt`. Closing the iterator aborts it on the server."""
+        return self._stream("/v1/completions", {"prompt": prompt, **sampling})
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        whole = {"model": self.model, **body, "stream": True, "stream_options": {"include_usage": True}}
+        with self._failures(), self._http.stream("POST", path, json=whole) as response:
+            if response.status_code != httpx.codes.OK:
+                check(self.address, response.status_code, response.read())
+            yield from pieces(response.iter_lines())
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise lost(self.address, error, self.why()) from error
+
+
+def pieces(lines: Iterable[str]) -> Iterator[Piece]:
+    """Of the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue  # a comment, or what separates events
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise RemoteError(f"the server broke off: {message_of(event)}")
+            choices = event.get("choices") or [{}]
+            said = choices[0].get("delta") or choices[0]
+            text = said.get("content") or said.get("text") or ""
+            thought = said.get("reasoning") or said.get("reasoning_content") or ""
+            yield Piece(text, thought, choices[0].get("finish_reason"), event.get("usage"))
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise RemoteError(f"the server sent what is no piece of an answer: {data[:100]!r}") from error
+    raise RemoteError("the server went away in the middle of its answer")
+
+
+def check(address: Address, status: int, body: bytes) -> None:
+    """Raises RemoteError unless `status` is 200."""
+    if status == httpx.codes.OK:
+        return
+    try:
+        message = message_of(json.loads(body))
+    except ValueError:
+        message = body[:200].decode(errors="replace").strip() or "it does not say why"
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise RemoteError(f"{address.shown} wants another API key; give --api-key, or set OPENAI_API_KEY ({message})")
+    raise RemoteError(f"{message} (HTTP status {status})")
+
+
+def message_of(body: Any) -> str:
+    """Of an error in OpenAI's shape, or one that resembles it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    found = error.get("message", error) if isinstance(error, dict) else error
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def lost(address: Address, error: httpx.HTTPError, why: str | None) -> RemoteError:
+    """`error` as a sentence that says what to do."""
+    if why is not None:
+        return RemoteError(why)
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
+        what = str(error) if address.base.startswith("https:") else "no server answers"
+        return RemoteError(
+            f"{what} at {address.shown}; start one with `vllm-lite serve MODEL`, or say where it is with --url"
+        )
+    if isinstance(error, httpx.TimeoutException):
+        return RemoteError(f"the server at {address.shown} says nothing any more")
+    return RemoteError(f"the server at {address.shown} went away")

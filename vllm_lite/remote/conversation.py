@@ -1,0 +1,136 @@
+"""What was said and what is set, without a server and without a terminal."""
+
+import json
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.errors import ConfigError
+
+ROLES = ("user", "assistant")
+_NOT_HERE = {"n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "bad_words_token_ids"}
+"""Fields of SamplingParams that mean nothing in a chat: one answer, told as text."""
+_ALSO = ("chat_template_kwargs", "reasoning_effort")
+
+
+class Conversation:
+    """Questions and answers by turns, beginning with a question; what is sampled with.
+
+    `asked` is the last question while its answer is wanted, and still when there came none: what retry() asks again.
+    """
+
+    def __init__(self, system: str | None = None, sampling: Mapping[str, Any] | None = None) -> None:
+        self.system = system
+        self.sampling = dict(sampling or {})
+        self.turns: list[tuple[str, str]] = []
+        self.asked: str | None = None
+
+    def messages(self) -> list[dict[str, str]]:
+        """All that was said, as a server takes it, with the question that waits for its answer."""
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in self.turns:
+            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return found if self.asked is None else [*found, {"role": "user", "content": self.asked}]
+
+    def ask(self, question: str) -> None:
+        self.asked = question
+
+    def answered(self, answer: str) -> None:
+        """What there is of an answer; one without a word leaves no turn, but can be tried again."""
+        if answer and self.asked is not None:
+            self.turns.append((self.asked, answer))
+            self.asked = None
+
+    def retry(self) -> bool:
+        """Ask the last question again. False if there was none."""
+        if self.asked is None:
+            if not self.turns:
+                return False
+            self.asked, _ = self.turns.pop()
+        return True
+
+    def undo(self) -> str | None:
+        """Forget the last question with its answer. Returns the question, None if there was none."""
+        question, self.asked = self.asked, None
+        if question is None and self.turns:
+            question, _ = self.turns.pop()
+        return question
+
+    def clear(self) -> None:
+        """What is set stays."""
+        self.turns.clear()
+        self.asked = None
+
+    def set(self, name: str, text: str) -> None:
+        """Sample with `text` as the value of `name`; none or nothing unsets it. Raises ConfigError."""
+        from vllm_lite.protocol.params import SamplingParams  # 20 ms, for a command that few give
+
+        known = [*(set(SamplingParams.__struct_fields__) - _NOT_HERE), *_ALSO]
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            what = f"did you mean {near[0]}?" if near else "there are temperature, top_p, top_k, max_tokens, seed, ..."
+            raise ConfigError(f"there is no {name!r} to set; {what}")
+        if text.lower() in ("", "none", "null"):
+            self.sampling.pop(name, None)
+            return
+        value = plain(text)
+        if name in SamplingParams.__struct_fields__:
+            as_list = name in ("stop", "bad_words") and isinstance(value, str)
+            checked: dict[str, Any] = {name: [value] if as_list else value}
+            try:
+                SamplingParams(**checked)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(str(error)) from error
+        self.sampling[name] = value
+
+    # ---- files
+
+    def save(self, path: str) -> None:
+        """As JSON that a server would take as a body. Raises ConfigError; never replaces another kind of file."""
+        if os.path.exists(path):
+            try:
+                Conversation().load(path)
+            except ConfigError as error:
+                raise ConfigError(f"{path!r} is there and holds no conversation; choose another name") from error
+        text = json.dumps({"messages": self._said(), **self.sampling}, ensure_ascii=False, indent=1)
+        new = f"{path}.new"
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text + "\n")
+            os.replace(new, path)
+        except OSError as error:
+            raise ConfigError(f"{path!r} cannot be written: {error.strerror or error}") from error
+
+    def load(self, path: str) -> None:
+        """Go on with what save() has written. Raises ConfigError, and then nothing has changed."""
+        try:
+            given = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        try:
+            said = [(str(entry["role"]), entry["content"]) for entry in given.pop("messages")]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path!r} holds no conversation: no messages of role and content") from error
+        system = said.pop(0)[1] if said and said[0][0] == "system" else None
+        is_even = [role for role, _ in said] == list(ROLES) * (len(said) // 2)
+        if not is_even or not all(isinstance(text, str) for _, text in said):
+            raise ConfigError(f"{path!r} holds no conversation: user and assistant do not speak by turns")
+        self.system, self.sampling, self.asked = system, given, None
+        self.turns = [(said[at][1], said[at + 1][1]) for at in range(0, len(said), 2)]
+
+    def _said(self) -> list[dict[str, str]]:
+        waiting, self.asked = self.asked, None
+        try:
+            return self.messages()
+        finally:
+            self.asked = waiting
+
+
+def plain(text: str) -> Any:
+    """0.7, true, ["a", "b"] as what they mean, any other text as it stands."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

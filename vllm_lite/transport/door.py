@@ -1,0 +1,98 @@
+"""Who is let in over tcp: ZeroMQ asks (ZAP, its RFC 27) for every client that has shown a key, and this answers.
+
+On a thread of its own, so that a client that is not welcome hears it at once, also while the engine loads.
+"""
+
+import threading
+import time
+
+import zmq
+from zmq.utils import z85
+
+from vllm_lite import log
+from vllm_lite.errors import EngineError
+from vllm_lite.transport.interface import Wakeup
+from vllm_lite.transport.keys import Authorised
+
+DOMAIN = b"vllm_lite"
+EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_ENDPOINT = "inproc://zeromq.zap.01"
+_LOOK_MS = 60_000
+_QUIET_S = 60.0
+_MAX_SOURCES = 1024
+
+logger = log.get(__name__)
+
+
+class Door:
+    """Answers for one listener: one at a time in a process, because ZeroMQ asks at one place."""
+
+    def __init__(self, authorised: Authorised, monitor: "zmq.Socket[bytes]") -> None:
+        """`monitor` tells the listener's EVENTS, and belongs to this from now on. Raises EngineError."""
+        self._authorised = authorised
+        self._monitor = monitor
+        self._complaints = Complaints()
+        self._stop = Wakeup()
+        self._questions: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        try:
+            self._questions.bind(_ENDPOINT)
+        except zmq.ZMQError as error:
+            self._questions.close()
+            self._monitor.close(0)
+            raise EngineError(f"another listener of this process checks its clients' keys already: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._stop.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for item in (self._questions, self._monitor, *self._stop.pollables()):
+            poller.register(item, zmq.POLLIN)
+        while not self._stop.is_set():
+            poller.poll(_LOOK_MS)
+            while self._questions.poll(0):
+                self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
+            while self._monitor.poll(0):
+                _, endpoint = self._monitor.recv_multipart()
+                self._complaints.add(endpoint.decode(), "something there does not shake hands as a client with keys")
+        self._questions.unbind(_ENDPOINT)
+        self._questions.close()
+        self._monitor.close(0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """Of version, number, domain, address, identity, mechanism and key: may it come in?"""
+        version, number, _, address, _, mechanism, *credentials = question
+        try:
+            name = None
+            if mechanism == b"CURVE" and len(credentials) == 1:
+                name = self._authorised.name_of(z85.encode(credentials[0]))
+        except Exception:  # no answer would be no answer to anybody after this one
+            logger.exception("a client's key could not be checked")
+            return [version, number, b"500", b"", b"", b""]
+        if name is None:
+            self._complaints.add(address.decode(), "a client from there has a key that is not known here")
+            return [version, number, b"400", b"unknown key", b"", b""]
+        return [version, number, b"200", b"", name.encode(), b""]
+
+
+class Complaints:
+    """Log lines about the doings of others: one a minute for each source, with how many there were."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, tuple[float, int]] = {}
+
+    def add(self, source: str, what: str) -> None:
+        now_s = time.monotonic()
+        said_s, more = self._sources.get(source, (-_QUIET_S, 0))
+        if now_s - said_s < _QUIET_S:
+            self._sources[source] = said_s, more + 1
+            return
+        logger.warning("refused at %s: %s%s", source, what, f" ({more} times more since it was said)" if more else "")
+        if len(self._sources) >= _MAX_SOURCES:
+            self._sources.clear()
+        self._sources[source] = now_s, 0
