@@ -3,24 +3,26 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.errors import EngineError, RequestError
-from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.transport import KeysOption
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer
 
+A = TypeVar("A")
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
 
@@ -192,13 +194,19 @@ class AsyncClient:
 
     async def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in time."""
-        future = asyncio.wrap_future(self._connected().session.request_stats())
-        try:
-            return await asyncio.wait_for(future, STATS_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
+        return await self._answer(self._connected().session.request_stats())
+
+    async def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Forget all that is cached; what runs goes on. Raises EngineError if the engine does not answer in time."""
+        return await self._answer(self._connected().session.reset_prefix_cache())
 
     # ---- inside
+
+    async def _answer(self, asked: Future[A]) -> A:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), STATS_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
 
     async def _follow(self, stream: RequestStream, *, is_fork: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Send the request and tell how it comes on. That of a fork is sent by the first step, which tells what it

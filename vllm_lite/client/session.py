@@ -181,8 +181,12 @@ class Session:
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
+        return self.wait(self.request_stats(), timeout_s)
+
+    def wait(self, asked: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
+        """The answer to what was asked. Raises EngineError if it does not come in `timeout_s`."""
         try:
-            return self.request_stats().result(timeout_s)
+            return asked.result(timeout_s)
         except TimeoutError as error:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
