@@ -90,20 +90,15 @@ class Service:
             return 0
         siblings = Siblings(self._place.run_dir, self._place.number, self._place.num_servers)
         calls = self._calls()
-        private = self._private_listener()
-        servers = self._servers(calls, siblings, private is not None)
+        servers = self._servers(calls, siblings)
         serving: list[asyncio.Future[None]] = []
         watching = asyncio.ensure_future(calls.watch())
         try:
             await family.start(siblings.is_up)
             if ended.is_set():
                 return 0
-            for server, listener in zip(servers, (self._listener, private), strict=False):
-                serving.append(asyncio.ensure_future(server.serve(sockets=[listener] if listener else [])))
-                await _until(lambda: servers[len(serving) - 1].started or serving[-1].done(), START_TIMEOUT_S)
-                if serving[-1].done():
-                    serving[-1].result()
-                    raise EngineError("the HTTP server ended as it started")
+            for server, listener in servers:
+                serving.append(await _started(server, listener))
             gc.collect()
             gc.freeze()  # what lives now lives for ever
             if self._place.number == 0:
@@ -113,7 +108,7 @@ class Service:
         finally:
             watching.cancel()
             family.stop()
-            for server in servers:
+            for server, _ in servers:
                 server.should_exit = True
             await asyncio.gather(*serving, return_exceptions=True)
             await family.ended()
@@ -157,10 +152,8 @@ class Service:
         relay = Relay(self._engine.session, asyncio.get_running_loop())
         return Calls(relay, limits, write_timeout_s=config.write_timeout_s, number=self._place.number)
 
-    def _private_listener(self) -> socket.socket | None:
-        """Where the other servers ask, if there are any."""
-        if self._place.num_servers == 1:
-            return None
+    def _private_listener(self) -> socket.socket:
+        """Where the other servers ask."""
         path = socket_path(self._place.run_dir, self._place.number)
         with suppress(FileNotFoundError):
             os.unlink(path)  # of the one in whose place this one was started
@@ -169,7 +162,8 @@ class Service:
         os.chmod(path, 0o600)
         return listener
 
-    def _servers(self, calls: Calls, siblings: Siblings, has_private: bool) -> list[uvicorn.Server]:
+    def _servers(self, calls: Calls, siblings: Siblings) -> list[tuple[uvicorn.Server, socket.socket]]:
+        """The public one, and one for the other servers if there are any, with their sockets."""
         config, loaded, limits = self._config, self._loaded, self._engine.session.welcome
         names = config.names or (limits.model,)
         model = Model(names, None if config.names else config.model, limits.max_model_len, loaded.defaults)
@@ -182,10 +176,11 @@ class Service:
             "ssl_ca_certs": config.ssl_ca_certs,
             "ssl_cert_reqs": config.ssl_cert_reqs,
         }
-        servers = [self._server(build(api, requests, config, self._keys), **tls)]
-        if has_private:
-            servers.append(self._server(build_private(Requests(calls, factory, reader, siblings, is_private=True))))
-        return servers
+        public = self._server(build(api, requests, config, self._keys), **tls)
+        if not siblings:
+            return [(public, self._listener)]
+        private = self._server(build_private(Requests(calls, factory, reader, siblings, is_private=True)))
+        return [(public, self._listener), (private, self._private_listener())]
 
     def _server(self, app: Starlette, **tls: Any) -> uvicorn.Server:
         return _Uvicorn(
@@ -229,6 +224,16 @@ class Service:
             f"KV cache of {tokens} tokens\n"
             f"Try: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
         )
+
+
+async def _started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
+    """The server at work. Raises EngineError if it ends at once."""
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    await _until(lambda: server.started or serving.done(), START_TIMEOUT_S)
+    if serving.done():
+        serving.result()
+        raise EngineError("the HTTP server ended as it started")
+    return serving
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
