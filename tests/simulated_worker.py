@@ -121,6 +121,7 @@ class SimulatedWorker:
             pack_tokens(tokens),
             counts if any(count > 1 for count in counts) else None,
             logprobs if any(logprobs) else None,
+            guessed=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
         assert isinstance(decoded, ModelOutput)

@@ -92,11 +92,20 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
 
     # model
-    model: Annotated[str, Meta(description="folder of a Hugging Face checkpoint; 'demo' is the bundled model")] = (
-        DEMO_MODEL
-    )
-    tokenizer: Annotated[str | None, Meta(description="folder with tokenizer.json (default: the model's)")] = None
-    served_model_name: Annotated[str | None, Meta(description="name clients see (default: the model's folder)")] = None
+    model: Annotated[
+        str,
+        Meta(description="folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
+    ] = DEMO_MODEL
+    revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id (default: main)")] = None
+    download_dir: Annotated[
+        str | None, Meta(description="folder for what is downloaded (default: the hub's cache, see HF_HOME)")
+    ] = None
+    tokenizer: Annotated[
+        str | None, Meta(description="folder with tokenizer.json, or a hub id (default: the model's)")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="name clients see (default: the hub id, or the model's folder)")
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
     ] = "auto"
@@ -245,14 +254,24 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What log.setup() takes behind the name of a process."""
         return self.log_level, self.log_format, self.log_config_file
 
-    def resolve(self, *, max_position_embeddings: int, dtype: str, model_path: str) -> Self:
-        """Fill in every default that depends on the model or the machine. Raises ConfigError."""
+    def resolve(
+        self,
+        *,
+        max_position_embeddings: int,
+        dtype: str,
+        model_path: str,
+        machine: tuple[Literal["cpu", "cuda"], int] | None = None,
+    ) -> Self:
+        """Fill in every default that depends on the model or the machine. Raises ConfigError.
+
+        `machine` is another one than this: its device and the bytes of its memory.
+        """
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
             raise ConfigError(
                 f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
             )
-        device = self._resolve_device()
+        device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
         defaults = DEVICE_DEFAULTS[device]
         budget = self.max_num_batched_tokens
         if budget is None:
@@ -274,10 +293,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             max_num_seqs=self.max_num_seqs or defaults.max_num_seqs,
             max_num_batched_tokens=budget,
             swap_space=defaults.swap_space if self.swap_space is None else self.swap_space,
-            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_limit_bytes() / 4 / GIB),
+            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
         )
 
-    def _resolve_device(self) -> Literal["cpu", "cuda"]:
+    def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
         if self.device == "cpu":
             return "cpu"
@@ -289,6 +308,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if has_driver() and not hides_gpus():
             logger.warning("the GPU of this machine is not used: %s", lack)
         return "cpu"
+
+
+def demo_folder() -> str:
+    """Of the bundled model."""
+    from importlib.resources import files
+
+    return str(files("vllm_lite") / "demo_model")
 
 
 def check_address(address: str) -> None:

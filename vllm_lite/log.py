@@ -3,14 +3,18 @@
 import json
 import logging
 import logging.config
+import os
 import sys
+import time
 import traceback
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from vllm_lite.errors import ConfigError
 
 FORMATS = ("text", "json")
+MOMENTS_VARIABLE = "VLLM_LITE_MOMENTS"
 
 
 class _SafeHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -64,3 +68,10 @@ def _configure(path: str) -> None:
 def get(name: str) -> logging.Logger:
     """The logger of a module; one that runs as `__main__` has the package's."""
     return logging.getLogger("vllm_lite" if name == "__main__" else name)
+
+
+def moment(process: str, text: str) -> None:
+    """Note that `process` has done `text`, in the file that VLLM_LITE_MOMENTS names, for `vllm-lite bench startup`."""
+    if path := os.environ.get(MOMENTS_VARIABLE):
+        with suppress(OSError), open(path, "a") as file:  # one short line: writers do not mix
+            file.write(f"{time.monotonic()}\t{process}\t{text}\n")

@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
@@ -17,6 +18,48 @@ def memory_limit_bytes() -> int:
         except (OSError, ValueError):
             continue
     return limit
+
+
+def num_physical_cores() -> int:
+    """Physical cores that this process may use: its affinity mask without hyper-threads, and the container's share."""
+    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
+    return max(1, min(len(cores), _quota()))
+
+
+def _siblings(cpu: int) -> str:
+    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU it says nothing of is its own core."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int:
+    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        return 1 << 30
+
+
+class Gpu(NamedTuple):
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that nvidia-smi tells of; none where it is not installed or does not answer."""
+    import subprocess
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+        return [Gpu(name, int(mib) * 2**20, driver) for name, mib, driver in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def has_driver() -> bool:

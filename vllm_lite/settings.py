@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
+def add_flags(parser: argparse._ActionsContainer, kind: type[Settings]) -> None:
     """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):

@@ -8,7 +8,7 @@ from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.config import GIB
 from vllm_lite.engine.kv_groups import KVGroup
-from vllm_lite.engine.process import num_host_blocks
+from vllm_lite.sizing import num_host_blocks
 from vllm_lite.worker.memory import MemoryProfile
 
 

@@ -23,9 +23,10 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.protocol.step import Continue, Draft, Finish
+from vllm_lite.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph, bucket_sizes, reserved_bytes
+from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph
 from vllm_lite.worker.step_inputs import StepInputs, padding_step
 
 

@@ -21,15 +21,14 @@ from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.errors import ConfigError
 from vllm_lite.model_spec import KVGroup, ModelSpec, _parse_config
 from vllm_lite.protocol.control import Start
+from vllm_lite.sizing import configured_num_blocks, reserved_bytes
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.graphs import reserved_bytes
 from vllm_lite.worker.memory import (
     Baseline,
     MemoryProfile,
     blocks_for,
     check_free,
-    configured_num_blocks,
     profile_memory,
     warn_if_short,
 )

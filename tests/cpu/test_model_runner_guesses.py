@@ -50,6 +50,15 @@ def test_guesses_change_how_many_steps_but_no_token(tiny_checkpoint: Path, sampl
         assert driver.got[1] == company[: len(driver.got[1])], "its neighbour notices nothing"
 
 
+def test_it_is_told_how_much_was_guessed(tiny_checkpoint: Path) -> None:
+    prompt = make_prompt(30, seed=11)
+    driver = Driver(tiny_checkpoint)
+    driver.worker.runner.drafter = Parrot([*prompt, 0, 0, 0, 0])  # type: ignore[assignment]
+    driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4]))
+    assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).guessed == (1, 3), "whether it was right or not"
+    assert driver.run(Continue(0, 1, []), Continue(1, 1, [])).guessed is None
+
+
 def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> None:
     prompt = make_prompt(30, seed=11)
     sampling = msgspec.structs.replace(GREEDY, logprobs=2)

@@ -288,7 +288,10 @@ def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
         rest = SamplingParams(temperature=0.0, max_tokens=FORKED - have, ignore_eos=True)
         assert straight[have:] == await last(client.generate(prompt + unforked[:have], rest))
 
-    run(llm, body)
+    for _ in range(5):  # on a busy machine the parent may end before its forks arrive: they compute it again
+        run(llm, body)
+        if llm.stats().copied_blocks > stats.copied_blocks:
+            break
     after = llm.stats()
     assert after.copied_blocks > stats.copied_blocks
     assert (after.num_running, after.num_waiting, after.num_used_blocks) == (0, 0, 0)

@@ -179,7 +179,7 @@ def test_a_stop_string_ends_the_stream_and_aborts_the_request(folder: Path) -> N
         assert (completion.text, completion.finish_reason, completion.stop_reason) == ("one ", "stop", "END")
         assert completion.token_ids == ids("one END")
         assert last.finished
-        assert await expect(engine, Abort) == Abort("r")  # though its reader has not come back
+        assert await expect(engine, Abort) == Abort("r", stopped=True)  # though its reader has not come back
         engine.tokens("r", 12, 1)
         engine.finish("r", 13, reason="abort")
         with pytest.raises(StopAsyncIteration):

@@ -1,5 +1,6 @@
 """The engine process's loop, with a core and an executor that the test makes."""
 
+import gc
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.process import EngineProcess
+from vllm_lite.engine.process import EngineProcess, made_to_last
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.wakeup import Wakeup
@@ -62,3 +63,22 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
         engine._port.close()
         stop.close()
     assert told == ["the engine failed: RuntimeError('the scheduler lost a block')"]
+
+
+def test_no_collection_looks_at_what_is_made_to_last() -> None:
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    made: list[list[int]] = []
+
+    def make() -> None:
+        assert not gc.isenabled()
+        made.extend([number] for number in range(1000))
+        raise ValueError("no such policy")
+
+    try:
+        with pytest.raises(ValueError, match="no such policy"), made_to_last():
+            make()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(made)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

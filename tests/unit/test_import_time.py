@@ -33,6 +33,8 @@ def test_the_bare_import_loads_only_the_standard_library() -> None:
         "import vllm_lite.engine.process",
         "import vllm_lite.executor.multiproc",
         "import vllm_lite.cli",
+        "import vllm_lite.cli.bench.serve, vllm_lite.bench.serve, vllm_lite.bench.serve_plot",
+        "import vllm_lite.cli.bench.startup, vllm_lite.bench.startup",
         "import vllm_lite.cli.chat, vllm_lite.remote.chat, vllm_lite.remote.terminal, vllm_lite.remote.api",
         "import vllm_lite.remote.own",
     ],

@@ -32,10 +32,13 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
+MEASURED = api.Measured({"stop": 3, "error": 1}, *[api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)] * 13)
+
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
     (codec.client_to_engine, api.Generate("r", pack_tokens([1, 2]), PARAMS, 1, pack_tokens([3]))),
     (codec.client_to_engine, api.Abort("r")),
+    (codec.client_to_engine, api.Abort("r", stopped=True)),
     (codec.client_to_engine, api.Ping()),
     (codec.client_to_engine, api.GetStats()),
     (codec.client_to_engine, api.Describe(("a", "b"))),
@@ -59,6 +62,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_client, api.Refused("no")),
     (codec.engine_to_client, api.Dying("why")),
     (codec.engine_to_client, api.Heartbeat(1, 2)),
+    (codec.engine_to_client, api.Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, measured=MEASURED)),
     (
         codec.engine_to_client,
         api.OutputBatch(
@@ -94,7 +98,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_worker, control.Start(1, 2, 0)),
     (codec.engine_to_worker, control.Shutdown()),
     (codec.worker_to_engine, step.ModelOutput(7, 8, pack_tokens([1]), None, [LOGPROBS], [(3, "nan")])),
-    (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)])),
+    (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)], guessed=(1, 4))),
     (codec.worker_to_engine, step.TurnOutput([step.ModelOutput(7, 8, b""), step.ModelOutput(7, 9, pack_tokens([1]))])),
     (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 42)),
     (codec.worker_to_engine, control.Ready(0, 9, 64, (control.KVGroupInfo("full", 2),), 128, 100, (2,))),

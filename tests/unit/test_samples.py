@@ -118,7 +118,7 @@ def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
         await settle(client, engine)  # no Abort came before it
         engine.send_outputs(Tokens("r", 5, ids("ND"), index=1))
         outputs = await task
-        assert await expect(engine, Abort) == Abort("r")  # as both have ended here
+        assert await expect(engine, Abort) == Abort("r", stopped=True)  # as both have ended here
         assert texts(outputs[-1]) == ["one ", "uno "]
         assert [completion.stop_reason for completion in outputs[-1].outputs] == ["END", "END"]
         assert [completion.token_ids for completion in outputs[-1].outputs] == [ids("one END"), ids("uno END")]

@@ -50,7 +50,8 @@ class FakeSession:
     def is_live(self, request_id: str) -> bool:
         return request_id in self.sinks and request_id not in self.dropped
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id: str, *, stopped: bool) -> None:
+        del stopped
         self.dropped.append(request_id)
 
     def abort(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ from vllm_lite.engine.kv_cache_manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.kv_groups import make_groups
 from vllm_lite.engine.plan import Options
 from vllm_lite.engine.prefix_hash import PrefixHasher
-from vllm_lite.engine.process import settle_garbage_collector
+from vllm_lite.engine.process import made_to_last
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
@@ -143,9 +143,9 @@ def _scheduler(num_requests: int) -> Scheduler:
 
 def schedule_update_us(num_requests: int) -> float:
     """schedule() and update() together, per step of `num_requests` decodes."""
-    scheduler = _scheduler(num_requests)
+    with made_to_last():
+        scheduler = _scheduler(num_requests)
     tokens = pack_tokens([1] * num_requests)
-    settle_garbage_collector()
     times = []
     for _ in range(320):
         start = time.perf_counter()

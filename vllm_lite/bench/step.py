@@ -22,11 +22,11 @@ from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.machine import num_physical_cores
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.worker.worker import num_physical_cores
 
 PATIENCE_S = 120.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}

@@ -40,7 +40,7 @@ class _Ours:
 class _Transformers:
     def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
         threads = settings.get("cpu_threads") or _physical_cores()
-        arguments = [folder, settings["dtype"], str(threads), *map(str, lengths)]
+        arguments = [folder, str(settings.get("dtype", "auto")), str(threads), *map(str, lengths)]
         self.process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "vllm_lite.bench.transformers_generate", *arguments],
@@ -108,6 +108,21 @@ def run(
     return figures
 
 
+def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of all at once under the names of vLLM's benchmark, which counts prompt tokens, too."""
+    num_prompts = figures["num_prompts"]
+    output_tok_s = figures["together_tok_s"]
+    elapsed_s = num_prompts * figures["output_len"] / output_tok_s
+    num_tokens = num_prompts * (figures["input_len"] + figures["output_len"])
+    return {
+        "elapsed_time": elapsed_s,
+        "num_requests": num_prompts,
+        "total_num_tokens": num_tokens,
+        "requests_per_second": num_prompts / elapsed_s,
+        "tokens_per_second": num_tokens / elapsed_s,
+    }
+
+
 def table(figures: dict[str, Any]) -> str:
     sizes = f"{figures['num_prompts']} prompts of {figures['input_len']} tokens, {figures['output_len']} out"
     lines = [f"{figures['model']}: {sizes}, output tokens/s", f"{'':<14}{'one at a time':>14}{'all at once':>14}"]
@@ -119,6 +134,6 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _physical_cores() -> int:
-    from vllm_lite.worker.worker import num_physical_cores
+    from vllm_lite.machine import num_physical_cores
 
     return num_physical_cores()

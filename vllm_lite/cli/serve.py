@@ -4,19 +4,21 @@ file of --config."""
 import argparse
 from pathlib import Path
 
+from vllm_lite import log
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.settings import add_flags as add_config_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or org/model")
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
     add_config_flags(parser, ServeConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    log.moment("server", "python, command line")
     flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
     flags["model"] = arguments.folder or arguments.model
     last_name = (arguments.served_model_name or [""])[-1]

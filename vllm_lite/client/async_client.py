@@ -228,7 +228,8 @@ class AsyncClient:
                     else:
                         stream.apply(event)
                 if stream.finished:
-                    session.drop(request_id)  # before its reader takes the end; nothing to drop if the engine ended it
+                    # before its reader takes the end; nothing to drop if the engine ended it
+                    session.drop(request_id, stopped=stream.error is None)
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):

@@ -1,15 +1,21 @@
 """Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
 
+import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
-from importlib.resources import files
+from contextlib import suppress
 from pathlib import Path
 
-from vllm_lite import supervise
+import msgspec
+
+from vllm_lite import hub, log, supervise
+from vllm_lite.client import instances
+from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, split_tcp
+from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
@@ -17,6 +23,7 @@ from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
+SPAWNS_ENGINE = "checks the model, starts the engine"
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -33,6 +40,11 @@ class Launched:
         self._session: Session | None = None
         settings = EngineSettings(config=config, address=address, run_dir=run_dir)
         self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
+        self._record: Record | None = None
+        if not config.single_process:  # there is no process of its own to be found
+            with suppress(OSError):  # it has ended already
+                model, engine = config.served_model_name or config.model, Process.of(self._child.pid)
+                self._note(Record(model=model, address=address, started_s=time.time(), engine=engine))
 
     @property
     def session(self) -> Session:
@@ -58,6 +70,17 @@ class Launched:
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
         )
+        if self._record is not None:
+            self._note(msgspec.structs.replace(self._record, ready=True))
+
+    def announce(self, url: str) -> None:
+        """Let `vllm-lite ps` know that this process serves the engine over HTTP."""
+        if self._record is not None:
+            self._note(msgspec.structs.replace(self._record, server=Process.of(os.getpid()), url=url))
+
+    def _note(self, record: Record) -> None:
+        self._record = record
+        instances.write(self.run_dir, record)
 
     def alive(self) -> str | None:
         """None while the engine runs, else how it ended: "killed by SIGKILL", "exit status 1"."""
@@ -103,27 +126,43 @@ def launch(
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
-    resolved = resolve(config)
+    resolved = resolve(config, stopped)
     _check_free(resolved.address)
     _check_tcp(resolved)
-    run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+    run_dir = tempfile.mkdtemp(prefix=instances.PREFIX)  # mode 0700
     try:
         launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
     except BaseException:
         supervise.remove_dir(run_dir)
         raise
+    log.moment("server", SPAWNS_ENGINE)
     try:
         meanwhile(resolved)
+        log.moment("server", "tokenizer, template")
         launched.wait_until_ready(stopped)
+        log.moment("server", "waits for the engine")
     except BaseException:
         launched.close()
         raise
     return launched
 
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """`config` with every default filled in. Raises ModelError or ConfigError."""
-    path = str(files("vllm_lite") / "demo_model") if config.model == DEMO_MODEL else str(Path(config.model).absolute())
+def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> EngineConfig:
+    """`config` with every default filled in, its model and tokenizer downloaded where they are hub ids.
+
+    Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
+    """
+    name = config.model
+    if name == DEMO_MODEL:
+        path = demo_folder()
+    else:
+        source = hub.Source(name, config.revision, config.download_dir)
+        path = hub.local_folder(source, stopped, "model without weights" if config.load_format == "dummy" else "model")
+        if hub.is_hub_id(name):
+            config = msgspec.structs.replace(config, served_model_name=config.served_model_name or name)
+    if config.tokenizer is not None:
+        source = hub.Source(config.tokenizer, None, config.download_dir)
+        config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     spec = ModelSpec.load(path)
     return config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

@@ -52,10 +52,10 @@ class LLM:
     ) -> None:
         """Start an engine and wait until it serves.
 
-        `model` is a checkpoint's folder. `settings` are fields of EngineConfig: tensor_parallel_size=1, dtype="auto",
-        quantization=None, seed=0, gpu_memory_utilization=0.9, swap_space=None, max_model_len=None, enforce_eager=False,
-        single_process=False and the rest; the environment fills in what is not given. With `generation_config` "auto"
-        the checkpoint's generation_config.json says what get_default_sampling_params() are.
+        `model` is a checkpoint's folder or its hub id. `settings` are fields of EngineConfig: tensor_parallel_size=1,
+        dtype="auto", quantization=None, seed=0, gpu_memory_utilization=0.9, swap_space=None, max_model_len=None,
+        enforce_eager=False, single_process=False and the rest; the environment fills in what is not given. With
+        `generation_config` "auto" the checkpoint's generation_config.json says what get_default_sampling_params() are.
         Raises ConfigError, ModelError or EngineError.
         """
         if generation_config not in ("auto", "vllm"):
@@ -66,7 +66,7 @@ class LLM:
 
         def load_words(config: EngineConfig) -> None:
             nonlocal words, defaults
-            words = load_tokenizer(tokenizer, config.tokenizer or config.model)
+            words = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer or config.model)
             if generation_config == "auto":
                 defaults = generation_defaults(config.model)
 
@@ -256,7 +256,8 @@ class LLM:
             stream.apply(event)
             progress.tokens(stream.num_tokens - before)
             if stream.finished:
-                self._launched.session.drop(stream.request_id)  # nothing to drop if the engine ended it
+                # nothing to drop if the engine ended it
+                self._launched.session.drop(stream.request_id, stopped=stream.error is None)
                 del running[stream.request_id]
                 progress.request()
 

@@ -159,12 +159,13 @@ class Session:
             if request_id in self._live:
                 self._post(Abort(request_id))
 
-    def drop(self, request_id: str) -> None:
-        """Abort a request whose events nobody wants any more: its sink hears no more of it."""
+    def drop(self, request_id: str, *, stopped: bool = False) -> None:
+        """Abort a request whose events nobody wants any more: its sink hears no more of it. `stopped`: it has had all
+        that was wanted, and is counted so."""
         with self._lock:
             live = self._live.pop(request_id, None)
             if live is not None:
-                self._await_ends(request_id, live)
+                self._await_ends(request_id, live, stopped=stopped)
                 self._wakeup.set()
 
     def request_stats(self) -> "Future[Stats]":
@@ -340,10 +341,10 @@ class Session:
             live.have[index] = have + len(event.token_ids)
         return event
 
-    def _await_ends(self, request_id: str, live: _Live) -> None:
+    def _await_ends(self, request_id: str, live: _Live, *, stopped: bool = False) -> None:
         """Under the lock: nobody hears any more of this request, but the engine will still tell its samples' ends."""
         self._leaving.setdefault(request_id, deque()).append(set(live.have))
-        self._outgoing.append(Abort(request_id))
+        self._outgoing.append(Abort(request_id, stopped))
 
     def _swallow(self, output: Tokens | Finished) -> None:
         if not isinstance(output, Finished):

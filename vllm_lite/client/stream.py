@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_lite import log
+from vllm_lite import hub, log
 from vllm_lite.client.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
@@ -245,9 +245,13 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """The tokenizer in the folder `wanted`; if that is None, in `default`, which may have none. Raises ModelError."""
+    """The tokenizer in the folder, or of the hub id, `wanted`; if that is None, in `default`, which may have none.
+
+    Raises ModelError.
+    """
     if wanted is not None:
-        return Tokenizer.load(wanted)
+        name = str(wanted)
+        return Tokenizer.load(hub.local_folder(hub.Source(name), what="tokenizer") if hub.is_hub_id(name) else wanted)
     try:
         return Tokenizer.load(default)
     except ModelError as error:

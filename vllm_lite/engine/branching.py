@@ -120,10 +120,12 @@ def _finish_search(scheduler: "Scheduler", request: Request) -> list[Produced]:
     search = request.beam
     if search is None:
         raise RuntimeError(f"{request} has no search")
-    scheduler.abort(request.request_id)
+    best = search.hypotheses
+    scheduler.counters.generated_tokens += sum(len(hypothesis.token_ids) for hypothesis in best)
+    scheduler.abort(request.request_id, "stop" if best and best[0].stopped else "length")
     return [
-        Produced(request, index, 0, best.token_ids, None, "stop" if best.stopped else "length", None, best.logprob)
-        for index, best in enumerate(search.hypotheses)
+        Produced(request, index, 0, one.token_ids, None, "stop" if one.stopped else "length", None, one.logprob)
+        for index, one in enumerate(best)
     ]
 
 

@@ -85,6 +85,7 @@ class EngineCore:
         header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
         self.scheduler = assemble(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.kv = self.scheduler.kv
+        self.meter = self.scheduler.meter
         self.recorder = Recorder(config.record, header, self.scheduler) if config.record else None
         self.max_model_len = self.scheduler.max_len
         self.num_in_flight = 0
@@ -110,6 +111,7 @@ class EngineCore:
         reason = check_stop(request.sequences[0], output[-1]) if output else None
         if reason is not None:  # the client lacks nothing but the end
             return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
+        self.meter.now_s = self._clock()
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.arrived(request, self._clock())
@@ -138,13 +140,16 @@ class EngineCore:
         child = self._make_request(client, generate, parent.num_prompt)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
+        self.meter.now_s = self._clock()
         branching.fork_request(self.scheduler, parent, child)
         if self.recorder is not None:
             self.recorder.forked(parent, child, self._clock())
         return child
 
-    def abort(self, request_id: str) -> Request | None:
-        request = self.scheduler.abort(request_id)
+    def abort(self, request_id: str, *, stopped: bool = False) -> Request | None:
+        """`stopped`: its client has all it wanted."""
+        self.meter.now_s = self._clock()
+        request = self.scheduler.abort(request_id, "stop" if stopped else "abort")
         if request is not None and self.recorder is not None:
             self.recorder.aborted(request, self._clock())
         return request
@@ -185,9 +190,8 @@ class EngineCore:
         num_choices = self._vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
-        request.arrived_s = self._clock()
         if params.deadline_ms is not None:
-            request.deadline_s = request.arrived_s + params.deadline_ms / 1000
+            request.deadline_s = self._clock() + params.deadline_ms / 1000
         return request
 
     def _attach(self, request: Request, client: bytes, message: Generate) -> Attached:
@@ -233,7 +237,7 @@ class EngineCore:
 
     def expire(self) -> list[Produced]:
         """End what has passed its deadline."""
-        now_s = self._clock()
+        now_s = self.meter.now_s = self._clock()
         ended = self.scheduler.expire(now_s)
         if ended and self.recorder is not None:
             self.recorder.expired(ended, now_s)
@@ -247,6 +251,7 @@ class EngineCore:
         only_decodes = True
         if plan is not None:
             num_tokens = self.scheduler.num_scheduled_tokens
+            self.meter.step_tokens.observe(num_tokens)
             only_decodes = num_tokens <= len(self.scheduler.running)
             self._unsent.append(plan)
             self.num_in_flight += 1
@@ -262,13 +267,14 @@ class EngineCore:
 
     def _schedule(self, now_s: float) -> SchedulerOutput | None:
         if not self.scheduler.has_requests():
+            self.meter.rest(now_s)
             return None
         return self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
         self.num_in_flight -= 1
-        now_s = self._clock()
+        now_s = self.meter.now_s = self._clock()
         step = self._steps_sent.popleft()
         self._measure(now_s - step.sent_s, step.num_tokens)
         if self.max_in_flight > 1:
@@ -291,11 +297,14 @@ class EngineCore:
         if self.recorder is not None:
             self.recorder.close()
 
-    def stats(self) -> Stats:
-        scheduler, pool, counters = (
+    def stats(self, malformed_messages: int = 0) -> Stats:
+        """All that is counted, and of the sockets what only their owner knows."""
+        scheduler, pool, counters, blocks, meter = (
             self.scheduler,
             self.kv.pool,
             self.scheduler.counters,
+            self.kv.stats,
+            self.meter,
         )
         host = self.kv.host.pool if self.kv.host is not None else None
         return Stats(
@@ -313,9 +322,21 @@ class EngineCore:
             swaps=counters.swaps,
             num_host_blocks=host.num_usable if host else 0,
             num_used_host_blocks=host.num_used if host else 0,
-            demoted_blocks=self.kv.stats.demoted,
-            promoted_blocks=self.kv.stats.promoted,
-            copied_blocks=self.kv.stats.copied,
+            demoted_blocks=blocks.demoted,
+            promoted_blocks=blocks.promoted,
+            copied_blocks=blocks.copied,
+            swapped_out_blocks=blocks.swapped_out,
+            swapped_in_blocks=blocks.swapped_in,
+            cache_queries=meter.cache_queries,
+            host_queries=meter.host_queries,
+            host_hits=meter.host_hits,
+            drafts=meter.drafts,
+            draft_tokens=meter.draft_tokens,
+            accepted_tokens=meter.accepted_tokens,
+            rejected_requests=meter.rejected,
+            corrupted_requests=meter.corrupted,
+            malformed_messages=malformed_messages,
+            measured=meter.snapshot(self._clock()),
         )
 
 

@@ -33,7 +33,7 @@ def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], n
         num_cached=request.num_cached_at_start or 0,
         num_preemptions=request.num_preemptions,
         priority=request.params.priority,
-        age_s=now_s - request.arrived_s,
+        age_s=now_s - request.queued_s,
         deadline_in_s=None if request.deadline_s is None else request.deadline_s - now_s,
     )
 

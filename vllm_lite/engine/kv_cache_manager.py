@@ -17,7 +17,7 @@ from typing import NamedTuple
 from vllm_lite.engine.block_pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.block_table import BlockTable
 from vllm_lite.engine.host_tier import HostTier
-from vllm_lite.engine.kv_groups import KVGroup, common_hit
+from vllm_lite.engine.kv_groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.step import BlockOp
@@ -108,19 +108,11 @@ class KVCacheManager:
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
-        room = self.pool.num_usable - self.watermark_blocks
-        low, high = 0, limit
-        while low < high:  # the number of blocks grows with the length
-            middle = (low + high + 1) // 2
-            if self.num_blocks(middle, chunk) <= room:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return longest_sequence(self.groups, self.pool.num_usable - self.watermark_blocks, limit, chunk)
 
     def num_blocks(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once."""
-        return sum(group.num_blocks(num_tokens, chunk) for group in self.groups)
+        return blocks_held(self.groups, num_tokens, chunk)
 
     def begin_step(self) -> None:
         """A step is about to be made: it may move blocks again."""

@@ -52,6 +52,23 @@ def make_groups(windows: Sequence[int | None], block_size: int) -> tuple[KVGroup
     return tuple(KVGroup(index, block_size, window) for index, window in enumerate(windows))
 
 
+def blocks_held(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
+    """The most blocks that a sequence of `num_tokens` holds at once, in all groups."""
+    return sum(group.num_blocks(num_tokens, chunk) for group in groups)
+
+
+def longest_sequence(groups: Sequence[KVGroup], room: int, limit: int, chunk: int) -> int:
+    """How many tokens, at most `limit`, a sequence may have that is to hold no more than `room` blocks."""
+    low, high = 0, limit
+    while low < high:  # the number of blocks grows with the length
+        middle = (low + high + 1) // 2
+        if blocks_held(groups, middle, chunk) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def common_hit(
     groups: Sequence[KVGroup], num_blocks: int, num_tokens: int, find: Callable[[KVGroup, int], int | None]
 ) -> int:

@@ -60,6 +60,25 @@ class Counters:
         self.steps = self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = self.swaps = 0
 
 
+class Handles:
+    """Small integers under which workers know sequences; the one given back last is taken first."""
+
+    __slots__ = ("_free", "_num")
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._num = 0
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num += 1
+        return self._num - 1
+
+    def give_back(self, handle: int) -> None:
+        self._free.append(handle)
+
+
 class Plan:
     """The step that is being made."""
 

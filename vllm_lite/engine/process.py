@@ -2,10 +2,12 @@
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_lite import __version__, log, supervise, transport
-from vllm_lite.config import GIB, EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.kv_events import KVEventStream
@@ -29,6 +31,7 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.control import Ready
+from vllm_lite.sizing import num_host_blocks
 from vllm_lite.transport.interface import poller
 from vllm_lite.wakeup import Wakeup
 
@@ -78,15 +81,17 @@ class EngineProcess:
 
     def _start(self, executor: Executor) -> EngineCore:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
+        log.moment("engine", "waits for the model")
         num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
         self._check_capacity(num_blocks, ready)
         host_blocks = num_host_blocks(self._config.swap_space or 0.0, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
+        log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
-        core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+        with made_to_last():
+            core = EngineCore(self._config, ready, executor, sizes, self._epoch)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
-        settle_garbage_collector()
         self._port.open(
             Welcome(
                 version=PROTOCOL_VERSION,
@@ -100,6 +105,7 @@ class EngineProcess:
                 tokenizer=self._config.tokenizer,
             )
         )
+        log.moment("engine", "blocks, clients' socket")
         logger.info(
             "ready (version %s): %d KV blocks of %d tokens (%.2f GiB), up to %d sequences of %d tokens",
             __version__,
@@ -176,11 +182,11 @@ class EngineProcess:
         elif isinstance(message, ForkRequest):
             self._fork(core, peer, message)
         elif isinstance(message, Abort):
-            self._abort(core, message.request_id)
+            self._abort(core, message.request_id, stopped=message.stopped)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
-            self._port.send(peer, core.stats())
+            self._port.send(peer, core.stats(self._port.malformed))
         elif isinstance(message, Describe):
             self._port.send(peer, core.describe(message.request_ids))
         elif isinstance(message, ResetPrefixCache):
@@ -190,6 +196,7 @@ class EngineProcess:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
+            core.meter.rejected += 1
             self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.resend:
@@ -201,16 +208,17 @@ class EngineProcess:
         try:
             core.fork(peer, message)
         except RequestError as error:
+            core.meter.rejected += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
-    def _abort(self, core: EngineCore, request_id: str) -> None:
+    def _abort(self, core: EngineCore, request_id: str, *, stopped: bool = False) -> None:
         """Every sample that has not ended gets its terminal message."""
         request = core.scheduler.requests.get(request_id)
         if request is None:
             return
         for index, start in request.open_samples():
             self._port.push(request.client, Finished(request_id, start, [], "abort", index=index))
-        core.abort(request_id)
+        core.abort(request_id, stopped=stopped)
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
@@ -254,17 +262,19 @@ def _to_wire(item: Produced) -> Tokens | Finished:
     )
 
 
-def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Whole KV blocks that fit into the swap space."""
-    return int(swap_space_gib * GIB // block_bytes)
-
-
-def settle_garbage_collector() -> None:
-    """What lives now lives for ever, so collections need not look at it again; a step's own objects die by reference
-    counting, so the young generation may hold several steps of them."""
+@contextmanager
+def made_to_last() -> Iterator[None]:
+    """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
+    for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
+    generation may hold several steps of them."""
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def _tcp(config: EngineConfig) -> transport.Tcp | None:
@@ -283,6 +293,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
     if not settings.config.single_process:
         log.setup("engine", *settings.config.logging)
+        log.moment("engine", "python, imports")
     try:
         engine = EngineProcess(settings, stop)
     except (ConfigError, EngineError) as error:

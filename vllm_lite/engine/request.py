@@ -12,21 +12,26 @@ class Request:
     """`num_samples` sequences share one prompt. All but the first come into being once the prompt is computed."""
 
     __slots__ = (
+        "admitted_s",
         "arrival",
-        "arrived_s",
         "beam",
         "beam_logprobs",
         "candidates",
         "client",
         "deadline_s",
         "extra_keys",
+        "first_token_s",
+        "longest_output",
         "max_len",
         "num_cached_at_start",
+        "num_generated",
+        "num_inherited",
         "num_preemptions",
         "num_prompt",
         "num_samples",
         "num_unborn",
         "params",
+        "queued_s",
         "request_id",
         "sequences",
         "stop_ids",
@@ -40,14 +45,19 @@ class Request:
         self.max_len = max_len
         self.stop_ids = stop_ids
         self.arrival = 0
-        self.arrived_s = 0.0
         self.num_preemptions = 0
         self.deadline_s: float | None = None
         self.num_cached_at_start: int | None = None
+        self.queued_s = 0.0
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_generated = self.longest_output = 0
+        """Here, by samples that have ended: together, and the most by one."""
         tokens = array("I")
         tokens.frombytes(message.prompt)
         self.num_prompt = len(tokens)
         tokens.frombytes(message.output)
+        self.num_inherited = len(tokens) - self.num_prompt
         search = (
             BeamSearch(message.params, self.num_prompt, max_len, stop_ids) if message.params.use_beam_search else None
         )

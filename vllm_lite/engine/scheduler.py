@@ -11,8 +11,9 @@ from collections import deque
 
 from vllm_lite.engine import branching, notes
 from vllm_lite.engine.kv_cache_manager import Growth, KVCacheManager, Verdict
+from vllm_lite.engine.meter import Meter
 from vllm_lite.engine.notes import Note
-from vllm_lite.engine.plan import Counters, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
+from vllm_lite.engine.plan import Counters, Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.prompt_scores import PromptScores
 from vllm_lite.engine.request import Request
@@ -56,6 +57,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}
         self.counters = Counters()
+        self.meter = Meter(kv, self.max_len)
         self.num_arrived = 0
         self.rates = Rates()
         self._sent: deque[Sent] = deque()
@@ -63,8 +65,7 @@ class Scheduler:
         """What workers must hear before the next step's own entries, in the order in which it happened."""
         self._hurried: dict[str, Request] = {}  # those with a deadline
         self._prompt_scores = PromptScores()
-        self._free_handles: list[int] = []
-        self._num_handles = 0
+        self._handles = Handles()
 
     # ---- requests come and go
 
@@ -84,24 +85,24 @@ class Scheduler:
         self.kv.register(sequence, request.extra_keys)
         self.enter(request)
         self.waiting.append(sequence)
-        self.counters.prompt_tokens += request.num_prompt
 
     def enter(self, request: Request) -> None:
         """Put a request on the books; its sequences are queued by the caller."""
         request.arrival = self.num_arrived
         self.num_arrived += 1
+        request.queued_s = self.meter.now_s
         self.requests[request.request_id] = request
         if request.deadline_s is not None:
             self._hurried[request.request_id] = request
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
         """Drop an unfinished request and its blocks at once; what is still being computed for it is ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             for sequence in list(request.sequences):
                 self.leave_queue(sequence)
                 self.finish(sequence)
-            self._close(request)
+            self._close(request, reason)
         return request
 
     def has_requests(self) -> bool:
@@ -125,13 +126,14 @@ class Scheduler:
             error = f"the deadline of {request.params.deadline_ms} ms passed"
             sample, start = request.open_samples()[0]
             produced.append(Produced(request, sample, start, [], reason="error", error=error))
-            self.abort(request.request_id)
+            self.abort(request.request_id, "error")
         return produced
 
     # ---- schedule
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute."""
+        self.meter.turn(now_s)
         self.kv.begin_step()
         view = View(
             now_s, len(self.running), len(self.waiting), self.kv.pool.num_free, self.options.max_num_batched_tokens
@@ -183,7 +185,7 @@ class Scheduler:
                 count = budget
             end = computed + count
             drafts = 0
-            if num_drafts and count == 1 and end == future and _may_draft(sequence, end):
+            if num_drafts and count == 1 and end == future and sequence.may_draft(end):
                 drafts = max(0, min(num_drafts, sequence.max_len - future - 1, budget - 1))
             new_ids: list[list[int]] = []
             if end + drafts > sequence.num_slots:
@@ -267,6 +269,7 @@ class Scheduler:
         if hit is None:
             kv.swap_in(sequence, computed + count)
         else:
+            self.meter.admitted(sequence, hit)
             kv.admit(sequence, hit, computed + count)
         plan.entries.append(self._arrival(sequence, count))
         sequence.num_computed += count
@@ -292,6 +295,7 @@ class Scheduler:
         if request.num_cached_at_start is None:
             request.num_cached_at_start = min(sequence.num_cached, request.num_prompt - 1)
             self.counters.cached_tokens += request.num_cached_at_start
+            self.counters.prompt_tokens += request.num_prompt
         computed, cached = sequence.num_computed, sequence.num_cached
         if sequence.seen_by_workers:
             return Resume(sequence.handle, computed, cached, num_tokens, block_ids)
@@ -331,21 +335,23 @@ class Scheduler:
         counts, all_logprobs = output.counts, output.logprobs
         produced = self._prompt_scores.take(output) if output.prompts else []
         block_size = self.kv.block_size
-        num_running = len(self.running)
-        num_finished = 0
+        num_running, num_changes = len(self.running), len(self.changes)
+        silent: list[Sequence] = []
         at = 0
         for place, sequence in enumerate(sent.sampling):
             first = at
             at += 1 if counts is None else counts[place]
-            if sequence.status is Status.FINISHED:
-                continue  # it ended while the step ran
+            if sequence.status is Status.FINISHED:  # it ended while the step ran
+                silent.append(sequence)
+                continue
             if failed and sequence.handle in failed:
                 produced.append(self._fail(sequence, failed[sequence.handle]))
-                num_finished += 1
+                silent.append(sequence)
                 continue
             logprobs = all_logprobs[first:at] if all_logprobs is not None else None
             if sequence.request.beam is not None:
                 produced += branching.advance_beams(self, sequence, tokens[first], logprobs)
+                silent.append(sequence)
                 continue
             sequence.num_pending -= 1
             start = sequence.num_tokens - sequence.num_prompt
@@ -369,13 +375,13 @@ class Scheduler:
             produced.append(Produced(sequence.request, sequence.index, start, taken, logs or None, reason))
             self.counters.generated_tokens += len(taken)
             if reason is not None:
-                self._end(sequence)
-                num_finished += 1
-        if num_finished or len(self.running) != num_running:
+                self._end(sequence, reason)
+        self.meter.stepped(sent.sampling, silent, len(tokens), output.guessed)
+        if len(self.changes) != num_changes or len(self.running) != num_running:
             self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
         return produced
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sample is complete. It may be waiting, if it was preempted while its last token was computed."""
         if sequence.status is not Status.RUNNING:
             self.waiting.remove(sequence)
@@ -383,7 +389,7 @@ class Scheduler:
         request = sequence.request
         request.sequences.remove(sequence)
         if not request.sequences and not request.num_unborn:
-            self._close(request)
+            self._close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
         """The model gave nonsense: the whole request ends, and what it has cached is not to be trusted."""
@@ -392,7 +398,8 @@ class Scheduler:
         for member in list(request.sequences):
             self.leave_queue(member)
             self.finish(member, forget=True)
-        self._close(request)
+        self._close(request, "error")
+        self.meter.corrupted += 1
         return Produced(request, sample, start, [], reason="error", error=error)
 
     # ---- for branching, and the end of a sequence
@@ -400,18 +407,19 @@ class Scheduler:
     def introduce(self, sequence: Sequence) -> None:
         """Give a sequence the handle under which workers will know it."""
         sequence.seen_by_workers = True
-        sequence.handle = self._free_handles.pop() if self._free_handles else self._new_handle()
+        sequence.handle = self._handles.take()
         sequence.decode_entry = Continue(sequence.handle, 1, [])
         self._prompt_scores.begin(sequence, self.step + 1)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Release everything `sequence` holds. The caller takes it out of its queue."""
         sequence.status = Status.FINISHED
+        self.meter.left(sequence)
         self.kv.release(sequence, forget=forget)
         self._prompt_scores.end(sequence)
         if sequence.seen_by_workers:
             self.changes.append(Finish(sequence.handle))
-            self._free_handles.append(sequence.handle)  # changes precede arrivals in a step, so reuse is safe
+            self._handles.give_back(sequence.handle)  # changes precede arrivals in a step, so reuse is safe
 
     def leave_queue(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -419,14 +427,11 @@ class Scheduler:
         elif sequence.status is not Status.FINISHED:
             self.waiting.remove(sequence)
 
-    def _close(self, request: Request) -> None:
+    def _close(self, request: Request, reason: FinishReason) -> None:
         request.num_unborn = 0
+        self.meter.ended(request, reason)
         self.requests.pop(request.request_id, None)
         self._hurried.pop(request.request_id, None)
-
-    def _new_handle(self) -> int:
-        self._num_handles += 1
-        return self._num_handles - 1
 
     def _policy_fault(self, what: str) -> None:
         if self.note is not None:
@@ -441,8 +446,3 @@ class Scheduler:
         if any(table.ids for sequence in self.waiting for table in sequence.tables):
             raise RuntimeError("a waiting sequence holds device blocks")
         self.kv.check_integrity(members)
-
-
-def _may_draft(sequence: Sequence, end: int) -> bool:
-    """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""
-    return sequence.request.beam is None and end > sequence.num_cached

@@ -38,6 +38,7 @@ class Sequence:
         "hash_root",
         "host_ids",
         "index",
+        "last_token_s",
         "max_len",
         "num_cached",
         "num_computed",
@@ -77,11 +78,17 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_slots = 0
+        self.last_token_s: float | None = None
+        """When it last got a token, if it does not get one in every step."""
         self.unscored = index == 0 and request.params.prompt_logprobs is not None
 
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    def may_draft(self, end: int) -> bool:
+        """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""
+        return self.request.beam is None and end > self.num_cached
 
     def __repr__(self) -> str:
         return (

@@ -14,6 +14,7 @@ from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutp
 from vllm_lite.transport import Delivery, Wakeup
 from vllm_lite.transport.interface import Pollable
 
+SPAWNS_WORKERS = "starts its workers"
 STOP_GRACE_S = 2.0
 LATE_WORDS_S = 0.5
 """How long a dead worker's last message may take to arrive after its end has been noticed."""
@@ -69,6 +70,7 @@ class MultiprocExecutor:
                 lambda _reason: self._exits.set(),
                 in_thread=self._config.single_process,
             )
+        log.moment("engine", SPAWNS_WORKERS)
         self._wait_for("ready", timeout_s, stop)
         answers = [worker.ready for worker in self._workers if worker.ready is not None]
         return min(answers, key=lambda ready: ready.num_blocks)

@@ -15,19 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from vllm_lite.checkpoint import weight_files
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot
 from vllm_lite.models.registry import Model
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10
 """Names that an error lists of each kind."""
@@ -91,36 +89,6 @@ def _stack(slots: Sequence[WeightSlot], read: Read, empty: Callable[..., torch.T
         stacked[row : row + slot.size[0]].copy_(read(slot))
         row += slot.size[0]
     return stacked
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder: one file, or the shards that its index names.
-
-    Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
-    """
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if not index.exists():
-        others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors is read" if others else ""
-        raise ModelError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({error})") from error
-    files = []
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: names the file {name!r}; it must be a .safetensors file in the same folder")
-        if not (folder / name).exists():
-            raise ModelError(f"{index}: names the file {name!r}, which is missing")
-        files.append(folder / name)
-    return files
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class _Files:

@@ -60,7 +60,10 @@ class ForkRequest(_Message, tag="fork"):
 
 
 class Abort(_Message, tag="abort"):
+    """End a request. `stopped`: it has all it wanted, such as a stop string; only metrics tell the difference."""
+
     request_id: RequestId
+    stopped: bool = False
 
 
 class Ping(_Message, tag="ping"):
@@ -178,8 +181,44 @@ class Heartbeat(_Message, tag="heartbeat"):
     step: int
 
 
+class Histogram(_Message):
+    """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+
+
+class Measured(_Message):
+    """Of requests that have ended, with why they did, and of steps. A request is one, however many samples it has.
+
+    `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
+    request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
+    `inference_s`, which is `prefill_s` until its first token and `decode_s` from there.
+    """
+
+    ended_by: dict[FinishReason, int]
+    first_token_s: Histogram
+    token_gap_s: Histogram
+    mean_token_s: Histogram
+    whole_s: Histogram
+    queue_s: Histogram
+    prefill_s: Histogram
+    decode_s: Histogram
+    inference_s: Histogram
+    prompt_tokens: Histogram
+    output_tokens: Histogram
+    max_tokens: Histogram
+    samples: Histogram
+    step_tokens: Histogram
+
+
 class Stats(_Message, tag="stats"):
-    """A snapshot; counters run from the engine's start. Blocks exclude the null block."""
+    """A snapshot; counters run from the engine's start. Blocks exclude the null block.
+
+    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
+    tokens looked up on the device, `host_queries` were not there and looked up on the host.
+    """
 
     num_running: int
     num_waiting: int
@@ -198,6 +237,18 @@ class Stats(_Message, tag="stats"):
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    cache_queries: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_requests: int = 0
+    corrupted_requests: int = 0
+    malformed_messages: int = 0
+    measured: Measured | None = None
 
 
 class Admission(_Message):

@@ -174,7 +174,7 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     `counts` tells how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
     asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
-    not finite; their token is to be ignored.
+    not finite; their token is to be ignored. `guessed` is of how many sequences how many tokens were guessed.
     """
 
     epoch: int
@@ -184,6 +184,7 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     logprobs: list[TokenLogprobs | None] | None = None
     failed: list[tuple[Handle, str]] | None = None
     prompts: list[tuple[Handle, PromptLogprobs]] | None = None
+    guessed: tuple[int, int] | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):

@@ -24,8 +24,10 @@ from vllm_lite.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Ge
 from vllm_lite.server.call import Call
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.errors import ApiError, error_body, refused
-from vllm_lite.server.gate import Gate
+from vllm_lite.server.gate import OPEN_PATHS, Gate
 from vllm_lite.server.logprobs import Spelling
+from vllm_lite.server.metrics import PATH as METRICS_PATH
+from vllm_lite.server.metrics import Metrics, Tally
 from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts, text_of
 from vllm_lite.server.reading import Reader
 from vllm_lite.server.requests import Requests, as_json
@@ -229,7 +231,7 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
 # ---- the application
 
 
-def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys) -> Starlette:
+def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
     """The ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
@@ -237,6 +239,7 @@ def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys) -> Star
         ("/health/ready", api.health),
         ("/ping", api.health),
         ("/version", api.version),
+        (METRICS_PATH, metrics.get),
         ("/openapi.json", api.openapi),
         ("/docs", api.docs),
         ("/v1/models", api.models),
@@ -254,7 +257,10 @@ def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys) -> Star
     routes.append(Route("/ping", api.health, methods=["POST"]))
     routes += requests.routes()
     routes.append(Route("/reset_prefix_cache", requests.reset_prefix_cache, methods=["POST"]))
-    middleware = [Middleware(Gate, keys=keys, is_local=config.is_local)]
+    metrics.know(routes)
+    open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
+    gate = Middleware(Gate, keys=keys, is_local=config.is_local, open_paths=open_paths)
+    middleware = [Middleware(Tally, metrics=metrics), gate]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

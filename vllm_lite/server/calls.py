@@ -125,12 +125,16 @@ class Calls:
 
     async def probe(self) -> Stats:
         """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
-        return await self.ask(Session.request_stats)
+        if self.trouble is not None:
+            raise ApiError(503, self.trouble)
+        return await self.stats()
+
+    async def stats(self) -> Stats:
+        """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
+        return await self.ask(lambda session: session.request_stats())
 
     async def ask(self, question: Callable[[Session], Future[A]]) -> A:
         """What the engine answers to a question put by the session. Raises ApiError if it does not."""
-        if self.trouble is not None:
-            raise ApiError(503, self.trouble)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(question(self.relay.session)), PROBE_TIMEOUT_S)
         except (TimeoutError, EngineError) as error:

@@ -28,9 +28,10 @@ _FLAGS = "--admin-api-key or --admin-api-key-file"
 class Gate:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, is_local: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, *, is_local: bool, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         """Without user keys everybody may call; `is_local`: only this machine can reach the server."""
         self._app = app
+        self._open_paths = open_paths
         self._users, self._admins = _digests(keys.user), _digests(keys.admin)
         self._is_local = is_local
 
@@ -48,7 +49,7 @@ class Gate:
 
         authorization = headers.get(b"authorization", b"")
         is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
-        if self._users and scope["path"] not in OPEN_PATHS and not (is_user or is_admin):
+        if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
             await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
             return
         scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization)

@@ -21,7 +21,8 @@ class Loaded:
 
     def load(self, resolved: EngineConfig) -> None:
         """Raises ModelError."""
-        self.tokenizer = load_tokenizer(self._config.tokenizer, resolved.tokenizer or resolved.model)
+        wanted = self._config.tokenizer and resolved.tokenizer
+        self.tokenizer = load_tokenizer(wanted, resolved.tokenizer or resolved.model)
         self.template = ChatTemplate.load(resolved.tokenizer or resolved.model, self._config.chat_template)
         if self._config.generation_config == "auto":
             self.defaults = generation_defaults(resolved.model)

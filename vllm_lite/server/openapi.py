@@ -31,6 +31,7 @@ _GETS = {
     "/ping": "as /health",
     "/version": "of this server",
     "/load": "how many requests run",
+    "/metrics": "what Prometheus reads",
     "/v1/models": "what is served",
     "/v1/models/{model}": "one of them",
 }

@@ -7,7 +7,6 @@ import uvloop
 
 from vllm_lite import log, supervise, transport
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEVICE_DEFAULTS
 from vllm_lite.server.family import ApiSettings, Family
 from vllm_lite.server.loaded import Loaded
 from vllm_lite.server.service import Engine, Place, Service
@@ -22,8 +21,7 @@ def main(settings: ApiSettings, stop: Wakeup) -> int:
     try:
         loaded = Loaded(config)
         loaded.load(settings.engine)
-        capacity = settings.engine.max_num_seqs or DEVICE_DEFAULTS["cpu"].max_num_seqs
-        engine = Engine(session, capacity, lambda: str(session.dead))
+        engine = Engine(session, settings.engine, lambda: str(session.dead))
         place = Place(settings.number, config.api_server_count, settings.run_dir)
         with socket.socket(fileno=settings.listener) as listener:
             service = Service(config, settings.keys, engine, loaded, place, listener)

@@ -84,7 +84,7 @@ class Relay:
         del self._streams[stream.request_id]
         self._leave_queue(stream.request_id)
         self.num_sequences -= len(stream.samples)
-        self.session.drop(stream.request_id)
+        self.session.drop(stream.request_id, stopped=stream.finished and stream.error is None)
 
     def _leave_queue(self, request_id: str) -> None:
         self.num_queued_tokens -= self._queued.pop(request_id, 0)

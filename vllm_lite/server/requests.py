@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, RequestState, SampleState
@@ -125,7 +124,7 @@ class Requests:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Nothing computed before is found again; what runs goes on."""
         require_admin(request)
-        done = await self.calls.ask(Session.reset_prefix_cache)
+        done = await self.calls.ask(lambda session: session.reset_prefix_cache())
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
     # ---- inside

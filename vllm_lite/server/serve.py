@@ -15,7 +15,6 @@ import uvloop
 
 from vllm_lite import log
 from vllm_lite.client.launch import Launched, launch
-from vllm_lite.config import DEVICE_DEFAULTS
 from vllm_lite.errors import ConfigError, VllmLiteError
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.family import ApiSettings, Family
@@ -25,6 +24,7 @@ from vllm_lite.server.service import Engine, Place, Service
 
 def serve(config: ServeConfig) -> int:
     """Returns the exit status: 0 if told to stop, 1 if the engine died. Raises VllmLiteError if it cannot start."""
+    log.moment("server", "imports")
     log.setup("server", *config.logging)
     keys = config.keys()
     stop = threading.Event()
@@ -54,8 +54,7 @@ def serve(config: ServeConfig) -> int:
 
 
 def _service(config: ServeConfig, keys: Keys, launched: Launched, loaded: Loaded, listener: socket.socket) -> Service:
-    capacity = launched.config.max_num_seqs or DEVICE_DEFAULTS["cpu"].max_num_seqs
-    engine = Engine(launched.session, capacity, lambda: launched.reason)
+    engine = Engine(launched.session, launched.config, lambda: launched.reason, launched.announce)
     return Service(config, keys, engine, loaded, Place(0, config.api_server_count, launched.run_dir), listener)
 
 

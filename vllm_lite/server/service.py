@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from vllm_lite import log
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import StreamFactory
+from vllm_lite.config import DEVICE_DEFAULTS, EngineConfig
 from vllm_lite.errors import EngineError
 from vllm_lite.server.api import Api, Model, build, build_private
 from vllm_lite.server.calls import Calls, Limits
@@ -25,6 +26,7 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.connection import limited
 from vllm_lite.server.family import Family
 from vllm_lite.server.loaded import Loaded
+from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.prompts import Prompts
 from vllm_lite.server.reading import Reader
 from vllm_lite.server.relay import Relay
@@ -41,11 +43,12 @@ logger = log.get(__name__)
 
 
 class Engine(NamedTuple):
-    """A ready one. `capacity` sequences are in a batch; `reason()` says why it ended."""
+    """A ready one, and its resolved config. `reason()` says why it ended; `announce(url)` hears where it is served."""
 
     session: Session
-    capacity: int
+    config: EngineConfig
     reason: Callable[[], str]
+    announce: Callable[[str], None] = lambda _: None
 
 
 class Place(NamedTuple):
@@ -102,6 +105,8 @@ class Service:
             gc.collect()
             gc.freeze()  # what lives now lives for ever
             if self._place.number == 0:
+                log.moment("server", "HTTP")
+                self._engine.announce(self._where()[0])
                 with suppress(OSError):  # nobody reads it; the service goes on
                     print(self._greeting(), flush=True)
             return await self._wait(calls, ended, family)
@@ -144,7 +149,7 @@ class Service:
         config, count = self._config, self._place.num_servers
         tokens = config.max_num_queued_tokens
         limits = Limits(
-            capacity=-(-self._engine.capacity // count),
+            capacity=-(-(self._engine.config.max_num_seqs or DEVICE_DEFAULTS["cpu"].max_num_seqs) // count),
             max_queued=-(-config.max_num_queued_reqs // count),
             max_queued_of_all=config.max_num_queued_reqs,
             max_queued_tokens=None if tokens is None else -(-tokens // count),
@@ -176,7 +181,8 @@ class Service:
             "ssl_ca_certs": config.ssl_ca_certs,
             "ssl_cert_reqs": config.ssl_cert_reqs,
         }
-        public = self._server(build(api, requests, config, self._keys), **tls)
+        metrics = Metrics(calls, self._engine.config, limits, names[0], str(self._place.number))
+        public = self._server(build(api, requests, config, self._keys, metrics), **tls)
         if not siblings:
             return [(public, self._listener)]
         private = self._server(build_private(Requests(calls, factory, reader, siblings, is_private=True)))
@@ -200,17 +206,21 @@ class Service:
             )
         )
 
+    def _where(self) -> tuple[str, str]:
+        """The address, and how curl begins to speak to it."""
+        config = self._config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
+        host, port = self._listener.getsockname()[:2]
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return where, f"curl {where}"
+
     def _greeting(self) -> str:
         """Where it is, what it serves, what it holds, and something to try."""
         config, engine = self._config, self._engine.session.welcome
         name = (config.names or (engine.model,))[0]
-        scheme = "https" if config.ssl_certfile else "http"
-        if config.uds is not None:
-            where, curl = f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
-        else:
-            host, port = self._listener.getsockname()[:2]
-            where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-            curl = f"curl {where}"
+        where, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self._keys.user else ""
         if self._loaded.template is not None:
             path = "/v1/chat/completions"

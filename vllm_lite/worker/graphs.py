@@ -39,15 +39,9 @@ from numpy.typing import NDArray
 from vllm_lite import log
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.config import GIB
-from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.worker.forward import EagerForward, to_device
 from vllm_lite.worker.step_inputs import StepInputs
-
-LARGEST = 512
-"""Above this many rows the device is busy for longer than the launches take."""
-GRAPH_BYTES = 8 << 20
-"""Set aside for each graph beside its tensors: an allowance, not a measurement."""
 
 logger = log.get(__name__)
 
@@ -274,39 +268,6 @@ class DecodeGraphs:
         if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
             return logits[to_device(inputs.sampling, self.eager.device)]
         return logits
-
-
-def bucket_sizes(
-    max_rows: int, wanted: Sequence[int] | None = None, largest: int | None = None, *, every: bool = False
-) -> tuple[int, ...]:
-    """Ascending batch sizes to capture: `wanted`, or `every` one, or 1, 2, 4, then in steps of 8 and beyond 256 of 16.
-
-    None is above `max_rows`, the most sequences that a step can have, nor above `largest`; unless sizes are wanted,
-    that limit is one of them. Raises ConfigError if nothing is left.
-    """
-    limit = min(max_rows, LARGEST if largest is None and wanted is None else largest or max_rows)
-    if wanted is None and every:
-        return tuple(range(1, limit + 1))
-    if wanted is None:
-        regular = (1, 2, 4, *range(8, 256, 8), *range(256, limit, 16))
-        return (*(size for size in regular if size < limit), limit)
-    sizes = tuple(sorted({size for size in wanted if size <= limit}))
-    if not sizes:
-        raise ConfigError(
-            f"cudagraph_capture_sizes must have one of at most {limit} (max_num_seqs, max_num_batched_tokens, "
-            f"max_cudagraph_capture_size), got {', '.join(map(str, wanted))}"
-        )
-    return sizes
-
-
-def reserved_bytes(sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int) -> int:
-    """Bytes to leave free for graphs of these sizes: logits, as the model makes them and as they are kept, tables, and
-    the graphs themselves. The attention backend's scratch memory is counted elsewhere: graphs share it.
-    """
-    if not sizes:
-        return 0
-    per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20
-    return int(max(sizes) * per_row + len(sizes) * GRAPH_BYTES)
 
 
 @contextmanager

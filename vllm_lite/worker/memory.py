@@ -24,9 +24,7 @@ from vllm_lite import log
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.model_spec import KVGroup
-
-MIN_BLOCKS = 2
-"""The null block, and one that can hold a token."""
+from vllm_lite.sizing import MIN_BLOCKS
 
 logger = log.get(__name__)
 
@@ -224,26 +222,6 @@ def profile_memory(
         scratch_bytes=baseline.scratch_bytes,
         graph_bytes=baseline.graph_bytes,
     )
-
-
-def configured_num_blocks(config: EngineConfig, block_bytes: int) -> int | None:
-    """How many blocks the configuration gives the KV cache; None if the device has to be profiled.
-
-    A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
-    """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    if config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        if num_blocks < MIN_BLOCKS:
-            raise ConfigError(
-                f"no memory for KV blocks: kv_cache_memory_bytes {config.kv_cache_memory_bytes} hold {num_blocks} of "
-                f"{block_bytes} bytes; give --kv-cache-memory-bytes {MIN_BLOCKS * block_bytes} or more"
-            )
-        return num_blocks
-    if config.device == "cpu":
-        return int((config.cpu_kvcache_space or 0) * GIB // block_bytes)
-    return None
 
 
 def blocks_for(num_tokens: int, groups: Sequence[KVGroup], block_size: int, chunk: int) -> int:

@@ -171,6 +171,7 @@ def _answer(
         chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
+    guessed = inputs.num_samples - 1
     failed = []
     if sampled.failed:
         sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
@@ -183,6 +184,7 @@ def _answer(
         logprobs=logprobs,
         failed=failed or None,
         prompts=prompts,
+        guessed=(int(np.count_nonzero(guessed)), int(guessed.sum())) if inputs.guessed else None,
     )
 
 

@@ -68,8 +68,11 @@ class Session:
         self.send(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, os.getpid()))
         progress = Progress()
         with _Heartbeat(settings, progress):
-            worker = _import_worker()(settings.config, settings.rank, progress)
+            kind = _import_worker()
+            log.moment("worker", "imports torch")
+            worker = kind(settings.config, settings.rank, progress)
             self.send(worker.load())
+            log.moment("worker", "loads the weights")
             message = self.receive(settings.config.ready_timeout_s)
             if message is None:
                 return
@@ -78,6 +81,7 @@ class Session:
             started = worker.start(message)
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
             self.send(started)
+            log.moment("worker", "KV cache, first step")
             while (message := self.receive()) is not None:
                 self.send(_execute(worker, message))
 
@@ -162,6 +166,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # busy cores: 7 ms a step instead of 90).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     log.setup(f"worker {settings.rank}", *settings.config.logging)
+    log.moment("worker", "python, imports")
     try:
         return main(settings, stop)
     finally:

@@ -1,8 +1,6 @@
 """A worker without its process: loads its shard, says what fits, and runs steps. Told everything, deciding nothing."""
 
-import os
 import time
-from pathlib import Path
 
 import torch
 
@@ -11,20 +9,20 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.machine import num_physical_cores
 from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.sizing import bucket_sizes, configured_num_blocks, reserved_bytes
 from vllm_lite.worker.cache_engine import CacheEngine
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.graphs import bucket_sizes, reserved_bytes
 from vllm_lite.worker.memory import (
     Baseline,
     DeviceMemory,
     check_free,
-    configured_num_blocks,
     profile_memory,
     warn_if_short,
 )
@@ -219,26 +217,3 @@ def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:
         config.block_size,
         len(spec.kv_groups),
     )
-
-
-def num_physical_cores() -> int:
-    """Physical cores that this process may use: its affinity mask without hyper-threads, and the container's share."""
-    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
-    return max(1, min(len(cores), _quota()))
-
-
-def _siblings(cpu: int) -> str:
-    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU it says nothing of is its own core."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return str(cpu)
-
-
-def _quota() -> int:
-    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return -(-int(quota) // int(period))
-    except (OSError, ValueError):
-        return 1 << 30

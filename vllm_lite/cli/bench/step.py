@@ -7,7 +7,6 @@ from vllm_lite.config import DEMO_MODEL
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder [demo]")
     parser.add_argument("--streams", type=int, default=1, help="sequences that decode together [1]")
     parser.add_argument("--context", type=int, default=192, help="tokens of each, in the middle of its decoding [192]")
     parser.add_argument("--steps", type=int, default=128, help="tokens that each generates, twice [128]")
@@ -19,4 +18,4 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.bench import step
 
     lengths = arguments.streams, arguments.context, arguments.steps
-    return show(arguments, step.run(arguments.model, *lengths, engine_settings(arguments)), step.table)
+    return show(arguments, step.run(arguments.model or DEMO_MODEL, *lengths, engine_settings(arguments)), step.table)

@@ -23,7 +23,7 @@ _logger = log.get(__name__)
 def library() -> ctypes.CDLL | None:
     """The library; None, with one line in the log, where it is missing or of another version."""
     try:
-        return _open()
+        return open_library()
     except (OSError, AttributeError) as error:
         _logger.warning(
             "no native CPU kernels: attention, small matrix products and sampling run in plain torch, several times "
@@ -33,7 +33,8 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _open() -> ctypes.CDLL:
+def open_library() -> ctypes.CDLL:
+    """Raises OSError where it is missing or of another version, AttributeError for another library of that name."""
     # Not beside __file__: in an editable install the library and the sources lie in two folders.
     resource = files("vllm_lite") / "_native" / LIBRARY
     if not resource.is_file():

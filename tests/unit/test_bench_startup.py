@@ -1,0 +1,57 @@
+"""Moments of a start: how they are noted, and what `bench startup` makes of them."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_lite import log
+from vllm_lite.bench.startup import Part, read_parts, table
+from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.executor.multiproc import SPAWNS_WORKERS
+
+
+def test_moments_are_told_in_order() -> None:
+    lines = ["12.5\tworker\tb", "10.5\tserver\ta", f"11.0\tserver\t{SPAWNS_ENGINE}", "11.75\tengine\tpython"]
+    assert read_parts("\n".join([*lines, "11.5\tserver\tc", f"12\tengine\t{SPAWNS_WORKERS}"]) + "\n", 10.0) == [
+        Part("server", "a", 0.5, 0.5),
+        Part("server", SPAWNS_ENGINE, 1.0, 0.5),
+        Part("server", "c", 1.5, 0.5),
+        Part("engine", "python", 1.75, 0.75),
+        Part("engine", SPAWNS_WORKERS, 2.0, 0.25),
+        Part("worker", "b", 2.5, 0.5),
+    ]
+
+
+def test_moments_are_noted_if_somebody_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(log.MOMENTS_VARIABLE, raising=False)
+    log.moment("server", "nothing")
+    monkeypatch.setenv(log.MOMENTS_VARIABLE, str(tmp_path / "no" / "folder"))
+    log.moment("server", "nothing, and the start goes on")
+    monkeypatch.setenv(log.MOMENTS_VARIABLE, str(tmp_path / "moments"))
+    begin_s = time.monotonic()
+    log.moment("server", "one")
+    log.moment("engine", "two")
+    one, two = read_parts((tmp_path / "moments").read_text(), begin_s)
+    assert [(part.process, part.what) for part in (one, two)] == [("server", "one"), ("engine", "two")]
+    assert 0 <= one.end_s <= two.end_s
+
+
+def test_the_table() -> None:
+    parts = [("server", "python", 0.5, 0.5), ("engine", "waits for all", 2.0, 1.0), ("client", "first chunk", 4.0, 2.0)]
+    figures = {
+        "command": ["vllm-lite", "serve"],
+        "all_ready_s": [2.5, 2.0, 3.0],
+        "all_first_token_s": [4.0, 3.0, 5.0],
+        "ready_s": 2.5,
+        "first_token_s": 4.0,
+        "again_s": 0.001,
+        "parts": [dict(zip(("process", "what", "end_s", "took_s"), part, strict=True)) for part in parts],
+    }
+    lines = table(figures).splitlines()
+    assert lines[0].startswith("vllm-lite serve: 3 starts")
+    assert lines[2].split() == ["first", "token", "4.000", "(3.000", "to", "5.000)"]
+    assert lines[-3].split() == ["server", "0.500", "0.500", "#####", "python"]
+    assert lines[-2].split() == ["engine", "2.000", "1.000", "." * 10, "waits", "for", "all"]
+    assert lines[-1].index("#") == lines[-3].index("#") + 20
+    assert lines[-1].count("#") == 20

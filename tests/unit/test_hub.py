@@ -1,0 +1,278 @@
+"""Models by hub ids, against a hub on this machine: what is fetched, what is not, and what is said if it cannot be."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import DEADLINE_S
+from tests.hub_stub import COMMIT, Hub, hub
+from vllm_lite import hub as ours
+from vllm_lite.checkpoint import INDEX_FILE, Tensor, read_headers
+from vllm_lite.client.launch import resolve
+from vllm_lite.client.stream import load_tokenizer
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import EngineError, ModelError
+from vllm_lite.hub import Source, is_hub_id, local_folder, remote_headers
+
+DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+SOURCE = Source("org/model")
+NEVER_FETCHED = {"pytorch_model.bin": b"x", "model.pt": b"x", "modeling_evil.py": b"x", "README.md": b"x"}
+
+
+class _Impatient:
+    """The clock for huggingface_hub, which tries again five times, ever later."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+    def sleep(self, _: float) -> None:
+        pass
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the demo model and with files that nobody needs, an empty cache, no token."""
+    from huggingface_hub import constants
+
+    with hub() as running:
+        running.add_folder(DEMO)
+        running.files |= NEVER_FETCHED
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+        monkeypatch.setattr("huggingface_hub.utils._http.time", _Impatient())
+        monkeypatch.chdir(tmp_path)
+        yield running
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def names(folder: str | Path) -> set[str]:
+    return {file.name for file in Path(folder).iterdir()}
+
+
+def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("org/model")
+    assert is_hub_id("Org-1/model.v2_x")
+    for name in ("model", "/org/model", "./org/model", "../org/model", "a/b/c", "org/", "~/model", "org/..", "demo"):
+        assert not is_hub_id(name), name
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert not is_hub_id("org/model"), "a local folder wins"
+    assert local_folder(SOURCE) == str(tmp_path / "org" / "model")
+
+
+def test_only_what_is_needed_is_downloaded_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = local_folder(SOURCE)
+    assert Path(folder).name == COMMIT
+    assert names(folder) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (Path(folder) / "model.safetensors").read_bytes() == (DEMO / "model.safetensors").read_bytes()
+    assert stub.fetched() == names(folder)
+    stub.requests.clear()
+    assert local_folder(SOURCE) == folder
+    assert stub.requests == ["HEAD /org/model/resolve/main/config.json"]
+    stub.requests.clear()
+    offline(monkeypatch)
+    assert local_folder(SOURCE) == folder
+    assert stub.requests == []
+
+
+def test_shards_are_those_of_the_index(stub: Hub) -> None:
+    weights = stub.files.pop("model.safetensors")
+    shards = {"model-1.safetensors": weights[:100], "model-2.safetensors": weights[100:]}
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    stub.files |= shards | {INDEX_FILE: json.dumps(index).encode(), "consolidated.safetensors": b"the same again"}
+    assert names(local_folder(SOURCE)) >= {INDEX_FILE, *shards}
+    assert "consolidated.safetensors" not in stub.fetched()
+
+
+def test_an_index_cannot_leave_its_folder(stub: Hub) -> None:
+    del stub.files["model.safetensors"]
+    stub.files[INDEX_FILE] = json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()
+    with pytest.raises(ModelError, match=r"'../../x\.safetensors'; it must be a \.safetensors file in the same folder"):
+        local_folder(SOURCE)
+
+
+def test_the_engine_gets_a_folder_and_the_name(stub: Hub, tmp_path: Path) -> None:
+    given = {"model": "org/model", "tokenizer": "org/model", "download_dir": str(tmp_path / "mine"), "revision": "main"}
+    resolved = resolve(EngineConfig.check(given))
+    assert resolved.model.startswith(str(tmp_path / "mine"))
+    assert Path(resolved.model).is_dir()
+    assert resolved.tokenizer == resolved.model
+    assert resolved.served_model_name == "org/model"
+    assert resolve(EngineConfig.check({**given, "served_model_name": "me"})).served_model_name == "me"
+
+
+def test_a_tokenizer_needs_no_weights(stub: Hub) -> None:
+    folder = local_folder(SOURCE, what="tokenizer")
+    assert "tokenizer.json" in names(folder)
+    assert "model.safetensors" not in stub.fetched()
+    assert "model.safetensors" in names(local_folder(SOURCE)), "it is not taken for the whole model"
+
+
+def test_a_client_may_name_a_tokenizer_by_its_hub_id(stub: Hub) -> None:
+    tokenizer = load_tokenizer("org/model", "/no/such/folder")
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == Tokenizer.load(DEMO).vocab_size
+
+
+def test_headers_without_weights(stub: Hub) -> None:
+    folder = local_folder(SOURCE, what="config")
+    assert names(folder) == {"config.json", "generation_config.json"}
+    found = remote_headers(SOURCE)
+    assert found == read_headers(DEMO)
+    assert isinstance(next(iter(found.values())), Tensor)
+
+
+def test_the_token_is_sent_and_a_revision_is_asked_for(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert Path(local_folder(Source("org/model", COMMIT))).name == COMMIT
+    assert stub.tokens == {"Bearer hf_secret"}
+    with pytest.raises(ModelError, match=r"^org/model has no revision 'v2'; give --revision a branch"):
+        local_folder(Source("org/model", "v2"))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "text"),
+    [
+        ((404, "RepoNotFound"), r"^org/model: there is no such folder here, and no such model at http.* set HF_TOKEN"),
+        ((401, None), r"^org/model: there is no such folder here, .* set HF_TOKEN"),
+        ((403, "GatedRepo"), r"^org/model is gated: ask for access at http.*/org/model, and set HF_TOKEN to a token"),
+        ((500, None), r"^org/model: http.* answered with status 500; try again later$"),
+    ],
+)
+def test_refusals_are_one_sentence(stub: Hub, refusal: tuple[int, str | None], text: str) -> None:
+    stub.refuse = refusal
+    with pytest.raises(ModelError, match=text) as caught:
+        local_folder(SOURCE)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_repository_lacks_is_said(stub: Hub, tmp_path: Path) -> None:
+    del stub.files["model.safetensors"]
+    with pytest.raises(ModelError, match=r"^org/model has no model\.safetensors .* holds .*pytorch_model\.bin"):
+        local_folder(SOURCE)
+    del stub.files["config.json"]
+    with pytest.raises(ModelError, match=r"^org/model has no config\.json; it holds .*tokenizer\.json"):
+        local_folder(Source("org/model", None, str(tmp_path / "empty")))
+
+
+def test_offline_and_not_there(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline(monkeypatch)
+    with pytest.raises(ModelError, match=r"^org/model is not in the cache \(.*cache\) and HF_HUB_OFFLINE is set"):
+        local_folder(SOURCE)
+    assert stub.requests == []
+
+
+def test_offline_with_half_of_it(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(local_folder(SOURCE))
+    offline(monkeypatch)
+    (folder / "tokenizer.json").unlink()
+    assert local_folder(SOURCE) == str(folder), "it can be served with token ids"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^org/model is not complete in the cache \(.*\) and HF_HUB_OFFLINE is set"):
+        local_folder(SOURCE)
+
+
+def test_a_hub_that_is_not_reached(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    folder = local_folder(SOURCE)
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere + "/{repo_id}/resolve/{revision}/{filename}")
+    assert local_folder(SOURCE) == folder, "what is cached is used"
+    shutil.rmtree(Path(folder).parents[1])
+    with pytest.raises(ModelError, match=rf"^org/model is not in the cache, and {nowhere} cannot be reached \(Connect"):
+        local_folder(SOURCE)
+
+
+def test_a_full_disk(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")  # noqa: PYI024
+    monkeypatch.setattr("vllm_lite.hub.shutil.disk_usage", lambda _: usage(1000))
+    with pytest.raises(ModelError, match=r"^org/model needs 0\.0 GiB and .*cache has 0\.0 GiB free; .* --download-dir"):
+        local_folder(SOURCE)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
+    with pytest.raises(ModelError, match=r"^org/model: the disk is full; free some of it"):
+        local_folder(SOURCE)
+
+
+def test_a_download_ends_when_it_is_not_wanted_and_goes_on_later(stub: Hub) -> None:
+    stub.stall.set()
+    ended: list[BaseException] = []
+
+    def download() -> None:
+        try:
+            local_folder(SOURCE, stub.stalled.is_set)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=download)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert isinstance(ended[0], EngineError)
+    assert str(ended[0]) == "stopped while org/model was being downloaded"
+    stub.stall.clear()
+    stub.released.set()
+    folder = Path(local_folder(SOURCE))
+    assert (folder / "model.safetensors").read_bytes() == (DEMO / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_serve_during_a_download(stub: Hub, tmp_path: Path, number: signal.Signals) -> None:
+    stub.stall.set()
+    environment = {**os.environ, "HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "vllm_lite", "serve", "org/model", "--port", "0"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert stub.stalled.wait(DEADLINE_S)
+            process.send_signal(number)
+            assert process.wait(DEADLINE_S) == 0
+            assert process.stderr is not None
+            assert "downloading org/model: 5." in process.stderr.read()
+        finally:
+            process.kill()
+    assert (tmp_path / "home" / "hub").is_dir(), "HF_HOME is honoured"
+
+
+def test_a_folder_needs_no_hub() -> None:
+    program = (
+        "import sys; from vllm_lite.client.launch import resolve; from vllm_lite.config import EngineConfig;"
+        "resolve(EngineConfig()); sys.exit('huggingface_hub' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert ours.is_hub_id("org/model")

@@ -1,0 +1,173 @@
+"""What ps finds and kill ends: engines by their records, and nothing that is not verified to be one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests import fake_engine_process
+from tests.fakes import DEADLINE_S
+from tests.http_server import until
+from vllm_lite.cli import main
+from vllm_lite.client import instances
+from vllm_lite.client import launch as launching
+from vllm_lite.client.instances import RECORD, Process, Record
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.config import EngineConfig
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR of its own with a short name, and a fake engine."""
+    folder = Path(tempfile.mkdtemp(prefix="t-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
+    monkeypatch.setattr(instances, "ASK_S", 0.3)
+    yield folder
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+@pytest.fixture
+def engine() -> Iterator[Launched]:
+    launched = launch(EngineConfig.check({"served_model_name": "serves", "ready_timeout_s": DEADLINE_S}))
+    yield launched
+    launched.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of this user that is no engine."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def ps(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main(["ps", "--json", *flags]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def leave(place: Path, process: Process, name: str = "vl-left", address: str = "ipc:///nowhere") -> Path:
+    """A run directory with a record."""
+    (place / name).mkdir(mode=0o700)
+    instances.write(str(place / name), Record(model="m", address=address, started_s=1.0, engine=process))
+    return place / name
+
+
+def test_an_engine_is_listed_and_ended(engine: Launched, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = place.glob(f"vl-*/{RECORD}")
+    assert record.stat().st_mode & 0o777 == 0o600
+    assert record.parent.stat().st_mode & 0o777 == 0o700
+    (row,) = ps(capsys)
+    assert (row["pid"], row["kind"], row["model"]) == (engine.pid, "engine", "serves")
+    assert row["address"] == engine.address
+    assert row["state"] == "not answering", "the fake counts nothing"
+    assert row["memory_bytes"] > 2**20
+    assert main(["ps"]) == 0
+    assert "serves" in capsys.readouterr().out
+    assert main(["kill", "serves"]) == 0
+    assert capsys.readouterr().out == f"{engine.pid} serves: ended\n"
+    assert engine.wait(DEADLINE_S)
+    assert ps(capsys) == []
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out == "no engine of yours is running\n"
+
+
+def test_a_record_says_nothing_of_the_command(engine: Launched, place: Path) -> None:
+    (record,) = place.glob(f"vl-*/{RECORD}")
+    assert "python" not in record.read_text(), "there might be keys in it"
+
+
+def test_a_stopped_engine_is_told_and_force_kills_it(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+    os.kill(engine.pid, signal.SIGSTOP)
+    until(lambda: ps(capsys)[0]["state"] == "stopped", "the stop")
+    assert main(["kill", str(engine.pid), "--timeout", "0.1"]) == 1
+    assert capsys.readouterr().out == f"{engine.pid} serves: still running; --force kills it\n"
+    assert main(["kill", str(engine.pid), "--timeout", "0.1", "--force"]) == 0
+    assert capsys.readouterr().out == f"{engine.pid} serves: killed\n"
+    assert engine.wait(DEADLINE_S)
+    assert engine.alive() == "killed by SIGKILL"
+
+
+def test_an_engine_that_is_not_ready_is_starting(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def meanwhile(_: EngineConfig) -> None:
+        assert ps(capsys)[0]["state"] == "starting"
+        assert main(["kill", "all"]) == 0
+
+    with pytest.raises(Exception, match="exit status 0"):
+        launch(EngineConfig.check({"served_model_name": "hangs", "ready_timeout_s": DEADLINE_S}), meanwhile=meanwhile)
+
+
+def test_what_dead_ones_left_is_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process.of(done.pid)
+    done.communicate(b"\n")
+    folder = leave(place, process)
+    assert [row["state"] for row in ps(capsys)] == ["stale"]
+    assert folder.exists()
+    ps(capsys, "--clean")
+    assert not folder.exists()
+    leave(place, process)
+    assert main(["kill", "m"]) == 0
+    assert ps(capsys) == []
+
+
+def test_what_a_killed_one_leaves_is_removed(
+    place: Path, stranger: "subprocess.Popen[bytes]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave(place, Process.of(stranger.pid))
+    assert main(["kill", folder.name]) == 0
+    assert capsys.readouterr().out == f"{stranger.pid} m: ended\n"
+    assert stranger.wait(DEADLINE_S) == -signal.SIGTERM
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("change", [{"start_ticks": 1}, {"command": "another"}])
+def test_a_stranger_is_never_signalled(
+    place: Path, stranger: "subprocess.Popen[bytes]", change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its pid was an engine's once."""
+    process = msgspec.structs.replace(Process.of(stranger.pid), **change)
+    folder = leave(place, process)
+    (instance,) = instances.find()
+    assert instance.state == "stale"
+    assert instances.end(instance, 0.1, force=True) == "was gone", "also if it became one after the look"
+    leave(place, process) if not folder.exists() else None
+    assert main(["kill", str(stranger.pid), "--force", "--timeout", "0.1"]) == 0
+    assert stranger.poll() is None
+
+
+def test_only_records_that_are_ours_are_read(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("vl-a", "{}"), ("vl-b", "\xff"), ("vl-c", '{"model": 1}')):
+        (place / name).mkdir()
+        (place / name / RECORD).write_text(text)
+    (place / "vl-d").mkdir()
+    leave(tmp_path, Process.of(os.getpid()))
+    (place / "vl-link").symlink_to(tmp_path / "vl-left")
+    assert ps(capsys) == []
+    assert main(["kill", "all"]) == 0
+    assert main(["kill", "nobody"]) == 1
+    assert "no engine of yours is 'nobody'" in capsys.readouterr().err
+    for name in "abcd":
+        shutil.rmtree(place / f"vl-{name}")
+    (place / "vl-link").unlink()
+
+
+def test_another_users_are_not(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = leave(place, Process.of(os.getpid()))
+    assert len(instances.find()) == 1
+    me = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: me + 1)
+    assert instances.find() == []
+    shutil.rmtree(folder)

@@ -1,0 +1,216 @@
+"""`vllm-lite plan`: sizes from headers, what is said when nothing fits, and that its advice holds."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_import_time import loaded_by
+from vllm_lite import cli
+from vllm_lite.checkpoint import Tensor, read_headers
+from vllm_lite.cli import main
+from vllm_lite.config import GIB, demo_folder
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.model_spec import KVGroup, ModelSpec
+from vllm_lite.planner import Checkpoint, PlanConfig, load, make_plan, parse_bytes, weights_bytes
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
+
+
+def checkpoint(tmp_path: Path, name: str = "llama_new", **changes: Any) -> Checkpoint:
+    """A model of a real config.json, with the tensors that it must have."""
+    values = json.loads((FIXTURES / f"{name}.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    spec = ModelSpec.load(tmp_path)
+    hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        at = f"model.layers.{layer}."
+        shapes |= {at + f"self_attn.{name}_proj.weight": (spec.num_kv_heads * head, hidden) for name in "kv"}
+        shapes |= {at + f"self_attn.{name}_proj.weight": (spec.num_heads * head, hidden) for name in "qo"}
+        shapes |= {at + f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up", "down")}
+        shapes |= {at + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {at + f"self_attn.{name}_norm.weight": (head,) for name in "qk" if spec.qk_norm}
+    shapes["model.norm.weight"] = (hidden,)
+    return Checkpoint(spec, {name: Tensor("BF16", shape) for name, shape in shapes.items()})
+
+
+def config(**given: Any) -> PlanConfig:
+    return PlanConfig.load({"model": "m", **given}, env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5T", 1536 * GIB), ("7", 7)],
+)
+def test_amounts_of_memory(text: str, num_bytes: int) -> None:
+    assert parse_bytes("gpu", text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "lots", "0GiB", "-1G", "24 GiBs"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^gpu: expected an amount of memory like 24GiB, got "):
+        parse_bytes("gpu", text)
+
+
+def test_weights_are_the_headers_tensors_in_the_dtype(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    total = sum(tensor.num_elements for tensor in model.tensors.values())
+    assert total == model.spec.num_parameters()
+    assert weights_bytes(model, 2) == 2 * total
+    assert weights_bytes(model, 4) == 4 * total
+    more = Checkpoint(
+        model.spec, {**model.tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": Tensor("F32", (64,))}
+    )
+    assert weights_bytes(more, 2) == 2 * total
+
+
+def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    spec = model.spec
+    matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
+    vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
+    table = 2 * matrices.pop("model.embed_tokens.weight").num_elements
+    int8 = sum(tensor.num_elements + 4 * tensor.shape[0] for tensor in matrices.values())
+    head = 0 if not spec.tie_word_embeddings else table // 2 + 4 * spec.vocab_size
+    assert weights_bytes(model, 2, "int8") == int8 + 2 * vectors + table + head
+
+
+def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    heads = model.spec.num_kv_heads
+    kv = sum(tensor.num_elements for name, tensor in model.tensors.items() if ".k_proj" in name or ".v_proj" in name)
+    vectors = sum(tensor.num_elements for tensor in model.tensors.values() if len(tensor.shape) == 1)
+    others = model.spec.num_parameters() - kv - vectors
+    assert weights_bytes(model, 2, tp=2) == others + kv + 2 * vectors
+    assert weights_bytes(model, 2, tp=2 * heads) == others // heads + 2 * kv // heads + 2 * vectors
+
+
+def test_what_a_token_takes_with_sliding_windows(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "qwen3_mixed_new")
+    spec = model.spec
+    plan = make_plan(config(gpu="80GiB"), model)
+    full = [group for group in spec.kv_groups if group.window is None]
+    block = spec.layers_per_group() * 2 * 16 * spec.num_kv_heads * spec.head_dim * 2
+    assert plan.block_bytes == block
+    assert plan.kv_bytes_per_token == len(spec.kv_groups) * block // 16
+    assert plan.kv_bytes_per_token_beyond_windows == len(full) * block // 16 < plan.kv_bytes_per_token
+    assert plan.kv_tokens == (plan.num_blocks - 1) // len(spec.kv_groups) * 16
+
+
+def test_only_windows_serve_any_length(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "mistral_new")
+    sliding = Checkpoint(model.spec, model.tensors)
+    assert isinstance(sliding.spec.kv_groups[0], KVGroup)
+    window = sliding.spec.kv_groups[0].window
+    assert window is not None
+    blocks = -(-(window - 1 + 512) // 16) + 4
+    plan = make_plan(config(memory="100GiB", num_gpu_blocks_override=blocks, kv_watermark=0), sliding)
+    assert plan.max_model_len == sliding.spec.max_position_embeddings
+    assert plan.concurrent_requests == 1
+    assert plan.kv_bytes_per_token_beyond_windows == 0
+
+
+def test_a_gpu_that_is_large_enough(tmp_path: Path) -> None:
+    plan = make_plan(config(gpu="80GiB", max_model_len=4096, concurrency=8), checkpoint(tmp_path))
+    assert plan.fits
+    assert plan.device == "cuda"
+    assert plan.usable_bytes == int(80 * GIB * 0.9)
+    used = plan.weights_bytes + plan.activations_bytes + plan.graph_bytes + plan.outside_bytes + plan.kv_cache_bytes
+    assert plan.usable_bytes - plan.block_bytes < used <= plan.usable_bytes
+    assert plan.concurrent_requests >= 8
+    assert plan.command == "vllm-lite serve m --max-model-len 4096"
+
+
+def worked(advice: str, asked: dict[str, Any], model: Checkpoint) -> bool:
+    """Whether a plan with the flags of one line of advice fits."""
+    if found := re.fullmatch(r"a (GPU|machine) with ([\d.]+) GiB of memory", advice):
+        return make_plan(config(**asked | {"gpu" if found[1] == "GPU" else "memory": f"{found[2]}GiB"}), model).fits
+    words = shlex.split(advice.partition(", on ")[0])
+    flags = {words[i][2:].replace("-", "_"): words[i + 1] for i in range(0, len(words), 2)}
+    return make_plan(config(**asked | flags), model).fits
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"gpu": "12GiB"},
+        {"gpu": "16GiB", "max_model_len": 8192, "concurrency": 200},
+        {"gpu": "17GiB", "max_model_len": 8192, "concurrency": 4},
+        {"memory": "20GiB", "max_model_len": 8192, "concurrency": 64},
+        {"memory": "4GiB"},
+        {"gpu": "24GiB", "num_gpu_blocks_override": 20, "max_model_len": 8000},
+    ],
+)
+def test_what_is_impossible_comes_with_advice_that_works(tmp_path: Path, asked: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+    changes |= {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    model = checkpoint(tmp_path, **changes, tie_word_embeddings=False, max_position_embeddings=131072)
+    assert model.spec.num_parameters() == pytest.approx(8e9, rel=0.05)
+    plan = make_plan(config(**asked), model)
+    assert not plan.fits
+    assert plan.advice
+    for advice in plan.advice:
+        assert worked(advice, asked, model), advice
+
+
+def test_on_a_cpu_the_plan_gives_the_cache_its_size(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    small = make_plan(config(memory="200GiB", max_model_len=4096), model)
+    assert small.kv_cache_bytes // small.block_bytes * small.block_bytes <= 4 * GIB
+    plan = make_plan(config(memory="200GiB", max_model_len=4096, concurrency=100), model)
+    assert plan.fits
+    assert plan.kv_cache_bytes > 4 * GIB
+    assert plan.concurrent_requests == plan.max_num_seqs == 100
+    flags = f"--max-model-len 4096 --max-num-seqs 100 --kv-cache-memory-bytes {plan.kv_cache_bytes}"
+    assert plan.command == f"vllm-lite serve m {flags}"
+    tight = make_plan(config(memory="3.5GiB", max_model_len=4096), model)
+    assert tight.kv_cache_bytes < 3.5 * GIB / 4, "less than an engine would take, as the weights leave less"
+    assert tight.command == f"vllm-lite serve m --max-model-len 4096 --kv-cache-memory-bytes {tight.kv_cache_bytes}"
+    given = make_plan(config(memory="200GiB", max_model_len=4096, concurrency=100, cpu_kvcache_space=1), model)
+    assert not given.fits, "a size that was given is kept"
+
+
+def test_the_commands_exit_status_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--gpu", "24GiB", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    headers = read_headers(Path(demo_folder()))
+    assert printed["weights_bytes"] == 2 * sum(tensor.num_elements for tensor in headers.values())
+    assert printed["fits"] is True
+    assert main(["plan", "demo", "--gpu", "1GiB"]) == 1
+    printed_text = capsys.readouterr().out
+    assert "It does not fit: weights and activations take" in printed_text
+    assert "a GPU with 1.3 GiB of memory" in printed_text
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "config.json: no such file" in capsys.readouterr().err
+    assert main(["plan", "--gpu", "1GiB", "--memory", "1GiB"]) == 2
+    assert main(["plan", "--max-model-len", "3000"]) == 2
+
+
+def test_a_damaged_header_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(demo_folder()) / "config.json").read_text())
+    for data, text in ((b"\xff" * 100, "is truncated or no such file"), (b"\2" + bytes(7) + b"[]", "not a valid")):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(ModelError, match=text):
+            load(config(model=str(tmp_path)))
+
+
+def test_a_plan_loads_neither_torch_nor_the_hub() -> None:
+    assert "plan" in cli.COMMANDS
+    statement = "from vllm_lite.cli import main\nassert main(['plan', '--memory', '8GiB']) == 0"
+    assert loaded_by(statement).isdisjoint({"torch", "numpy", "safetensors", "huggingface_hub", "zmq"})
+
+
+def test_it_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_lite", "plan", "--gpu", "16GiB"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "It fits. vllm-lite serve" in done.stdout

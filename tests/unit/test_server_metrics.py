@@ -1,0 +1,127 @@
+"""What /metrics says, as text; and that its documentation and its dashboard know the same names."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+
+from tests.fakes import STATS, welcome
+from vllm_lite.client.session import Session
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import EngineDeadError
+from vllm_lite.protocol.api import Histogram, Measured, Stats
+from vllm_lite.server.calls import Calls, Limits
+from vllm_lite.server.errors import ApiError
+from vllm_lite.server.metrics import METRICS, Metrics, table
+from vllm_lite.server.relay import Relay
+
+ROOT = Path(__file__).parents[2]
+SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+EXPORTED = {metric.name + suffix for metric in METRICS for suffix in SERIES[metric.kind]}
+HISTOGRAM = Histogram([1.0, 2.5], [3, 0, 1], 7.5)
+MEASURED = Measured({"stop": 4, "length": 3, "abort": 2, "error": 1}, *[HISTOGRAM] * 13)
+
+
+class Engine:
+    """In the place of a session."""
+
+    def __init__(self, stats: Stats | None) -> None:
+        self.stats = stats
+
+    def request_stats(self) -> Any:
+        if self.stats is None:
+            raise EngineDeadError("the engine died: killed by SIGKILL, at ipc:///tmp/secret/e")
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(self.stats)
+        return future
+
+
+def look(stats: Stats | None) -> str:
+    async def main() -> str:
+        relay = Relay(cast(Session, Engine(stats)), asyncio.get_running_loop())
+        calls = Calls(relay, Limits(1, 1, 1), write_timeout_s=1.0)
+        calls.is_draining = True  # one that shuts down can still be watched
+        config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
+        metrics = Metrics(calls, config, welcome(), "name", server="3")
+        metrics.count({"type": "http", "path": "/x"}, 404)
+        answer = await metrics.get(Request({"type": "http", "headers": []}))
+        return bytes(answer.body).decode()
+
+    return asyncio.run(main())
+
+
+def full(**values: int) -> Stats:
+    fields = {name: getattr(STATS, name) for name in Stats.__struct_fields__}
+    return Stats(**{**fields, **values, "measured": MEASURED})
+
+
+def test_every_definition_is_told_once_and_has_its_own_value() -> None:
+    families = list(text_string_to_metric_families(look(full(cached_tokens=9, host_hits=4, preemptions=7, swaps=2))))
+    assert max(Counter(family.name for family in families).values()) == 1
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.name for sample in samples} == EXPORTED
+    for sample in samples:
+        assert sample.labels["model_name"] == "name"
+        assert sample.labels["engine"] == "0"
+        assert sample.labels.get("server") == ("3" if "server" in sample.labels else None)
+    values = {
+        (s.name, s.labels.get("mode") or s.labels.get("finished_reason") or s.labels.get("le")): s.value
+        for s in samples
+    }
+    assert values["vllm:num_requests_running", None] == STATS.num_running
+    assert values["vllm:kv_cache_usage_perc", None] == STATS.num_used_blocks / STATS.num_blocks
+    assert values["vllm:prefix_cache_hits_total", None] == 5
+    assert (values["vllm_lite:preemptions_total", "recompute"], values["vllm_lite:preemptions_total", "swap"]) == (5, 2)
+    assert values["vllm:request_success_total", "abort"] == 2
+    name = "vllm:time_to_first_token_seconds_bucket"
+    assert [values[name, bound] for bound in ("1.0", "2.5", "+Inf")] == [3, 3, 4]
+    assert values["vllm:time_to_first_token_seconds_sum", None] == 7.5
+
+
+def test_no_pool_is_no_fault() -> None:
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="name"} 0.0' in look(full(num_blocks=0))
+
+
+def test_a_dead_engine_has_no_metrics() -> None:
+    with pytest.raises(ApiError) as caught:
+        look(None)
+    assert caught.value.status == 503
+    assert "killed by SIGKILL" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert table() in text, "put what vllm_lite.server.metrics.table() returns into docs/metrics.md"
+    named = set(re.findall(r"vllm(?:_lite)?:\w+", text.replace(table(), "")))
+    assert named <= EXPORTED | {metric.name for metric in METRICS}
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    text = (ROOT / "configs" / "grafana.json").read_text()
+    dashboard = json.loads(text)
+    asked = set(re.findall(r"vllm(?:_lite)?:\w+", text))
+    assert asked <= EXPORTED
+    assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:time_to_first_token_seconds_bucket"} <= asked
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in panels:
+        assert panel["targets"], panel["title"]
+        assert panel["description"]
+        for target in panel["targets"]:
+            assert re.search(r'model_name=~"\$model_name"', target["expr"]), "each panel follows the chosen model"
+            assert target["expr"].count("(") == target["expr"].count(")")
+    taken = [
+        (place["x"] + x, place["y"] + y)
+        for p in panels
+        for place in [p["gridPos"]]
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(set(taken)) == len(taken), "two panels overlap"

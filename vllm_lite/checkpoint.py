@@ -1,0 +1,89 @@
+"""A checkpoint's safetensors files as they lie in a folder: which they are, and what their headers say. No torch."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_lite.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+class Tensor(NamedTuple):
+    """What a header says of one tensor."""
+
+    dtype: str
+    """The format's name: "BF16", "F32", ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder: one file, or the shards that its index names.
+
+    Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
+    """
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.exists():
+        others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors is read" if others else ""
+        raise ModelError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+    files = [folder / name for name in shards(index)]
+    for file in files:
+        if not file.exists():
+            raise ModelError(f"{index}: names the file {file.name!r}, which is missing")
+    return files
+
+
+def shards(index: Path) -> list[str]:
+    """Names of the files that an index is about, in order. Raises ModelError if it is damaged or leaves its folder."""
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({error})") from error
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: names the file {name!r}; it must be a .safetensors file in the same folder")
+    return names
+
+
+def read_headers(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in `folder` by its name; no weight is read. Raises ModelError."""
+    return {name: tensor for file in weight_files(folder) for name, tensor in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            size = file.stat().st_size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ModelError(
+                    f"{file}: its header needs {length} bytes and the file has {size}; it is truncated or no such file"
+                )
+            entries = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        found = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
+    return {name: Tensor(entry.dtype, entry.shape) for name, entry in found.items()}

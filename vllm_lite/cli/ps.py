@@ -1,0 +1,72 @@
+"""List the engines and servers of this user below TMPDIR: what they serve, where, and how they are."""
+
+import argparse
+import json
+import time
+from typing import Any
+
+from vllm_lite.client.instances import Instance, clean, find
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clean", action="store_true", help="remove what dead ones have left")
+    parser.add_argument("--json", action="store_true", help="print one list of objects")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    instances = find()
+    if arguments.clean:
+        for instance in instances:
+            if instance.state == "stale":
+                clean(instance)
+    rows = [row(instance) for instance in instances]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print("no engine of yours is running")
+    else:
+        _print(rows)
+    return 0
+
+
+def row(instance: Instance) -> dict[str, Any]:
+    """What is told of one instance."""
+    record, stats = instance.record, instance.stats
+    return {
+        "pid": instance.process.pid,
+        "name": instance.folder.name,
+        "kind": "engine" if record.server is None else "server",
+        "model": record.model,
+        "url": record.url,
+        "address": record.address,
+        "state": instance.state,
+        "uptime_s": round(max(0.0, time.time() - record.started_s), 1),
+        "memory_bytes": instance.memory_bytes,
+        "running": None if stats is None else stats.num_running,
+        "waiting": None if stats is None else stats.num_waiting,
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("pid", "kind", "model", "state", "up", "memory", "running", "waiting", "address"):
+        right = name in ("pid", "up", "memory", "running", "waiting")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name == "pid")
+    for values in rows:
+        counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
+        where = "\n".join(filter(None, (values["url"], values["address"])))
+        memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
+        words = (values["kind"], values["model"], values["state"], _span(values["uptime_s"]), memory, *counts, where)
+        table.add_row(str(values["pid"]), *words)
+    Console().print(table)
+
+
+def _span(seconds: float) -> str:
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if minutes < 1:
+        return f"{seconds:.0f}s"
+    return f"{minutes}m" if hours < 1 else f"{hours}h{minutes % 60:02}m" if hours < 48 else f"{hours // 24}d"

@@ -1,0 +1,247 @@
+"""The engines and servers of this user: each leaves a record in its run directory, by which ps finds and kill ends it.
+
+A record may outlive what it tells of, and a pid may have passed to a stranger. So a process is believed to be ours only
+if its start time and its command line are those of the record; it is signalled through a descriptor that was opened
+before that was looked at, which no later process can get.
+"""
+
+import hashlib
+import os
+import select
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.client.session import Session
+from vllm_lite.errors import VllmLiteError
+from vllm_lite.protocol.api import Stats
+from vllm_lite.transport.zmq import answers
+
+RECORD = "instance.json"
+PREFIX = "vl-"
+"""Of the names of run directories."""
+ASK_S = 1.0
+EXEC_S = 0.5
+LAST_S = 5.0
+"""How long the kernel may take to end a killed process, or a process to end after the one it belongs to."""
+_MAX_RECORD_BYTES = 1 << 20
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process, told from all that have or will have its pid."""
+
+    pid: Annotated[int, Meta(ge=1)]
+    start_ticks: int
+    command: str
+    """A digest of its command line, which may hold keys."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """Raises OSError if there is none."""
+        deadline_s = time.monotonic() + EXEC_S
+        while not Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
+            time.sleep(0.001)  # Popen returns when the new program is sure to run, a moment before it has arguments
+        return cls(pid, int(_stat(pid)[19]), _command(pid))
+
+    def state(self) -> str | None:
+        """The kernel's letter, None if it is gone, or if what has its pid is another, or another user's."""
+        try:
+            fields = _stat(self.pid)
+            same = int(fields[19]) == self.start_ticks and os.stat(f"/proc/{self.pid}").st_uid == os.getuid()
+            return fields[0] if same and fields[0] not in "ZX" and _command(self.pid) == self.command else None
+        except OSError:
+            return None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies in a run directory. `url` and `server` are set where there is an HTTP server."""
+
+    model: str
+    address: str
+    started_s: float
+    engine: Process
+    ready: bool = False
+    server: Process | None = None
+    url: str | None = None
+
+
+State = Literal["serving", "starting", "not answering", "stopped", "stale"]
+
+
+class Instance(NamedTuple):
+    """A record and what was found of it."""
+
+    folder: Path
+    record: Record
+    state: State
+    memory_bytes: int
+    stats: Stats | None
+
+    @property
+    def process(self) -> Process:
+        """The one that ends all of them."""
+        return _main(self.record)
+
+
+def write(run_dir: str, record: Record) -> None:
+    """Leave or replace the record in a run directory. One that is gone, or a full disk, harms nobody."""
+    with suppress(OSError):
+        path = Path(run_dir) / RECORD
+        draft = path.with_suffix(f".{os.getpid()}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(record))
+        draft.replace(path)
+
+
+def find() -> list[Instance]:
+    """All instances of this user below TMPDIR, the oldest first, each asked how it is."""
+    found = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                with (folder / RECORD).open("rb") as file:
+                    found.append((folder, msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=Record)))
+    found.sort(key=lambda item: item[1].started_s)
+    sizes = _memory()
+    with ThreadPoolExecutor(max(1, min(16, len(found)))) as threads:
+        return list(threads.map(lambda item: _look(item[0], item[1], sizes), found))
+
+
+def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
+    """Those that `target` names: a pid, "all", a model's name, or that of a run directory."""
+    if target == "all":
+        return list(instances)
+    return [
+        instance
+        for instance in instances
+        if target in (instance.record.model, instance.folder.name, *map(str, _pids(instance.record)))
+    ]
+
+
+def clean(instance: Instance) -> None:
+    """Remove what a dead instance left: its run directory, and its socket where that lies elsewhere."""
+    address = instance.record.address
+    shutil.rmtree(instance.folder, ignore_errors=True)
+    if address.startswith("ipc://") and not answers(address):
+        with suppress(OSError):
+            path = Path(address.removeprefix("ipc://"))
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+
+
+Ending = Literal["ended", "killed", "still running", "was gone"]
+
+
+def end(instance: Instance, timeout_s: float, *, force: bool) -> Ending:
+    """SIGTERM, wait at most `timeout_s`, then SIGKILL if `force`. Nothing is signalled that is not verified."""
+    ending = _end(instance.process, timeout_s, force=force)
+    if ending != "still running":
+        deadline_s = time.monotonic() + LAST_S
+        while instance.record.engine.state() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.02)  # it ends with its server, by itself
+        if instance.record.engine.state() is not None and force:
+            _end(instance.record.engine, LAST_S, force=True)
+        if instance.record.engine.state() is None:
+            clean(instance)
+    return ending
+
+
+def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return "was gone"
+    try:
+        if process.state() is None:
+            return "was gone"
+        watch = select.poll()
+        watch.register(descriptor, select.POLLIN)
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if watch.poll(1000 * timeout_s):
+            return "ended"
+        if not force:
+            return "still running"
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return "killed" if watch.poll(1000 * LAST_S) else "still running"
+    except ProcessLookupError:  # between the look and the signal
+        return "ended"
+    finally:
+        os.close(descriptor)
+
+
+def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> Instance:
+    letters = [process.state() for process in (record.engine, record.server) if process is not None]
+    main = _main(record)
+    size = _tree_bytes(main.pid, sizes) if any(letters) else 0
+    if not any(letters):
+        return Instance(folder, record, "stale", 0, None)
+    if "T" in letters:
+        return Instance(folder, record, "stopped", size, None)
+    stats = _ask(record.address)
+    state: State = "serving" if stats is not None else "not answering" if record.ready else "starting"
+    return Instance(folder, record, state, size, stats)
+
+
+def _ask(address: str) -> Stats | None:
+    try:
+        session = Session.connect(address, timeout_s=ASK_S)
+    except VllmLiteError:
+        return None
+    try:
+        return session.stats(ASK_S)
+    except VllmLiteError:
+        return None
+    finally:
+        session.close()
+
+
+def _main(record: Record) -> Process:
+    return record.server if record.server is not None and record.server.state() is not None else record.engine
+
+
+def _pids(record: Record) -> list[int]:
+    return [process.pid for process in (record.engine, record.server) if process is not None]
+
+
+# ---- /proc
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on, the state."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _command(pid: int) -> str:
+    return hashlib.blake2b(Path(f"/proc/{pid}/cmdline").read_bytes(), digest_size=16).hexdigest()
+
+
+def _memory() -> dict[int, tuple[int, int]]:
+    """Of every process: its parent, and the bytes it has in memory."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                fields = _stat(int(entry.name))
+                found[int(entry.name)] = int(fields[1]), int(fields[21]) * page
+    return found
+
+
+def _tree_bytes(root: int, sizes: dict[int, tuple[int, int]]) -> int:
+    """Of a process and all below it."""
+    family, grows = {root}, True
+    while grows:
+        more = {pid for pid, (parent, _) in sizes.items() if parent in family} - family
+        family, grows = family | more, bool(more)
+    return sum(sizes[pid][1] for pid in family if pid in sizes)

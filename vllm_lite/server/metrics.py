@@ -1,0 +1,277 @@
+"""GET /metrics: what the engine has counted, with vLLM's names where it has one, and beside it what this server has.
+
+The engine measures, because it knows the requests of every client: whichever server is asked, the values are the same.
+Only those labelled `server` are that server's own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.protocol.api import Histogram, Measured, Stats, Welcome
+from vllm_lite.server.calls import Calls
+
+PATH = "/metrics"
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER = "other"
+"""The route of what no route takes."""
+LABELS = ("model_name", "engine")
+"""Of every metric."""
+ENGINE = "0"
+
+
+class Scrape(NamedTuple):
+    """All that is known at one moment."""
+
+    stats: Stats
+    measured: Measured
+    config: EngineConfig
+    engine: Welcome
+    load: int
+    responses: Mapping[tuple[str, str], int]
+    server: str
+
+
+Values = Mapping[tuple[str, ...], float | Histogram]
+"""By the values of the metric's own labels."""
+
+
+class Definition(NamedTuple):
+    """One metric. Counters are told with `_total` behind their name; `labels` are its own, beside LABELS."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    text: str
+    read: Callable[[Scrape], float | Histogram | Values]
+    labels: tuple[str, ...] = ()
+
+
+_GAUGES = (  # name, field of Stats, text
+    ("vllm:num_requests_running", "num_running", "Sequences in the batch."),
+    ("vllm:num_requests_waiting", "num_waiting", "Sequences that wait to come in."),
+    ("vllm_lite:kv_blocks", "num_blocks", "KV blocks on the device."),
+    ("vllm_lite:kv_blocks_used", "num_used_blocks", "KV blocks that live sequences hold."),
+    ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most KV blocks that live sequences ever held."),
+    ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
+    ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
+    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of sequences that gave way."),
+)
+_COUNTERS = (
+    ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
+    ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
+    ("vllm:num_preemptions", "preemptions", "Sequences that had to give way."),
+    ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
+    ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
+    ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were guessed."),
+    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens guessed."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that proved right."),
+    ("vllm_lite:steps", "steps", "Steps scheduled."),
+    ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
+    ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
+    ("vllm_lite:copied_blocks", "copied_blocks", "Shared KV blocks copied before they were written."),
+    ("vllm_lite:rejected_requests", "rejected_requests", "Requests that the engine refused; counted nowhere else."),
+    ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
+    ("vllm_lite:malformed_messages", "malformed_messages", "Messages on the engine's socket that made no sense."),
+)
+_HISTOGRAMS = (  # name, field of Measured, text
+    ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
+    (
+        "vllm:inter_token_latency_seconds",
+        "token_gap_s",
+        "From the tokens of a step to those of the sample's next.",
+    ),
+    ("vllm:time_per_output_token_seconds", "token_gap_s", "Deprecated: vllm:inter_token_latency_seconds."),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "mean_token_s",
+        "Mean time between the tokens of each request.",
+    ),
+    ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
+    ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
+    ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's coming in to its first token."),
+    ("vllm:request_decode_time_seconds", "decode_s", "From a request's first token to its end."),
+    ("vllm:request_inference_time_seconds", "inference_s", "From a request's coming in to its end."),
+    ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens of each request that has ended."),
+    ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
+    ("vllm:request_params_n", "samples", "Samples that each asked for."),
+    ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
+    ("vllm:iteration_tokens_total", "step_tokens", "Tokens scheduled in each step."),
+    ("vllm_lite:iteration_tokens", "step_tokens", "The same, by a name that is no counter's."),
+)
+_CACHE_LABELS = (
+    *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),
+    *("num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override", "swap_space"),
+)
+_LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+
+
+def _usage(at: Scrape) -> float:
+    return at.stats.num_used_blocks / at.stats.num_blocks if at.stats.num_blocks else 0.0
+
+
+def _cache_config(at: Scrape) -> Values:
+    config = at.config
+    space = config.cpu_kvcache_space if config.device == "cpu" else None
+    values = (
+        *(at.engine.block_size, config.kv_cache_dtype, None if space is None else int(space * GIB)),
+        *(config.enable_prefix_caching, config.gpu_memory_utilization),
+        *(at.stats.num_host_blocks, at.engine.num_blocks, config.num_gpu_blocks_override, config.swap_space),
+    )
+    return {tuple(map(str, values)): 1}
+
+
+def _ended(at: Scrape) -> Values:
+    return {(reason,): count for reason, count in at.measured.ended_by.items()}
+
+
+def _preemptions(at: Scrape) -> Values:
+    return {("recompute",): at.stats.preemptions - at.stats.swaps, ("swap",): at.stats.swaps}
+
+
+def _swapped(at: Scrape) -> Values:
+    return {("in",): at.stats.swapped_in_blocks, ("out",): at.stats.swapped_out_blocks}
+
+
+def _responses(at: Scrape) -> Values:
+    return {(at.server, *key): count for key, count in at.responses.items()}
+
+
+def _device_hits(at: Scrape) -> float:
+    return at.stats.cached_tokens - at.stats.host_hits
+
+
+_USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
+_REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
+_GAVE_WAY = "Sequences that had to give way, by what became of their KV."
+_SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
+_LOAD = "HTTP requests under way that generate."
+
+METRICS: tuple[Definition, ...] = (
+    *(Definition(name, "gauge", text, attrgetter(f"stats.{field}")) for name, field, text in _GAUGES),
+    Definition("vllm:kv_cache_usage_perc", "gauge", _USAGE, _usage),
+    Definition("vllm:gpu_cache_usage_perc", "gauge", "Deprecated: vllm:kv_cache_usage_perc.", _usage),
+    Definition("vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, _CACHE_LABELS),
+    Definition(
+        "vllm:lora_requests_info", "gauge", "There are no LoRAs; 1.", lambda _: {("0", "", ""): 1}, _LORA_LABELS
+    ),
+    *(Definition(name, "counter", text, attrgetter(f"stats.{field}")) for name, field, text in _COUNTERS),
+    Definition(
+        "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
+    ),
+    Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
+    Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
+    Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
+    *(Definition(name, "histogram", text, attrgetter(f"measured.{field}")) for name, field, text in _HISTOGRAMS),
+    Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
+    Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
+)
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+
+
+class Metrics:
+    """The route, and what the middleware below counts for it."""
+
+    def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
+        """`config` is resolved; `server` tells one of several API servers from the others."""
+        self._calls = calls
+        self._config = config
+        self._engine = engine
+        self._labels = (model_name, ENGINE)
+        self._server = server
+        self._paths: set[str] = set()
+        self._endpoints: dict[object, str] = {}
+        self._responses = Counter[tuple[str, str]]()
+
+    async def get(self, _: Request) -> Response:
+        """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
+        stats = await self._calls.stats()
+        measured = stats.measured
+        if measured is None:
+            raise RuntimeError("the engine's counters lack what it measured")
+        scrape = Scrape(
+            *(stats, measured, self._config, self._engine),
+            *(len(self._calls), self._responses, self._server),
+        )
+        # Also for those who would rather have OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
+        text = generate_latest(_Collected(scrape, self._labels))
+        return Response(text, headers={"Content-Type": MEDIA_TYPE})
+
+    def know(self, routes: Iterable[BaseRoute]) -> None:
+        """Responses are counted by these routes."""
+        for route in routes:
+            if isinstance(route, Route):
+                if route.param_convertors:
+                    self._endpoints[route.endpoint] = route.path
+                else:
+                    self._paths.add(route.path)
+
+    def count(self, scope: Scope, status: int) -> None:
+        """A response begins."""
+        path = scope["path"]
+        route = path if path in self._paths else self._endpoints.get(scope.get("endpoint"), OTHER)
+        self._responses[route, str(status)] += 1
+
+
+class Tally:
+    """ASGI middleware: tells `metrics` of every response."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.count(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_and_count)
+
+
+class _Collected(Collector):
+    """One scrape, in the library's terms. There is no registry: two scrapes share nothing."""
+
+    def __init__(self, scrape: Scrape, labels: tuple[str, ...]) -> None:
+        self._scrape = scrape
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in METRICS:
+            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
+            read = metric.read(self._scrape)
+            for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
+                labels = (*self._labels, *own)
+                if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
+                    family.add_metric(labels, _buckets(value), value.sum)
+                else:
+                    family.add_metric(labels, value)
+            yield family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """(bound, number of values up to it), as Prometheus wants them."""
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))
+
+
+def table() -> str:
+    """Every metric as a row of a Markdown table: docs/metrics.md holds this."""
+    rows = ["| name | kind | labels | what it is |", "| --- | --- | --- | --- |"]
+    for metric in METRICS:
+        name = metric.name + "_total" * (metric.kind == "counter")
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.text} |")
+    return "\n".join(rows) + "\n"
