@@ -165,3 +165,17 @@ def test_streams_of_several_servers_have_names_of_their_own() -> None:
         assert len(set(names)) == 9
 
     run(main)
+
+
+def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
+    async def main() -> None:
+        desk = Desk()
+        desk.calls = Calls(desk.relay, Limits(4, 2, 2), write_timeout_s=1.0)
+        desk.calls._num_waiting = 5  # they have gone since
+        desk.calls.check()
+        with desk.calls.run(desk.call("a", n=2)):
+            desk.calls.check()
+            with desk.calls.run(desk.call("b")), pytest.raises(ApiError, match="max-num-queued-reqs 2"):
+                desk.calls.check()
+
+    run(main)

@@ -74,7 +74,10 @@ class Calls:
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
         limits, share = self._limits, self._limits.max_queued
-        if self.relay.num_sequences >= limits.capacity + share or self._num_waiting >= max(1, limits.max_queued_of_all):
+        here = self.relay.num_sequences
+        # The engine's count is some time old: those who waited may have gone since.
+        too_many_wait = here > share and self._num_waiting >= max(1, limits.max_queued_of_all)
+        if here >= limits.capacity + share or too_many_wait:
             flag = f"--max-num-queued-reqs {limits.max_queued_of_all}"
             raise _full(f"as many requests as may wait are waiting ({flag})")
 
