@@ -110,6 +110,10 @@ class Recorded:
             names = list(self.scheduler.requests)
             if names and rng.random() < 0.15:
                 self._random_fork(rng, rng.choice(names), f"f{index}")
+            if rng.random() < 0.05:
+                self.core.reset_prefix_cache()
+            if names:  # looking changes nothing that replay could find
+                self.core.describe(tuple(names))
             self.clock.now_s += rng.random() / 20
             for _ in range(rng.randint(0, 3)):
                 self.turn(fail=rng.random() < 0.03)

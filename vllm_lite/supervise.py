@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -53,9 +53,17 @@ class Child(Protocol):
 class ChildProcess:
     """See spawn()."""
 
-    def __init__(self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: msgspec.Struct,
+        name: str,
+        on_exit: Callable[[str], None],
+        fds: Sequence[int] = (),
+    ) -> None:
         self.name = name
         self.pid = 0
+        self._fds = tuple(fds)
         self._reason: str | None = None
         self._on_exit = on_exit
         self._started = threading.Event()
@@ -74,7 +82,7 @@ class ChildProcess:
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(read_end), str(os.getpid())],
-                    pass_fds=(read_end,),
+                    pass_fds=(read_end, *self._fds),
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=_stderr_fd(),
@@ -146,14 +154,22 @@ class ChildThread:
 
 
 def spawn(
-    module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None], *, in_thread: bool = False
+    module: str,
+    settings: msgspec.Struct,
+    name: str,
+    on_exit: Callable[[str], None],
+    *,
+    in_thread: bool = False,
+    fds: Sequence[int] = (),
 ) -> Child:
     """Start `python -m module` with `settings`; `on_exit(reason)` is called on a thread of its own when it ends.
 
     The child ends when this process does, however this process ends. `in_thread` runs it inside this process instead.
+    It has the open descriptors `fds` under the same numbers.
     """
-    kind = ChildThread if in_thread else ChildProcess
-    return kind(module, settings, name, on_exit)
+    if in_thread:
+        return ChildThread(module, settings, name, on_exit)
+    return ChildProcess(module, settings, name, on_exit, fds)
 
 
 def run_child(

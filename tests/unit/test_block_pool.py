@@ -115,14 +115,21 @@ def test_caching_a_block_twice_is_refused() -> None:
         pool.cache_block(1, b"h")
 
 
-def test_reset_is_refused_while_a_block_is_referenced() -> None:
-    pool = BlockPool(3)
-    ids = pool.get_new_blocks(1)
-    pool.cache_block(1, b"h")
-    assert not pool.reset_cache()
-    pool.free(ids)
-    assert pool.reset_cache()
-    assert pool.get_cached_block(b"h") is None
+def test_reset_forgets_what_is_referenced_as_well() -> None:
+    pool = BlockPool(5)
+    held = pool.get_new_blocks(2)
+    left = pool.get_new_blocks(1)
+    for block_id, block_hash in ((1, b"h"), (2, b"h"), (3, b"left")):
+        pool.cache_block(block_id, block_hash)
+    pool.free(left)
+    assert pool.reset_cache() == 3
+    assert pool.num_cached == 0
+    assert pool.get_cached_block(b"h") is pool.get_cached_block(b"left") is None
+    pool.check_integrity([held])  # who holds a block keeps it
+    pool.cache_block(1, b"again")
+    assert pool.get_cached_block(b"again") == 1
+    assert pool.reset_cache() == 1
+    assert pool.reset_cache() == 0
 
 
 def test_a_pool_without_room_for_a_real_block_is_refused() -> None:

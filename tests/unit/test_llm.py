@@ -18,7 +18,7 @@ from vllm_lite.client.session import Session
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
-from vllm_lite.protocol.api import Abort, Dying, Generate, Stats, Welcome
+from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Welcome
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
@@ -207,6 +207,15 @@ def test_stats(llm: LLM, engine: FakeEngine) -> None:
 
     meanwhile(act)
     assert llm.stats() == Stats(*range(11))
+
+
+def test_reset_prefix_cache(llm: LLM, engine: FakeEngine) -> None:
+    def act() -> None:
+        engine.expect(ResetPrefixCache)
+        engine.send(PrefixCacheReset(5, 6, 7))
+
+    meanwhile(act)
+    assert llm.reset_prefix_cache() == PrefixCacheReset(5, 6, 7)
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -41,6 +41,24 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Abort("r", stopped=True)),
     (codec.client_to_engine, api.Ping()),
     (codec.client_to_engine, api.GetStats()),
+    (codec.client_to_engine, api.Describe(("a", "b"))),
+    (codec.client_to_engine, api.ResetPrefixCache()),
+    (codec.engine_to_client, api.PrefixCacheReset(1, 2, 3)),
+    (
+        codec.engine_to_client,
+        api.Descriptions(
+            [
+                api.RequestState(
+                    "r",
+                    api.Admission("LATER", "waits_for_blocks", 1, 2, 3, 4),
+                    [api.SampleState(0, "waiting", 5, 0, 0, 0, 0)],
+                    *(0, 7, 8, 9, -1),
+                    0.5,
+                    None,
+                )
+            ]
+        ),
+    ),
     (codec.engine_to_client, api.Refused("no")),
     (codec.engine_to_client, api.Dying("why")),
     (codec.engine_to_client, api.Heartbeat(1, 2)),

@@ -33,7 +33,9 @@ FACTORY = StreamFactory(welcome(vocab_size=TOKENIZER.vocab_size), TOKENIZER)
 
 
 def sent(prompt: Any, factory: StreamFactory = FACTORY, **fields: Any) -> Generate:
-    return factory.make(prompt, SamplingParams(**fields), "r").message()
+    message = factory.make(prompt, SamplingParams(**fields), "r").message()
+    assert isinstance(message, Generate)
+    return message
 
 
 # ---- bad words

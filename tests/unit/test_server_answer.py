@@ -19,7 +19,7 @@ from vllm_lite.server import calls as calls_module
 from vllm_lite.server.answer import Answer
 from vllm_lite.server.bodies import ChatBody, ChatMessage, StreamOptions
 from vllm_lite.server.call import Call
-from vllm_lite.server.calls import Calls
+from vllm_lite.server.calls import Calls, Limits
 from vllm_lite.server.connection import ABORT
 from vllm_lite.server.errors import ApiError
 from vllm_lite.server.logprobs import Spelling
@@ -47,6 +47,9 @@ class FakeSession:
             raise self.dead
         self.sinks[message.request_id] = sink
 
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self.sinks and request_id not in self.dropped
+
     def drop(self, request_id: str, *, stopped: bool) -> None:
         del stopped
         self.dropped.append(request_id)
@@ -64,7 +67,7 @@ class Talk:
     def __init__(self, *, n: int = 1, stream: bool = True, usage: bool = False, max_queued: int = 10) -> None:
         self.session = FakeSession()
         self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
-        self.calls = Calls(self.relay, capacity=1, max_queued=max_queued, write_timeout_s=1.0)
+        self.calls = Calls(self.relay, Limits(1, max_queued, max_queued), write_timeout_s=1.0)
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.may_write = asyncio.Event()

@@ -43,11 +43,43 @@ def test_several_keys(tmp_path: Path) -> None:
     """A flag takes one, so that it cannot take the model for another."""
     file = tmp_path / "keys"
     file.write_text("# of the team\nthree\n\n four \n")
-    assert load("--api-key", "one", "--api-key", "two").keys() == ("one", "two")
-    assert load("--api-key", "5k").keys() == ("5k",)
-    assert load("--api-key", "one", "--api-key-file", str(file)).keys() == ("one", "three", "four")
-    assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys() == ("one", "two")
-    assert load().keys() == ()
+    assert load("--api-key", "one", "--api-key", "two").keys().user == ("one", "two")
+    assert load("--api-key", "5k").keys().user == ("5k",)
+    assert load("--api-key", "one", "--api-key-file", str(file)).keys().user == ("one", "three", "four")
+    assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys().user == ("one", "two")
+    assert load().keys().user == ()
+
+
+def test_keys_of_admins(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("three\n")
+    config = load("--api-key", "one", "--admin-api-key", "two", "--admin-api-key-file", str(file))
+    assert config.keys() == (("one",), ("two", "three"))
+    assert "two" not in config.to_yaml()
+    with pytest.raises(ConfigError, match="admin_api_key_file"):
+        load("--admin-api-key-file", "/no/such/file").keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "local"),
+    [
+        ([], True),
+        (["--host", "localhost"], True),
+        (["--host", "::1"], True),
+        (["--host", "127.8.8.8"], True),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "example.org"], False),
+        (["--host", "::"], False),
+        (["--host", "0.0.0.0", "--uds", "/s"], True),
+    ],
+)
+def test_who_can_reach_it(flags: list[str], local: bool) -> None:
+    assert load(*flags).is_local is local
+
+
+def test_one_process_is_one_server() -> None:
+    with pytest.raises(ConfigError, match="api_server_count is 2"):
+        load("--single-process", "--api-server-count", "2")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
@@ -67,7 +99,7 @@ def test_a_file_with_lists(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("served_model_name: [a, b]\napi_key: [one, two]\nallowed_origins: ['*']\n")
     config = load(file=file)
-    assert (config.names, config.keys(), config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
+    assert (config.names, config.keys().user, config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
 
 
 def test_what_is_shown_can_be_read_again_and_holds_no_key(tmp_path: Path) -> None:
@@ -87,6 +119,8 @@ def test_what_is_shown_can_be_read_again_and_holds_no_key(tmp_path: Path) -> Non
         (["--port", "x"], "port"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout"),
         (["--generation-config", "x"], "auto, vllm"),
+        (["--api-server-count", "0"], "api_server_count"),
+        (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
         (["--ssl-certfile", "x"], "ssl_keyfile"),
         (["--model", "x", "--block-size", "3"], "block_size"),
     ],

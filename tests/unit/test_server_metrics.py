@@ -16,7 +16,7 @@ from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Histogram, Measured, Stats
-from vllm_lite.server.calls import Calls
+from vllm_lite.server.calls import Calls, Limits
 from vllm_lite.server.errors import ApiError
 from vllm_lite.server.metrics import METRICS, Metrics, table
 from vllm_lite.server.relay import Relay
@@ -45,7 +45,7 @@ class Engine:
 def look(stats: Stats | None) -> str:
     async def main() -> str:
         relay = Relay(cast(Session, Engine(stats)), asyncio.get_running_loop())
-        calls = Calls(relay, capacity=1, max_queued=1, write_timeout_s=1.0)
+        calls = Calls(relay, Limits(1, 1, 1), write_timeout_s=1.0)
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, welcome(), "name", server="3")

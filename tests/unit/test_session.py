@@ -11,11 +11,15 @@ from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,
+    Describe,
+    Descriptions,
     Dying,
     Finished,
     Generate,
     GetStats,
     Heartbeat,
+    PrefixCacheReset,
+    ResetPrefixCache,
     Stats,
     ToClient,
     TokenLogprobs,
@@ -153,6 +157,26 @@ def test_garbage_is_counted_and_does_no_harm() -> None:
         engine.finish("a", 0, 1)
         assert sink.next() == Finished("a", 0, [1], "length")
         assert session.num_malformed == 2
+
+
+def test_each_kind_of_question_has_its_own_answers() -> None:
+    with FakeEngine() as engine, session_with(engine) as session:
+        stats, state, reset = session.request_stats(), session.describe(["a", "b"]), session.reset_prefix_cache()
+        late = session.describe(["c"])
+        engine.expect(GetStats)
+        assert engine.expect(Describe).request_ids == ("a", "b")
+        engine.expect(ResetPrefixCache)
+        engine.expect(Describe)
+        engine.send(PrefixCacheReset(1, 2, 3))
+        engine.send(Descriptions([]))
+        engine.send(Stats(*range(11)))
+        assert reset.result(DEADLINE_S) == PrefixCacheReset(1, 2, 3)
+        assert state.result(DEADLINE_S) == Descriptions([])
+        assert stats.result(DEADLINE_S) == Stats(*range(11))
+        assert not late.done()
+        engine.die()
+        with pytest.raises(EngineDeadError):
+            late.result(DEADLINE_S)
 
 
 def test_stats_are_answered_in_order() -> None:

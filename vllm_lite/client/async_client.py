@@ -3,24 +3,26 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory, is_error, shows
+from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.errors import EngineError, RequestError
-from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.transport import KeysOption
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer
 
+A = TypeVar("A")
 _LONG_TEXT_CHARS = 16_384
 """Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
 
@@ -176,7 +178,7 @@ class AsyncClient:
             raise RequestError(f"n must be an integer between 1 and {MAX_SAMPLES}, got {n!r}")
         make = self._connected().streams.fork
         streams = [make(parent, sampling_params, os.urandom(12).hex(), number) for number in range(n)]
-        forks = [self._follow(stream, request_id) for stream in streams]
+        forks = [self._follow(stream, is_fork=True) for stream in streams]
         try:
             for fork in forks:
                 await anext(fork)  # sends it; from here on whoever drops the iterator aborts the request
@@ -192,37 +194,39 @@ class AsyncClient:
 
     async def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in time."""
-        future = asyncio.wrap_future(self._connected().session.request_stats())
-        try:
-            return await asyncio.wait_for(future, STATS_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
+        return await self._answer(self._connected().session.request_stats())
+
+    async def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Forget all that is cached; what runs goes on. Raises EngineError if the engine does not answer in time."""
+        return await self._answer(self._connected().session.reset_prefix_cache())
 
     # ---- inside
 
-    async def _follow(self, stream: RequestStream, parent_id: str | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """Send the request and tell how it comes on. That of a fork is sent by the first step, which tells what it has.
+    async def _answer(self, asked: Future[A]) -> A:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(asked), STATS_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
 
-        The engine may have ended a parent whose end was still on its way here when it was forked. Then it refuses the
-        fork, and is sent the tokens instead.
-        """
+    async def _follow(self, stream: RequestStream, *, is_fork: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        """Send the request and tell how it comes on. That of a fork is sent by the first step, which tells what it
+        has."""
         session, request_id = self._connected().session, stream.request_id
         if request_id in self._inboxes:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         inbox = self._inboxes[request_id] = _Inbox()
         self._streams[request_id] = stream
         try:
-            session.submit(stream.message() if parent_id is None else stream.fork_message(parent_id), self._arrive)
-            if parent_id is not None:
+            session.submit(stream.message(), self._arrive)
+            if is_fork:
                 yield stream.output()
             while not stream.finished:
                 events = await inbox.take()
                 for event in events:
-                    if parent_id is not None and is_error(event) and not session.is_live(parent_id):
+                    if stream.starts_again(event, session.is_live):
                         session.submit(stream.message(), self._arrive)
                     else:
                         stream.apply(event)
-                    parent_id = None
                 if stream.finished:
                     # before its reader takes the end; nothing to drop if the engine ended it
                     session.drop(request_id, stopped=stream.error is None)

@@ -34,7 +34,8 @@ class Launched:
     def __init__(self, config: EngineConfig, address: str, run_dir: str) -> None:
         self.config = config
         self.address = address
-        self._run_dir = run_dir
+        self.run_dir = run_dir
+        """A folder of this user alone, which goes when the engine does."""
         self._ended = threading.Event()
         self._session: Session | None = None
         settings = EngineSettings(config=config, address=address, run_dir=run_dir)
@@ -79,7 +80,7 @@ class Launched:
 
     def _note(self, record: Record) -> None:
         self._record = record
-        instances.write(self._run_dir, record)
+        instances.write(self.run_dir, record)
 
     def alive(self) -> str | None:
         """None while the engine runs, else how it ended: "killed by SIGKILL", "exit status 1"."""
@@ -110,7 +111,7 @@ class Launched:
 
     def _remove_files(self) -> None:
         """What an engine that was killed could not remove itself."""
-        supervise.remove_dir(self._run_dir)
+        supervise.remove_dir(self.run_dir)
         if self.address.startswith("ipc://") and not answers(self.address):
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 

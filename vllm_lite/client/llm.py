@@ -20,7 +20,7 @@ from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_to
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.errors import ConfigError, RequestError
-from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.params import SamplingParams
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
@@ -134,6 +134,11 @@ class LLM:
     def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer."""
         return self._launched.session.stats()
+
+    def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Forget all that is cached; how much that was. Raises EngineError if the engine does not answer."""
+        session = self._launched.session
+        return session.wait(session.reset_prefix_cache())
 
     def generate(
         self,

@@ -9,9 +9,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +22,8 @@ from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolE
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Describe,
+    Descriptions,
     Dying,
     Finished,
     ForkRequest,
@@ -29,7 +32,9 @@ from vllm_lite.protocol.api import (
     GetStats,
     Hello,
     OutputBatch,
+    PrefixCacheReset,
     Refused,
+    ResetPrefixCache,
     Stats,
     ToClient,
     Tokens,
@@ -53,6 +58,9 @@ _LAST_WORDS_S = 0.5
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
+_ANSWERS = (Stats, Descriptions, PrefixCacheReset)
+
+A = TypeVar("A")
 logger = log.get(__name__)
 
 
@@ -91,7 +99,7 @@ class Session:
         self._live: dict[str, _Live] = {}
         self._leaving: dict[str, deque[set[int]]] = {}
         """Streams dropped here, oldest first: which samples' ends are still to come."""
-        self._stats: deque[Future[Stats]] = deque()  # the engine answers in order
+        self._asked: dict[type, deque[Future[Any]]] = {kind: deque() for kind in _ANSWERS}  # answered in order
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -162,17 +170,24 @@ class Session:
 
     def request_stats(self) -> "Future[Stats]":
         """Ask for the engine's counters. The future fails with EngineError if the engine does."""
-        future: Future[Stats] = Future()
-        with self._lock:
-            self._check_usable()
-            self._stats.append(future)
-            self._post(GetStats())
-        return future
+        return self._ask(GetStats(), Stats)
+
+    def describe(self, request_ids: Sequence[str]) -> "Future[Descriptions]":
+        """Ask how live requests are, this client's or not. The future fails with EngineError if the engine does."""
+        return self._ask(Describe(tuple(request_ids)), Descriptions)
+
+    def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
+        """Have the engine forget all that is cached. The future fails with EngineError if the engine does."""
+        return self._ask(ResetPrefixCache(), PrefixCacheReset)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
+        return self.wait(self.request_stats(), timeout_s)
+
+    def wait(self, asked: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
+        """The answer to what was asked. Raises EngineError if it does not come in `timeout_s`."""
         try:
-            return self.request_stats().result(timeout_s)
+            return asked.result(timeout_s)
         except TimeoutError as error:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
@@ -189,6 +204,14 @@ class Session:
             self._wakeup.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+        future: Future[A] = Future()
+        with self._lock:
+            self._check_usable()
+            self._asked[answer].append(future)
+            self._post(message)
+        return future
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -238,9 +261,10 @@ class Session:
     def _handle(self, message: ToClient) -> None:
         if isinstance(message, OutputBatch):
             self._dispatch(message.outputs)
-        elif isinstance(message, Stats):
+        elif isinstance(message, _ANSWERS):
             with self._lock:
-                future = self._stats.popleft() if self._stats else None
+                asked = self._asked[type(message)]
+                future = asked.popleft() if asked else None
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
         elif isinstance(message, Dying):
@@ -351,12 +375,12 @@ class Session:
                 return
             self._dead = error
             live, self._live = self._live, {}
-            stats, self._stats = self._stats, deque()
+            asked = [future for futures in self._asked.values() for future in futures]
         events: dict[Sink, list[Event]] = {}
         for request_id, stream in live.items():
             events.setdefault(stream.sink, []).append(Failure(request_id, _again(error)))
         self._deliver(events)
-        for future in stats:
+        for future in asked:
             if future.set_running_or_notify_cancel():
                 future.set_exception(_again(error))
 

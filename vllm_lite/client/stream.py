@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,9 +61,12 @@ class RequestStream:
         params: SamplingParams,
         samples: Sequence[Sample],
         prompt_scores: PromptScores | None = None,
+        parent_id: str | None = None,
     ) -> None:
-        """`params` hold the seed; there is one of `samples` for each that the engine draws. Made by StreamFactory."""
+        """`params` hold the seed; there is one of `samples` for each that the engine draws. A fork begins with what it
+        has inherited of `parent_id`. Made by StreamFactory."""
         self.request_id = request_id
+        self._parent_id = parent_id
         self.prompt = prompt
         self.params = params
         self.samples = samples
@@ -77,15 +80,19 @@ class RequestStream:
         self._num_cached_tokens: int | None = None
         self._told_prompt = False
 
-    def message(self) -> Generate:
+    def message(self) -> Generate | ForkRequest:
         """What starts this request in an engine, behind the tokens that it has inherited, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
+        if self._parent_id is not None:
+            return ForkRequest(self._parent_id, self.request_id, have, self._wire_params())
         output = pack_tokens(self.samples[0].token_ids) if have else b""
         return Generate(self.request_id, prompt, self._wire_params(), have, output)
 
-    def fork_message(self, parent_id: str) -> ForkRequest:
-        """What starts this request in an engine that has its parent."""
-        return ForkRequest(parent_id, self.request_id, self.num_tokens, self._wire_params())
+    def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
+        """Whether `event`, the next one, says that the engine had ended the parent of this fork while the news of that
+        was still on its way here: then it is to be sent again, and message() holds the tokens instead."""
+        parent_id, self._parent_id = self._parent_id, None
+        return parent_id is not None and is_error(event) and not is_live(parent_id)
 
     def _wire_params(self) -> SamplingParams:
         params = wire_params(self.params)
@@ -212,7 +219,7 @@ class StreamFactory:
         sample = self._sample(params, parent.num_tokens)
         sample.inherit(parent.samples[0])
         scores = None if params.prompt_logprobs is None else parent.prompt_scores
-        return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores)
+        return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """The same in token ids. Raises RequestError."""

@@ -258,16 +258,15 @@ class BlockPool:
             if self.blocks[block_id].block_hash is not None:
                 self._unindex(self.blocks[block_id])
 
-    def reset_cache(self) -> bool:
-        """Forget every cached block. False, and nothing is done, while any block is referenced."""
-        if self.num_used:
-            return False
+    def reset_cache(self) -> int:
+        """Forget every cached block, and return how many there were. One that is referenced stays allocated."""
+        num_cached = self.num_cached
         for block in self.blocks:
             block.block_hash = None
         self._cached.clear()
         if self.observer is not None:
             self.observer.cleared()
-        return True
+        return num_cached
 
     def _evict(self, block: Block) -> None:
         block_hash = self._unindex(block)

@@ -12,6 +12,8 @@ from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.describe import describe
 from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefix_hash import PrefixHasher
@@ -21,7 +23,7 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol.api import ForkRequest, Generate, Stats
+from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
@@ -151,6 +153,15 @@ class EngineCore:
         if request is not None and self.recorder is not None:
             self.recorder.aborted(request, self._clock())
         return request
+
+    def describe(self, request_ids: tuple[str, ...]) -> Descriptions:
+        return describe(self.scheduler, request_ids, self._clock())
+
+    def reset_prefix_cache(self) -> PrefixCacheReset:
+        done = reset_cache(self.scheduler)
+        if self.recorder is not None:
+            self.recorder.cache_reset(self._clock())
+        return done
 
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
         params = message.params

@@ -18,6 +18,7 @@ from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Describe,
     Finished,
     ForkRequest,
     FromClient,
@@ -25,6 +26,7 @@ from vllm_lite.protocol.api import (
     GetStats,
     Heartbeat,
     Ping,
+    ResetPrefixCache,
     Tokens,
     Welcome,
 )
@@ -185,6 +187,10 @@ class EngineProcess:
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
             self._port.send(peer, core.stats(self._port.malformed))
+        elif isinstance(message, Describe):
+            self._port.send(peer, core.describe(message.request_ids))
+        elif isinstance(message, ResetPrefixCache):
+            self._port.send(peer, core.reset_prefix_cache())
 
     def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
         try:

@@ -177,6 +177,9 @@ class Recorder:
         if produced:
             self._write(records.Expired(now_s, [item.request.arrival for item in produced]))
 
+    def cache_reset(self, now_s: float) -> None:
+        self._write(records.CacheReset(now_s, self._hasher.take()))
+
     def measured(self, rates: Rates) -> None:
         self._write(records.Measured(*rates))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.plan import Produced, Rates
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.recording import Reasons, digest_of, summary_of
@@ -150,6 +151,10 @@ class Replay:
                 scheduler.abort(self._ids[record.number])
             case records.Expired():
                 self._expire(record)
+            case records.CacheReset():
+                self._hasher.give(record.hashes)
+                reset_cache(scheduler)
+                self._hasher.check_used_up()
             case records.Measured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
 

@@ -26,6 +26,7 @@ class Request:
         "num_cached_at_start",
         "num_generated",
         "num_inherited",
+        "num_preemptions",
         "num_prompt",
         "num_samples",
         "num_unborn",
@@ -44,6 +45,7 @@ class Request:
         self.max_len = max_len
         self.stop_ids = stop_ids
         self.arrival = 0
+        self.num_preemptions = 0
         self.deadline_s: float | None = None
         self.num_cached_at_start: int | None = None
         self.queued_s = 0.0

@@ -321,6 +321,7 @@ class Scheduler:
         self.waiting.appendleft(victim)
         plan.entries.append(Preempt(victim.handle))
         self.counters.preemptions += 1
+        victim.request.num_preemptions += 1
         if self.note is not None:
             self.note("preempted", victim, {"for": winner.request.request_id, "by": how})
 

@@ -74,6 +74,19 @@ class GetStats(_Message, tag="get_stats"):
     pass
 
 
+class Describe(_Message, tag="describe"):
+    """Asks how requests are, whoever's they are; answered by one Descriptions."""
+
+    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)]
+
+
+class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
+    """Forget all that is cached, on the device and on the host; answered by PrefixCacheReset.
+
+    Nothing computed before is found by a request that comes later. What runs goes on with the KV it has.
+    """
+
+
 # ---- engine -> client
 
 
@@ -238,5 +251,76 @@ class Stats(_Message, tag="stats"):
     measured: Measured | None = None
 
 
-FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats
-ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats
+class Admission(_Message):
+    """Whether a request may come in, and the numbers behind that, in KV blocks.
+
+    verdict      OK: it runs, or fits now. LATER: it fits once others have left. One that never fits is refused at once
+    reason       what it waits for: a trace's code for that, or "waits_for_turn" behind others in the queue,
+                 "waits_for_step" if the next step takes it in, "waits_for_result" if it was preempted while its latest
+                 token was computed; None if it runs
+    required     blocks it needs to come in, less those found in the cache that others hold; of one that runs, what it
+                 holds. As long as others stand before it nothing has been looked up, so this is the most it can be
+    free         blocks that can be handed out, cached ones that nobody holds included
+    watermark    of which so many are kept for those that run
+    total        blocks of the pool
+    """
+
+    verdict: Literal["OK", "LATER", "NEVER"]
+    reason: str | None
+    required: int
+    free: int
+    watermark: int
+    total: int
+
+
+class SampleState(_Message):
+    """How one sample is. `place` counts those before it in the queue; None if it runs.
+
+    `num_computed` counts positions, of the prompt and behind it, whose KV is or is being computed; `num_blocks` and
+    `num_host_blocks` what it holds, shared ones included.
+    """
+
+    index: int
+    status: Literal["waiting", "running", "preempted", "swapped"]
+    place: int | None
+    num_computed: int
+    num_output: int
+    num_blocks: int
+    num_host_blocks: int
+
+
+class RequestState(_Message):
+    """How a live request is. `admission` is that of its first sample that waits, or of the first one.
+
+    `num_unborn` samples come into being when the prompt is computed; `age_s` is since it came, `deadline_in_s` when it
+    will be ended.
+    """
+
+    request_id: str
+    admission: Admission
+    samples: list[SampleState]
+    num_unborn: int
+    num_prompt: int
+    num_cached: int
+    num_preemptions: int
+    priority: int
+    age_s: float
+    deadline_in_s: float | None
+
+
+class Descriptions(_Message, tag="descriptions"):
+    """Of those requests that live, in the order in which they were asked for."""
+
+    requests: list[RequestState]
+
+
+class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
+    """How many cached blocks were forgotten, and of how many live sequences what they hold."""
+
+    num_blocks: int
+    num_host_blocks: int
+    num_live: int
+
+
+FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | ResetPrefixCache
+ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | PrefixCacheReset

@@ -1,12 +1,10 @@
 """The routes."""
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,25 +20,22 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import bodies, openapi
 from vllm_lite.server.answer import Answer
-from vllm_lite.server.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
+from vllm_lite.server.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from vllm_lite.server.call import Call
-from vllm_lite.server.calls import Calls
-from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.errors import ApiError, error_body, refused
 from vllm_lite.server.gate import OPEN_PATHS, Gate
 from vllm_lite.server.logprobs import Spelling
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics, Tally
 from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts, text_of
+from vllm_lite.server.reading import Reader
+from vllm_lite.server.requests import Requests, as_json
 from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
-
-DRAIN_S = 2.0
-"""How long a body that is refused is still read, so that its client comes to read the answer."""
 
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """By what ids begin with: where the prompt stands in the body."""
 
-B = TypeVar("B", bound=msgspec.Struct)
 logger = log.get(__name__)
 
 
@@ -81,19 +76,21 @@ class Api:
     """One method for each route."""
 
     def __init__(
-        self, config: ServeConfig, model: Model, factory: StreamFactory, prompts: Prompts, calls: Calls
+        self, config: ServeConfig, model: Model, factory: StreamFactory, prompts: Prompts, requests: Requests
     ) -> None:
         self._config = config
         self._model = model
         self._factory = factory
         self._prompts = prompts
-        self._calls = calls
+        self._requests = requests
+        self._calls = requests.calls
+        self._reader = Reader(config)
         self._spelling = Spelling(factory.tokenizer)
 
     # ---- generation
 
     async def completions(self, request: Request) -> Response:
-        body, headers = await self._read(request, CompletionBody)
+        body, headers = await self._reader.read(request, CompletionBody)
         name = self._model.name(body.model)
         self._calls.check()
         params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
@@ -103,10 +100,13 @@ class Api:
         call = await self._call("cmpl", body.request_id, prompts, params)
         echo = [self._text(stream) for stream in call.streams] if body.echo else None
         shape = CompletionShape(call, body, name, self._spelling, echo=echo)
+        call.shape_fork = lambda fork, asked: CompletionShape(
+            fork, asked.over(body), name, self._spelling, echo=echo and echo * len(fork.streams)
+        )
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
     async def chat(self, request: Request) -> Response:
-        body, headers = await self._read(request, ChatBody)
+        body, headers = await self._reader.read(request, ChatBody)
         name = self._model.name(body.model)
         self._calls.check()
         changes = _chat_changes(body)
@@ -115,10 +115,11 @@ class Api:
         last = body.messages[-1]
         echo = text_of(last) if body.echo and last.role == "assistant" else ""
         shape = ChatShape(call, body, name, self._spelling, echo=echo)
+        call.shape_fork = lambda fork, asked: ChatShape(fork, asked.over(body), name, self._spelling, echo=echo)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
     async def generate(self, request: Request) -> Response:
-        body, headers = await self._read(request, GenerateBody)
+        body, headers = await self._reader.read(request, GenerateBody)
         name = self._model.name(body.model)
         self._calls.check()
         given = body.sampling_params
@@ -127,31 +128,17 @@ class Api:
         params = bodies.sampling(given, self._model.defaults, changes)
         call = await self._call("gen", body.request_id, [body.token_ids], params)
         shape = TokensShape(call, body, name, self._spelling)
+        call.shape_fork = lambda fork, asked: TokensShape(fork, asked.over(body), name, self._spelling)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
-
-    async def abort(self, request: Request) -> Response:
-        """Its client is told so."""
-        call = self._calls.get(request.path_params["request_id"])
-        self._calls.relay.abort(call)
-        return _json({"id": call.id, "object": "request", "deleted": True})
-
-    async def state(self, request: Request) -> Response:
-        """How far a request is."""
-        call = self._calls.get(request.path_params["request_id"])
-        num_tokens = sum(stream.num_tokens for stream in call.streams)
-        usage = {"prompt_tokens": call.num_prompt_tokens, "completion_tokens": num_tokens}
-        state = "running" if num_tokens else "waiting"
-        return _json({"id": call.id, "object": "request", "created": call.created, "state": state, "usage": usage})
 
     async def _call(
         self, kind: str, request_id: str | None, prompts: Sequence[PromptLike], params: SamplingParams
     ) -> Call:
         """Its streams, not started. Raises ApiError."""
-        call_id = f"{kind}-{request_id or os.urandom(12).hex()}"
+        call_id = await self._requests.new_id(kind, request_id)
         streams: list[RequestStream] = []
         make = self._factory.make
-        for place, prompt in enumerate(prompts):
-            stream_id = call_id if len(prompts) == 1 else f"{call_id}-{place}"
+        for prompt, stream_id in zip(prompts, self._calls.stream_ids(call_id, len(prompts)), strict=True):
             try:
                 if isinstance(prompt, str) and len(prompt) > LONG_TEXT_CHARS:
                     streams.append(await asyncio.to_thread(make, prompt, params, stream_id))
@@ -173,7 +160,7 @@ class Api:
     # ---- tokens
 
     async def tokenize(self, request: Request) -> Response:
-        body, headers = await self._read(request, TokenizeBody)
+        body, headers = await self._reader.read(request, TokenizeBody)
         self._model.name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either a prompt or messages", "prompt")
@@ -185,20 +172,20 @@ class Api:
         words = self._prompts.tokenizer
         spelled = [words.token(token) for token in ids] if body.return_token_strs and words is not None else None
         length = self._model.max_model_len
-        return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
+        return as_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
 
     async def detokenize(self, request: Request) -> Response:
-        body, headers = await self._read(request, DetokenizeBody)
+        body, headers = await self._reader.read(request, DetokenizeBody)
         self._model.name(body.model)
-        return _json({"prompt": self._prompts.decode(body.tokens, skip_special_tokens=False)}, headers)
+        return as_json({"prompt": self._prompts.decode(body.tokens, skip_special_tokens=False)}, headers)
 
     # ---- what is served, and whether
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model.card(name) for name in self._model.names]})
+        return as_json({"object": "list", "data": [self._model.card(name) for name in self._model.names]})
 
     async def model(self, request: Request) -> Response:
-        return _json(self._model.card(self._model.name(request.path_params["model"])))
+        return as_json(self._model.card(self._model.name(request.path_params["model"])))
 
     async def health(self, _: Request) -> Response:
         """200 only if a request would be served: the engine's loop turns."""
@@ -212,63 +199,13 @@ class Api:
         return Response()
 
     async def version(self, _: Request) -> Response:
-        return _json({"version": __version__})
-
-    async def load(self, _: Request) -> Response:
-        return _json({"server_load": len(self._calls)})
+        return as_json({"version": __version__})
 
     async def openapi(self, _: Request) -> Response:
-        return _json(openapi.document())
+        return as_json(openapi.document())
 
     async def docs(self, _: Request) -> Response:
         return Response(openapi.PAGE, media_type="text/html")
-
-    # ---- bodies
-
-    async def _read(self, request: Request, kind: type[B]) -> tuple[B, dict[str, str]]:
-        """The body, and the header that says what of it is ignored. Raises ApiError."""
-        media = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-        if media != "application/json":
-            raise ApiError(415, f"the body must be application/json, got {media!r}")
-        body, ignored = bodies.read(await self._receive(request), kind)
-        wanted = body.sampling_params if isinstance(body, GenerateBody) else body
-        if isinstance(wanted, Sampling) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
-            raise ApiError(400, "prompt_logprobs are not told in a stream", "prompt_logprobs")
-        return body, bodies.warning(ignored)
-
-    async def _receive(self, request: Request) -> bytes:
-        limit, timeout_s = self._config.max_request_bytes, self._config.body_timeout_s
-        length = request.headers.get("content-length", "0")
-        data = bytearray()
-        too_long = length.isdecimal() and int(length) > limit
-        try:
-            async with asyncio.timeout(DRAIN_S if too_long else timeout_s) as patience:
-                async for piece in _pieces(request):
-                    if too_long:
-                        continue
-                    data += piece
-                    if len(data) > limit:
-                        too_long = True
-                        data.clear()
-                        patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
-        except TimeoutError as error:
-            if not too_long:
-                text = f"the body must come within {timeout_s:g} s"
-                raise ApiError(408, text, headers={"Connection": "close"}) from error
-        if too_long:
-            raise ApiError(413, f"a body may have at most {limit} bytes", headers={"Connection": "close"})
-        return bytes(data)
-
-
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises ApiError if the client goes."""
-    while True:
-        message = await request.receive()
-        if message["type"] != "http.request":
-            raise ApiError(400, "the client has gone")
-        yield message.get("body", b"")
-        if not message.get("more_body", False):
-            return
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
@@ -291,14 +228,10 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
     return changes
 
 
-def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
-
-
 # ---- the application
 
 
-def build(api: Api, config: ServeConfig, keys: tuple[str, ...], metrics: Metrics) -> Starlette:
+def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
     """The ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
@@ -306,12 +239,10 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...], metrics: Metrics
         ("/health/ready", api.health),
         ("/ping", api.health),
         ("/version", api.version),
-        ("/load", api.load),
         (METRICS_PATH, metrics.get),
         ("/openapi.json", api.openapi),
         ("/docs", api.docs),
         ("/v1/models", api.models),
-        ("/v1/requests/{request_id}", api.state),
         ("/v1/models/{model:path}", api.model),
     ]
     posts = [
@@ -324,9 +255,12 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...], metrics: Metrics
     routes = [Route(path, method, methods=["GET"]) for path, method in gets]
     routes += [Route(path, method, methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
-    routes.append(Route("/v1/requests/{request_id}", api.abort, methods=["DELETE"]))
+    routes += requests.routes()
+    routes.append(Route("/reset_prefix_cache", requests.reset_prefix_cache, methods=["POST"]))
+    metrics.know(routes)
     open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
-    middleware = [Middleware(Tally, metrics=metrics), Middleware(Gate, keys=keys, open_paths=open_paths)]
+    gate = Middleware(Gate, keys=keys, is_local=config.is_local, open_paths=open_paths)
+    middleware = [Middleware(Tally, metrics=metrics), gate]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -336,10 +270,18 @@ def build(api: Api, config: ServeConfig, keys: tuple[str, ...], metrics: Metrics
             allow_credentials=config.allow_credentials,
         )
         middleware.insert(0, cors)
+    return _application(routes, middleware)
+
+
+def build_private(requests: Requests) -> Starlette:
+    """What the other servers of a family ask of one."""
+    return _application(requests.routes(), [])
+
+
+def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
     handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to where the Host header says
-    metrics.know(app.routes)
     return app
 
 

@@ -65,6 +65,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
+G = TypeVar("G", bound=msgspec.Struct)
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 
 
@@ -138,6 +139,22 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId | None = None
     cache_salt: Name | None = None
     priority: int | None = None
+
+
+class ForkBody(Sampling, frozen=True, kw_only=True):
+    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    return_token_ids: bool | None = None
+
+    def over(self, body: G) -> G:
+        """`body`, told as this one asks."""
+        changes: dict[str, Any] = {"stream": self.stream, "stream_options": self.stream_options}
+        if isinstance(body, Body) and self.return_token_ids is not None:
+            changes["return_token_ids"] = self.return_token_ids
+        return msgspec.structs.replace(body, **changes)
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
+
+if TYPE_CHECKING:
+    from vllm_lite.server.bodies import ForkBody
+    from vllm_lite.server.shapes import Shape
 
 
 class Choice:
@@ -49,11 +54,12 @@ class Choice:
 class Call:
     """Woken whenever one of its streams has news."""
 
-    def __init__(self, call_id: str, streams: Sequence[RequestStream]) -> None:
-        """`streams` have the same number of samples each."""
+    def __init__(self, call_id: str, streams: Sequence[RequestStream], *, are_forks: bool = False) -> None:
+        """`streams` have the same number of samples each; `are_forks` of one request, whose prompt counts once."""
         self.id = call_id
         self.created = int(time.time())
         self.streams = streams
+        self._prompts = streams[:1] if are_forks else streams
         num = streams[0].params.n
         self.choices = [
             Choice(place * num + sample, stream, sample)
@@ -66,6 +72,8 @@ class Call:
         """Its client has not taken what it was sent before."""
         self.cut: Callable[[], None] = lambda: None
         """Ends the connection of its client."""
+        self.shape_fork: Callable[[Call, ForkBody], Shape]
+        """How a fork of this call is told: as it is itself. Set by whoever tells it."""
         self._news = asyncio.Event()
 
     @property
@@ -85,11 +93,11 @@ class Call:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(stream.prompt.token_ids) for stream in self.streams)
+        return sum(len(stream.prompt.token_ids) for stream in self._prompts)
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(stream.num_cached_tokens or 0 for stream in self.streams)
+        return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
     def news(self) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Each choice that has something new, with it."""

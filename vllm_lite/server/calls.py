@@ -3,33 +3,52 @@ that do not read."""
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from vllm_lite import log
+from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.server.answer import PING_S
 from vllm_lite.server.call import Call
-from vllm_lite.server.errors import ApiError, refused, told
+from vllm_lite.server.errors import ApiError, in_use, refused, told
 from vllm_lite.server.relay import Relay
 
 LOOK_S = 0.25
 PROBE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1
 
+A = TypeVar("A")
 logger = log.get(__name__)
+
+
+class Limits(NamedTuple):
+    """How much may run and wait here: of what the engine takes, this server's share if there are several.
+
+    capacity           sequences in a batch
+    max_queued         sequences that may wait for a place in it
+    max_queued_of_all  the same of all servers together, by the engine's own count
+    max_queued_tokens  of prompts without a first token yet; None = any number
+    """
+
+    capacity: int
+    max_queued: int
+    max_queued_of_all: int
+    max_queued_tokens: int | None = None
 
 
 class Calls:
     """Every method is called on the loop."""
 
-    def __init__(self, relay: Relay, *, capacity: int, max_queued: int, write_timeout_s: float) -> None:
-        """`capacity` sequences are in a batch, and `max_queued` may wait for a place in it."""
+    def __init__(self, relay: Relay, limits: Limits, *, write_timeout_s: float, number: int = 0) -> None:
+        """`number` is the server's among several."""
         self.relay = relay
+        self._suffix = f"@{number}" if number else ""
         self.is_draining = False
-        self._capacity = capacity
-        self._max_queued = max_queued
+        self._limits = limits
         self._write_timeout_s = write_timeout_s
         self._num_waiting = 0
         self._running: dict[str, Call] = {}
@@ -54,20 +73,28 @@ class Calls:
         """Raises ApiError if no call may start now."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
-        limit = self._max_queued
-        if self.relay.num_sequences >= self._capacity + limit or self._num_waiting >= max(1, limit):
-            raise ApiError(
-                429,
-                f"as many requests as may wait are waiting (--max-num-queued-reqs {limit}); try again later",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+        limits, share = self._limits, self._limits.max_queued
+        here = self.relay.num_sequences
+        # The engine's count is some time old: those who waited may have gone since.
+        too_many_wait = here > share and self._num_waiting >= max(1, limits.max_queued_of_all)
+        if here >= limits.capacity + share or too_many_wait:
+            flag = f"--max-num-queued-reqs {limits.max_queued_of_all}"
+            raise _full(f"as many requests as may wait are waiting ({flag})")
+
+    def _check_tokens(self, call: Call) -> None:
+        """Raises ApiError if the prompts that wait hold too many tokens. One that finds the queue empty may always."""
+        limit, queued = self._limits.max_queued_tokens, self.relay.num_queued_tokens
+        if limit is not None and queued and queued + call.num_prompt_tokens > limit:
+            new, flag = call.num_prompt_tokens, f"--max-num-queued-tokens {limit}"
+            raise _full(f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})")
 
     @contextmanager
     def run(self, call: Call) -> Iterator[None]:
         """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
         self.check()
+        self._check_tokens(call)
         if call.id in self._running:
-            raise ApiError(409, f"request id {call.id!r} is in use; choose another", "request_id")
+            raise in_use(call.id)
         self._running[call.id] = call
         try:
             try:
@@ -81,9 +108,19 @@ class Calls:
 
     def get(self, call_id: str) -> Call:
         """A call that runs. Raises ApiError if there is none."""
-        if call_id not in self._running:
+        call = self.find(call_id)
+        if call is None:
             raise ApiError(404, f"no request {call_id!r} is running")
-        return self._running[call_id]
+        return call
+
+    def find(self, call_id: str) -> Call | None:
+        return self._running.get(call_id)
+
+    def stream_ids(self, call_id: str, count: int) -> list[str]:
+        """What the engine is to call the streams of a call: no other server's have these names, whoever chose the
+        call's."""
+        names = [call_id] if count == 1 else [f"{call_id}-{place}" for place in range(count)]
+        return [name + self._suffix for name in names]
 
     def abort_all(self) -> None:
         for call in self._running.values():
@@ -97,9 +134,12 @@ class Calls:
 
     async def stats(self) -> Stats:
         """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
+        return await self.ask(lambda session: session.request_stats())
+
+    async def ask(self, question: Callable[[Session], Future[A]]) -> A:
+        """What the engine answers to a question put by the session. Raises ApiError if it does not."""
         try:
-            future = asyncio.wrap_future(self.relay.session.request_stats())
-            return await asyncio.wait_for(future, PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(question(self.relay.session)), PROBE_TIMEOUT_S)
         except (TimeoutError, EngineError) as error:
             text = told(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
             raise ApiError(503, text) from error
@@ -120,9 +160,13 @@ class Calls:
 
     async def _count_waiting(self) -> int:
         """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
-        if self.trouble is not None or self.relay.num_sequences <= self._max_queued:
+        if self.trouble is not None or self.relay.num_sequences <= self._limits.max_queued:
             return 0
         try:
             return (await self.probe()).num_waiting
         except ApiError:
             return 0
+
+
+def _full(message: str) -> ApiError:
+    return ApiError(429, f"{message}; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})

@@ -1,7 +1,8 @@
 """ServeConfig: everything `vllm-lite serve` can be told, an engine's settings and the server's own."""
 
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -9,7 +10,14 @@ from msgspec import Meta
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 
-_SECRET = {"api_key"}
+_SECRET = {"api_key", "admin_api_key"}
+
+
+class Keys(NamedTuple):
+    """`user` keys open what generates, () = everybody may; `admin` keys open all."""
+
+    user: tuple[str, ...] = ()
+    admin: tuple[str, ...] = ()
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -19,10 +27,17 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     host: Annotated[str, Meta(description="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0 takes any that is free")] = 8000
     uds: Annotated[str | None, Meta(description="Unix socket to listen on, instead of host and port")] = None
+    api_server_count: Annotated[
+        int, Meta(ge=1, le=64, description="processes that serve HTTP here; each has its share of the queue limits")
+    ] = 1
 
     # who
     api_key: Annotated[tuple[str, ...], Meta(description="keys that clients must give, one of them")] = ()
     api_key_file: Annotated[str | None, Meta(description="file with one key on each line")] = None
+    admin_api_key: Annotated[
+        tuple[str, ...], Meta(description="keys that open what changes the server, like /reset_prefix_cache, as well")
+    ] = ()
+    admin_api_key_file: Annotated[str | None, Meta(description="file with one such key on each line")] = None
     ssl_keyfile: Annotated[str | None, Meta(description="private key, for https")] = None
     ssl_certfile: Annotated[str | None, Meta(description="certificate, for https")] = None
     ssl_ca_certs: Annotated[str | None, Meta(description="certificates that clients' must be signed by")] = None
@@ -39,6 +54,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     max_num_queued_reqs: Annotated[
         int, Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)")
     ] = 10_000
+    max_num_queued_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="prompt tokens of requests without a first token yet; more are refused (429)"),
+    ] = None
     max_request_bytes: Annotated[int, Meta(ge=1, description="longest body of a request")] = 32 * 1024 * 1024
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
@@ -59,6 +78,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile go together; give both")
+        if self.single_process and self.api_server_count > 1:
+            raise ValueError(f"single_process has one API server; api_server_count is {self.api_server_count}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,21 +92,37 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         values["served_model_name"] = self.names[0] if self.names else None
         return EngineConfig(**values)
 
-    def keys(self) -> tuple[str, ...]:
-        """All API keys, () if everybody may call. Raises ConfigError."""
-        keys = list(self.api_key)
-        if self.api_key_file is not None:
-            try:
-                lines = Path(self.api_key_file).read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"api_key_file {self.api_key_file!r} cannot be read: {error}") from error
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not found:
-                raise ConfigError(f"api_key_file {self.api_key_file!r} holds no key; write one on each line")
-            keys += found
-        return tuple(keys)
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def keys(self) -> Keys:
+        """All API keys. Raises ConfigError."""
+        return Keys(
+            (*self.api_key, *_keys_in("api_key_file", self.api_key_file)),
+            (*self.admin_api_key, *_keys_in("admin_api_key_file", self.admin_api_key_file)),
+        )
 
     def to_yaml(self) -> str:
         """All values, as a file for --config; keys are left out."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _SECRET}
         return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()
+
+
+def _keys_in(name: str, path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path!r} cannot be read: {error}") from error
+    found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"{name} {path!r} holds no key; write one on each line")
+    return found

@@ -11,6 +11,7 @@ _ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
@@ -47,6 +48,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """The JSON of an error."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def in_use(call_id: str) -> ApiError:
+    return ApiError(409, f"request id {call_id!r} is in use; choose another", "request_id")
 
 
 def refused(error: VllmLiteError, param: str | None = None) -> ApiError:

@@ -6,7 +6,15 @@ import msgspec
 
 from vllm_lite import __version__
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.bodies import SAMPLING, ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from vllm_lite.server.bodies import (
+    SAMPLING,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ForkBody,
+    GenerateBody,
+    TokenizeBody,
+)
 
 _BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/completions": (CompletionBody, "continue a prompt"),
@@ -14,6 +22,7 @@ _BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/inference/v1/generate": (GenerateBody, "continue token ids with token ids"),
     "/tokenize": (TokenizeBody, "text or messages to token ids"),
     "/detokenize": (DetokenizeBody, "token ids to text"),
+    "/v1/requests/{request_id}/fork": (ForkBody, "branches of a request that runs, answered as that is"),
 }
 _GETS = {
     "/health": "200 if a request would be served",
@@ -32,9 +41,10 @@ _OPEN = ("/health", "/health/live", "/health/ready", "/ping")
 _ERRORS = {
     "400": "the request is at fault; `param` names the field",
     "401": "no valid API key",
+    "403": "an admin key is needed",
     "404": "no such model, request or path",
     "408": "the body came too slowly, or the deadline of the request has passed",
-    "409": "the request id is in use",
+    "409": "the request id is in use, or the request to fork has finished",
     "413": "the body is too long",
     "415": "the body is not JSON",
     "429": "too many requests wait",
@@ -89,9 +99,11 @@ def document() -> dict[str, Any]:
         paths[path] = {"post": {**_route(path, summary), "requestBody": body}}
     request = {"parameters": [_path_parameter("request_id")]}
     paths["/v1/requests/{request_id}"] = {
-        "get": {**_route("/v1/requests", "how far a request is"), **request},
+        "get": {**_route("/v1/requests", "how a request is, and why it waits"), **request},
         "delete": {**_route("/v1/requests", "end a request"), **request},
     }
+    paths["/v1/requests/{request_id}/fork"]["post"].update(request)
+    paths["/reset_prefix_cache"] = {"post": _route("/reset_prefix_cache", "forget the KV of earlier prompts (admin)")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "vllm_lite", "version": __version__},

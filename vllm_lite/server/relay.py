@@ -8,7 +8,7 @@ import asyncio
 
 from vllm_lite import log
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, Failure, RequestStream
+from vllm_lite.client.stream import Event, Failure, RequestStream, shows
 from vllm_lite.errors import EngineError
 from vllm_lite.server.call import Call
 
@@ -24,6 +24,9 @@ class Relay:
         self._streams: dict[str, tuple[RequestStream, Call]] = {}
         self.num_sequences = 0
         """Of the streams that run."""
+        self.num_queued_tokens = 0
+        """Of the prompts of streams that have no first token yet."""
+        self._queued: dict[str, int] = {}
 
     def start(self, call: Call) -> None:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
@@ -31,6 +34,9 @@ class Relay:
             for stream in call.streams:
                 self.session.submit(stream.message(), self._arrive)
                 self._streams[stream.request_id] = stream, call
+                if not stream.num_tokens:  # a fork has some already, and with them the prompt
+                    self._queued[stream.request_id] = len(stream.prompt.token_ids)
+                    self.num_queued_tokens += len(stream.prompt.token_ids)
                 self.num_sequences += len(stream.samples)
         except BaseException:
             self.drop(call)
@@ -58,10 +64,15 @@ class Relay:
             if stream is None or call is None:
                 continue
             try:
-                stream.apply(event)
+                if stream.starts_again(event, self.session.is_live):
+                    self.session.submit(stream.message(), self._arrive)
+                else:
+                    stream.apply(event)
             except Exception as error:  # of one stream; the others' events are still to be sorted
                 logger.exception("request %s failed", event.request_id)
                 stream.apply(Failure(event.request_id, EngineError(f"the server failed: {error!r}")))
+            if event.request_id in self._queued and shows(event):
+                self._leave_queue(event.request_id)
             if stream.finished:  # at a stop string, perhaps, of which the engine does not know
                 self._forget(stream)
             woken[call] = None
@@ -71,5 +82,9 @@ class Relay:
     def _forget(self, stream: RequestStream) -> None:
         """If the engine has not ended it, it is aborted there."""
         del self._streams[stream.request_id]
+        self._leave_queue(stream.request_id)
         self.num_sequences -= len(stream.samples)
         self.session.drop(stream.request_id, stopped=stream.finished and stream.error is None)
+
+    def _leave_queue(self, request_id: str) -> None:
+        self.num_queued_tokens -= self._queued.pop(request_id, 0)

@@ -161,7 +161,14 @@ class PolicyFault(_Record, frozen=True, tag=8):
     what: str
 
 
-Record = Header | Arrival | Forked | Aborted | Expired | Measured | Step | Result | PolicyFault
+class CacheReset(_Record, frozen=True, tag=9):
+    """All that was cached was forgotten."""
+
+    clock_s: float
+    hashes: bytes
+
+
+Record = Header | Arrival | Forked | Aborted | Expired | Measured | Step | Result | PolicyFault | CacheReset
 
 
 def pack_tokens(tokens: bytes) -> tuple[bytes, int]:

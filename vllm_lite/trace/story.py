@@ -11,6 +11,7 @@ from vllm_lite.trace.records import (
     WAYS,
     Aborted,
     Arrival,
+    CacheReset,
     Code,
     Expired,
     Forked,
@@ -45,6 +46,8 @@ def describe(record: Record, ids: dict[int, str]) -> str:
         return f"{record.request_id} arrived with {record.num_prompt} tokens"
     if isinstance(record, Forked):
         return f"{record.child.request_id} was forked off {ids.get(record.parent)}"
+    if isinstance(record, CacheReset):
+        return "the prefix cache was reset"
     return str(record)
 
 
@@ -148,6 +151,8 @@ class _Teller:
                 yield self._line(record.clock_s, "was aborted")
             case Expired() if self._numbers.intersection(record.numbers):
                 yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
+            case CacheReset() if self._numbers:
+                yield self._line(record.clock_s, "all that was cached was forgotten")
             case PolicyFault() if self._numbers:
                 yield f"             (the policy failed, from here on first come, first served: {record.what})"
         if isinstance(record, Arrival | Forked):

@@ -1,0 +1,207 @@
+"""Several API servers behind one address: one engine, one port, and every request found from each of them."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import pytest
+
+from tests.http_server import READY_S, Server, children, client, serving, until
+
+MODULE = "vllm_lite.server.process"
+KEY = {"Authorization": "Bearer key"}
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+SLOW = ["--attention-backend", "reference", "--enforce-eager"]
+"""So that what is to be seen while requests run can be seen."""
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--api-server-count", "2", "--api-key", "key", *SLOW) as server:
+        yield server
+
+
+class Both:
+    """A connection to each of two servers. The kernel chooses whose a connection is, so they are made until there are
+    both."""
+
+    def __init__(self, server: Server) -> None:
+        self._stack = ExitStack()
+        self.of: dict[int, httpx.Client] = {}
+        for _ in range(200):
+            http = client(server, headers=KEY)
+            number = http.get("/load").json()["server"]
+            if number in self.of:
+                http.close()
+            else:
+                self.of[number] = http
+                self._stack.callback(http.close)
+            if len(self.of) == 2:
+                return
+        raise AssertionError(f"only {list(self.of)} answer")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def load_of(server: Server) -> dict[str, Any]:
+    load: dict[str, Any] = httpx.get(server.url + "/load", headers=KEY, timeout=DEADLINE_S).json()
+    assert load["server_load"] == sum(load["servers"])
+    return load
+
+
+def test_ready_is_said_once_when_all_are(server: Server) -> None:
+    assert server.output.count("ready at") == 1
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    assert sum(MODULE in child.cmdline() for child in family) == 1
+
+
+def test_requests_are_spread_over_both(server: Server) -> None:
+    """Each of 30 requests has a connection of its own; /load counts what each server runs."""
+
+    async def main() -> list[int]:
+        async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=DEADLINE_S) as http:
+
+            async def one(place: int) -> str:
+                body = {**LONG, "max_tokens": 60, "temperature": 1, "seed": place}
+                answer = await http.post("/v1/completions", json=body)
+                return str(answer.json()["choices"][0]["text"])
+
+            running = [asyncio.ensure_future(one(place)) for place in range(30)]
+            most: list[int] = []
+            while not all(each.done() for each in running):
+                most = max(most, (await http.get("/load")).json()["servers"], key=sum)
+            assert len(set(await asyncio.gather(*running))) == 30
+            return most
+
+    loads = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    assert len(loads) == 2
+    assert min(loads) > 0
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_every_request_is_found_from_the_other(server: Server, owner: int) -> None:
+    with Both(server) as both:
+        http, other = both.of[owner], both.of[1 - owner]
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "mine"}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            state = other.get("/v1/requests/cmpl-mine").json()
+            assert (state["id"], state["state"]) == ("cmpl-mine", "running")
+            load = other.get("/load").json()
+            assert (load["server"], load["servers"][owner]) == (1 - owner, 1)
+            assert other.post("/v1/completions", json={**LONG, "request_id": "mine"}).status_code == 409
+            with other.stream("POST", "/v1/requests/cmpl-mine/fork", json={"n": 2, "stream": True}) as branches:
+                assert branches.headers["content-type"].startswith("text/event-stream")
+                pieces = branches.iter_lines()
+                assert '"id":"cmpl-' in next(pieces)
+                assert load_of(server)["servers"][owner] == 2
+            until(lambda: load_of(server)["server_load"] == 1, "the end of branches whose client has gone")
+            refused = other.post("/v1/requests/cmpl-mine/fork", json={"max_tokens": 1})
+            assert refused.status_code == 400
+            assert "max_tokens counts" in refused.json()["error"]["message"]
+            assert other.delete("/v1/requests/cmpl-mine").json()["deleted"] is True
+            assert '"finish_reason":"abort"' in "".join(lines)
+        for each in (http, other):
+            gone = each.get("/v1/requests/cmpl-mine")
+            assert gone.status_code == 404
+            assert "no request 'cmpl-mine' is running" in gone.json()["error"]["message"]
+        strange = other.get("/v1/requests/..%2F..%2Fload%3Fa")
+        assert strange.status_code == 404
+
+
+def test_a_unix_socket_has_several_servers_too() -> None:
+    with tempfile.TemporaryDirectory(prefix="vl") as folder:
+        server = Server("--api-server-count", "2", "--uds", f"{folder}/s", env={"TMPDIR": folder})
+        try:
+            server.wait_for("Try:")
+            (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
+            assert run_dir.stat().st_mode & 0o077 == 0
+            assert {path.name for path in run_dir.iterdir()} >= {"api0", "api1"}
+            transport = httpx.HTTPTransport(uds=f"{folder}/s")
+            with httpx.Client(transport=transport, base_url="http://server", timeout=DEADLINE_S) as http:
+                answer = http.post("/v1/completions", json={**LONG, "max_tokens": 3})
+                assert answer.json()["usage"]["completion_tokens"] == 3
+                assert http.get("/load").json()["servers"] == [0, 0]
+            assert server.stop() == 0
+        finally:
+            server.close()
+        assert list(Path(folder).iterdir()) == []
+
+
+def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> None:
+    with Both(server) as both, ExitStack() as stack:
+        body = {**LONG, "stream": True, "max_tokens": 300}
+        mine = stack.enter_context(both.of[0].stream("POST", "/v1/completions", json=body)).iter_lines()
+        lost = stack.enter_context(both.of[1].stream("POST", "/v1/completions", json=body)).iter_lines()
+        assert next(mine)
+        assert next(lost)
+        os.kill(children(server.process.pid)[MODULE], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lost)
+        text = "".join(mine)
+    assert '"finish_reason":"length"' in text
+    assert text.endswith("data: [DONE]")
+    server.wait_for("API server 1 ended (killed by SIGKILL); it is started again")
+    with Both(server) as both:  # those who come meanwhile wait, and are not refused
+        for http in both.of.values():
+            assert http.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200
+    until(lambda: load_of(server)["server_load"] == 0, "the end of all requests")
+    assert server.output.count("ready at") == 1
+
+
+def test_sigterm_drains_all(tmp_path: Path) -> None:
+    flags = ["--api-server-count", "2", "--shutdown-timeout", "30", "--api-key", "key", *SLOW]
+    with serving(*flags, env={"TMPDIR": str(tmp_path)}) as server, Both(server) as both:
+        answers: dict[int, httpx.Response] = {}
+
+        def ask(number: int) -> None:
+            answers[number] = both.of[number].post("/v1/completions", json={**LONG, "max_tokens": 400})
+
+        asking = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
+        for thread in asking:
+            thread.start()
+        until(lambda: load_of(server)["servers"] == [1, 1], "the requests")
+        server.process.send_signal(signal.SIGTERM)
+        for thread in asking:
+            thread.join(DEADLINE_S)
+        assert server.wait() == 0
+        for number in (0, 1):
+            assert answers[number].json()["usage"]["completion_tokens"] == 400
+        assert "Traceback" not in server.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("whose", ["first server", "engine"])
+def test_all_end_together(whose: str) -> None:
+    with serving("--api-server-count", "3") as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert sum(MODULE in child.cmdline() for child in family) == 2
+        found = children(server.process.pid)
+        os.kill(server.process.pid if whose == "first server" else found["vllm_lite.engine.process"], signal.SIGKILL)
+        _, left = psutil.wait_procs(family, timeout=5.0)
+        assert left == []
+        assert server.wait() == (-signal.SIGKILL if whose == "first server" else 1)
+        assert "Traceback" not in server.output
+
+
+def test_a_taken_port_is_refused(server: Server) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    second = Server("--api-server-count", "2", "--port", port)
+    try:
+        assert second.process.wait(READY_S) == 2
+    finally:
+        second.close()
+    assert f"cannot listen on 127.0.0.1:{port}" in second.output

@@ -1,0 +1,151 @@
+"""Resetting the prefix cache: nothing computed before is found again, and what runs goes on as if nothing was."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.recorded import Recorded, agrees
+from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.replay import Replay
+from vllm_lite.protocol.api import PrefixCacheReset
+from vllm_lite.trace import records
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.story import story
+from vllm_lite.trace.writer import TraceWriter
+
+PROMPT = list(range(12))
+
+
+def cached_ids(rig: Rig) -> list[int]:
+    return [block_id for block_id, _, block_hash in rig.kv.pool.snapshot() if block_hash]
+
+
+def cached_tokens(rig: Rig, name: str, prompt: list[int]) -> int:
+    request = rig.add(name, prompt, max_tokens=2)
+    rig.drain()
+    return request.num_cached_at_start or 0
+
+
+def test_what_nobody_holds_is_forgotten() -> None:
+    rig = Rig()
+    rig.add("a", PROMPT, max_tokens=3)
+    rig.drain()
+    assert cached_ids(rig) == [1, 2, 3]
+    assert reset_cache(rig.scheduler) == PrefixCacheReset(3, 0, 0)
+    assert cached_ids(rig) == []
+    assert cached_tokens(rig, "b", PROMPT) == 0
+    assert cached_tokens(rig, "c", PROMPT) == 11
+
+
+def test_what_somebody_holds_is_not_found_either_and_stays_his() -> None:
+    rig = Rig(num_blocks=30)
+    rig.add("a", PROMPT, max_tokens=20)
+    rig.step()
+    rig.step()
+    assert reset_cache(rig.scheduler) == PrefixCacheReset(3, 0, 1)
+    rig.scheduler.check_integrity()
+    later = rig.add("b", PROMPT, max_tokens=4)
+    rig.step()
+    assert later.num_cached_at_start == 0
+    assert later.sequences[0].tables[0].ids == [5, 6, 7]  # a has 1 to 4
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 20)
+    assert rig.output("b") == expected(PROMPT, 4)
+    assert cached_tokens(rig, "c", [*PROMPT, *rig.output("a")]) == 12  # b's, which were computed afterwards
+
+
+def test_a_window_does_not_find_what_comes_behind_the_reset() -> None:
+    """Only the last blocks of a window are looked up: they rest on KV from before."""
+    rig = Rig(num_blocks=40, windows=(5,))
+    rig.add("a", PROMPT, max_tokens=30)
+    rig.step()
+    reset_cache(rig.scheduler)
+    rig.drain()
+    assert cached_tokens(rig, "b", [*PROMPT, *expected(PROMPT, 28)]) == 0
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_what_is_swapped_does_not_come_back_into_the_cache(when: str) -> None:
+    rig = Rig(num_blocks=12, num_host_blocks=30, preemption="swap")
+    prompts = {"a": [1, 2, 3, 4, 5], "b": PROMPT}
+    for name, prompt in prompts.items():
+        rig.add(name, prompt, max_tokens=24)
+    rig.step()
+    if when == "before":
+        assert reset_cache(rig.scheduler).num_live == 2
+    while not rig.scheduler.counters.swaps:
+        rig.step()
+    if when == "behind":
+        done = reset_cache(rig.scheduler)
+        assert done.num_live == 2
+        assert done.num_host_blocks > 0
+    rig.drain()
+    for name, prompt in prompts.items():
+        assert rig.output(name) == expected(prompt, 24)
+    assert cached_tokens(rig, "c", PROMPT) == 0
+
+
+def test_demoted_blocks_are_forgotten_on_the_host() -> None:
+    rig = Rig(num_blocks=6, num_host_blocks=10)
+    rig.add("a", PROMPT, max_tokens=2)
+    rig.drain()
+    rig.add("b", list(range(20, 36)), max_tokens=2)
+    rig.drain()
+    assert rig.kv.stats.demoted > 0
+    assert reset_cache(rig.scheduler).num_host_blocks > 0
+    assert cached_tokens(rig, "c", PROMPT) == 0
+
+
+def test_forks_and_samples_go_on_sharing() -> None:
+    rig = Rig(num_blocks=40)
+    rig.add("a", PROMPT, max_tokens=8, n=2)
+    rig.step()
+    reset_cache(rig.scheduler)
+    rig.drain()
+    for index in range(2):
+        assert rig.output("a", index) == expected(PROMPT, 8, child=index)
+
+
+def test_without_a_cache_nothing_happens() -> None:
+    rig = Rig(caching=False)
+    rig.add("a", PROMPT)
+    rig.step()
+    assert reset_cache(rig.scheduler) == PrefixCacheReset(0, 0, 1)
+    rig.drain()
+
+
+def test_a_trace_holds_it(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    recorded = Recorded(trace, 14, num_host_blocks=20, preemption_mode="swap", max_num_seqs=4)
+    recorded.random_work(random.Random(5), 20)
+    recorded.add("watched", PROMPT, max_tokens=9, ignore_eos=True)
+    recorded.turn()
+    recorded.core.reset_prefix_cache()
+    recorded.random_work(random.Random(6), 20)
+    recorded.drain()
+    agrees(trace, recorded)
+    assert any(isinstance(record, records.CacheReset) and record.hashes for record in TraceReader(str(trace)))
+    assert any("was forgotten" in line for line in story("watched", TraceReader(str(trace))))
+
+
+def test_replay_without_it_would_find_other_blocks(tmp_path: Path) -> None:
+    """The record decides: a trace from which it is taken diverges where the old blocks would have been found."""
+    trace = tmp_path / "trace"
+    recorded = Recorded(trace)
+    for name in "ab":
+        recorded.add(name, PROMPT, max_tokens=2, ignore_eos=True)
+        recorded.drain()
+        recorded.core.reset_prefix_cache()
+    recorded.core.close()
+    assert Replay(str(trace)).run().divergence is None
+    marks = [record for record in TraceReader(str(trace)) if isinstance(record, records.CacheReset)]
+    reader, path = TraceReader(str(trace)), tmp_path / "changed"
+    writer = TraceWriter(str(path))
+    writer.write(reader.header)
+    for record in reader:
+        if record != marks[0]:
+            writer.write(record)
+    writer.close()
+    assert Replay(str(path)).run().divergence is not None

@@ -1,0 +1,76 @@
+"""Who may call what: users' keys, admins' keys, and servers without."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from vllm_lite.server.config import Keys
+from vllm_lite.server.errors import ApiError
+from vllm_lite.server.gate import Gate, require_admin
+
+USER, ADMIN = "user-key", "admin-key"
+
+
+def status(keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True) -> tuple[int, str]:
+    """Of a request to `path`, an admin's route or not; and the error's body."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if path == "/reset_prefix_cache":
+                require_admin(Request(scope))
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
+    asyncio.run(Gate(app, keys, is_local=is_local)(scope, None, send))  # type: ignore[arg-type]
+    assert any(name == b"x-request-id" for name, _ in sent[0]["headers"])
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+BOTH, USERS, ADMINS, NONE = Keys((USER,), (ADMIN,)), Keys((USER,)), Keys((), (ADMIN,)), Keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "is_local", "expected"),
+    [
+        (BOTH, ADMIN, False, 200),
+        (BOTH, USER, True, 403),
+        (BOTH, "wrong", True, 401),
+        (BOTH, None, True, 401),
+        (USERS, USER, True, 403),
+        (USERS, None, True, 401),
+        (ADMINS, ADMIN, False, 200),
+        (ADMINS, "wrong", True, 403),
+        (ADMINS, None, True, 401),
+        (NONE, None, True, 200),
+        (NONE, "any", True, 200),
+        (NONE, None, False, 403),
+    ],
+)
+def test_who_may_change_the_server(keys: Keys, key: str | None, is_local: bool, expected: int) -> None:
+    assert status(keys, key, is_local=is_local)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "expected"),
+    [(BOTH, ADMIN, 200), (BOTH, USER, 200), (BOTH, None, 401), (ADMINS, None, 200), (NONE, None, 200)],
+)
+def test_who_may_generate(keys: Keys, key: str | None, expected: int) -> None:
+    assert status(keys, key, "/v1/completions", is_local=False)[0] == expected
+    assert status(keys, None, "/health", is_local=False)[0] == 200
+
+
+@pytest.mark.parametrize(("keys", "key"), [(USERS, USER), (NONE, None)])
+def test_a_closed_door_says_which_flag_opens_it(keys: Keys, key: str | None) -> None:
+    code, text = status(keys, key, is_local=False)
+    assert code == 403
+    assert "--admin-api-key" in text
+    assert "PermissionDeniedError" in text

@@ -1,0 +1,36 @@
+"""An API server beside the first one: a process of its own with a session of its own. Entry point of a child."""
+
+import asyncio
+import socket
+
+import uvloop
+
+from vllm_lite import log, supervise, transport
+from vllm_lite.client.session import Session
+from vllm_lite.server.family import ApiSettings, Family
+from vllm_lite.server.loaded import Loaded
+from vllm_lite.server.service import Engine, Place, Service
+from vllm_lite.wakeup import Wakeup
+
+
+def main(settings: ApiSettings, stop: Wakeup) -> int:
+    """Serve until `stop` is set, or a signal comes."""
+    config = settings.config
+    log.setup(f"server {settings.number}", *config.logging)
+    session = Session.connect(settings.address, heartbeat_timeout_s=settings.engine.heartbeat_timeout_s)
+    try:
+        loaded = Loaded(config)
+        loaded.load(settings.engine)
+        engine = Engine(session, settings.engine, lambda: str(session.dead))
+        place = Place(settings.number, config.api_server_count, settings.run_dir)
+        with socket.socket(fileno=settings.listener) as listener:
+            service = Service(config, settings.keys, engine, loaded, place, listener)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(service.run(stop, Family()))
+    finally:
+        session.close()
+        transport.finish()
+
+
+if __name__ == "__main__":
+    supervise.run_child(main, ApiSettings, graceful=True)
