@@ -1,6 +1,5 @@
 """`vllm-lite serve`: engine, workers and HTTP in one command, until SIGTERM, Ctrl-C, or the engine's end."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -9,17 +8,16 @@ import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import uvloop
+from typing import TYPE_CHECKING, Any
 
 from vllm_lite import log
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import launch
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, VllmLiteError
-from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.family import ApiSettings, Family
-from vllm_lite.server.loaded import Loaded
-from vllm_lite.server.service import Engine, Place, Service
+from vllm_lite.server.config import ServeConfig
+
+if TYPE_CHECKING:
+    from vllm_lite.server.front import Front
 
 
 def serve(config: ServeConfig) -> int:
@@ -32,18 +30,16 @@ def serve(config: ServeConfig) -> int:
         signal.signal(number, lambda *_: stop.set())
     _check_tls(config)
     listeners = _bind(config)
+    fronts: list[Front] = []
     try:
-        loaded = Loaded(config)
         try:
-            launched = launch(config.engine(), stop.is_set, loaded.load)
+            launched = launch(config.engine(), stop.is_set, lambda engine: fronts.append(_front(config, engine)))
         except VllmLiteError:
             if stop.is_set():
                 return 0
             raise
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                service = _service(config, keys, launched, loaded, listeners[0])
-                return runner.run(service.run(stop, _family(config, keys, launched, listeners)))
+            return fronts[0].run(launched, keys, listeners, stop)
         finally:
             launched.close()
     finally:
@@ -53,32 +49,11 @@ def serve(config: ServeConfig) -> int:
             Path(config.uds).unlink(missing_ok=True)
 
 
-def _service(config: ServeConfig, keys: Keys, launched: Launched, loaded: Loaded, listener: socket.socket) -> Service:
-    engine = Engine(launched.session, launched.config, lambda: launched.reason, launched.announce)
-    return Service(config, keys, engine, loaded, Place(0, config.api_server_count, launched.run_dir), listener)
+def _front(config: ServeConfig, engine: EngineConfig) -> "Front":
+    """Imported, too, while the engine starts, which is what a start takes most of its time for."""
+    from vllm_lite.server.front import Front
 
-
-def _family(config: ServeConfig, keys: Keys, launched: Launched, listeners: list[socket.socket]) -> Family:
-    """The servers beside the first one. Those of one Unix socket share it; at a port each has its own, so that the
-    kernel spreads connections over them."""
-
-    def close() -> None:
-        for listener in listeners[1:]:
-            listener.close()
-
-    settings = [
-        ApiSettings(
-            config=config,
-            keys=keys,
-            engine=launched.config,
-            address=launched.address,
-            run_dir=launched.run_dir,
-            number=number,
-            listener=listeners[number % len(listeners)].fileno(),
-        )
-        for number in range(1, config.api_server_count)
-    ]
-    return Family(settings, close)
+    return Front(config, engine)
 
 
 def _bind(config: ServeConfig) -> list[socket.socket]:
