@@ -2,7 +2,6 @@
 
 import json
 import logging
-import logging.config
 import os
 import sys
 import time
@@ -57,6 +56,8 @@ def setup(process: str, level: str = "info", format: str = "text", config_file: 
 
 
 def _configure(path: str) -> None:
+    import logging.config  # hardly ever needed, and slow
+
     try:
         with open(path, encoding="utf-8") as file:
             settings: dict[str, Any] = json.load(file)
