@@ -13,7 +13,9 @@ from vllm_lite.server.gate import Gate, require_admin
 USER, ADMIN = "user-key", "admin-key"
 
 
-def status(keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True) -> tuple[int, str]:
+def status(
+    keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True, more: Any = ()
+) -> tuple[int, str]:
     """Of a request to `path`, an admin's route or not; and the error's body."""
     sent: list[dict[str, Any]] = []
 
@@ -29,10 +31,18 @@ def status(keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is
         sent.append(message)
 
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    headers += more
     scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
     asyncio.run(Gate(app, keys, is_local=is_local)(scope, None, send))  # type: ignore[arg-type]
     assert any(name == b"x-request-id" for name, _ in sent[0]["headers"])
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+def test_no_web_page_changes_a_server_without_keys() -> None:
+    """Any page can post to this machine from a browser on it; the browser then says whose page it is."""
+    page = [(b"origin", b"https://example.org")]
+    assert status(Keys(), None, more=page)[0] == 403
+    assert status(Keys((), (ADMIN,)), ADMIN, more=page)[0] == 200
 
 
 BOTH, USERS, ADMINS, NONE = Keys((USER,), (ADMIN,)), Keys((USER,)), Keys((), (ADMIN,)), Keys()

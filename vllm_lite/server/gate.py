@@ -2,7 +2,7 @@
 
 A user's key opens what generates. Routes that change the server call require_admin(): they need an admin key, which
 opens all the rest as well. If there are API keys and no admin key, nobody may change the server; if there are no keys
-at all, those on this machine may.
+at all, those on this machine may, but no web page.
 """
 
 import os
@@ -52,16 +52,19 @@ class Gate:
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
             await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
             return
-        scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization)
+        scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, is_page=b"origin" in headers)
         await self._app(scope, receive, send_with_id)
 
-    def _why_no_admin(self, authorization: bytes) -> ApiError | None:
+    def _why_no_admin(self, authorization: bytes, *, is_page: bool) -> ApiError | None:
+        """`is_page`: a web page asks, which may be anybody's, in a browser of this machine."""
         if self._admins:
             return ApiError(403, "this needs an admin key") if authorization else _unknown("this needs an admin key")
         if self._users:
             return ApiError(403, f"this needs an admin key, and the server has none; start it with {_FLAGS}")
-        if self._is_local:
+        if self._is_local and not is_page:
             return None
+        if is_page:
+            return ApiError(403, f"this is closed to web pages without keys; start the server with {_FLAGS}")
         return ApiError(403, f"this is closed to a network without keys; start the server with {_FLAGS}")
 
 
