@@ -235,6 +235,7 @@ def test_what_goes_wrong_in_a_pipe_is_in_the_exit_status(server: Server) -> None
     status, out, err = run("chat", "--url", server.url, "--top-p", "7", "-q", "Hello")
     assert (status, out) == (1, "")
     assert "top_p" in err
+    assert "/retry" not in err
 
 
 @pytest.mark.parametrize("command", ["chat", "complete"])
@@ -258,6 +259,7 @@ def test_complete(server: Server) -> None:
     assert (status, err) == (0, "")
     assert len(out.split()) > 3
     assert run("complete", *flags, text="Once upon a time\n") == (0, out, "")
+    assert run("complete", *flags, "Once upon a time") == (0, out, "")
     word = out.split()[2]
     assert run("complete", *flags, "--stop", word, "-q", "Once upon a time")[1] == out[: out.index(word)] + "\n"
 
