@@ -259,7 +259,6 @@ def test_complete(server: Server) -> None:
     assert (status, err) == (0, "")
     assert len(out.split()) > 3
     assert run("complete", *flags, text="Once upon a time\n") == (0, out, "")
-    assert run("complete", *flags, "Once upon a time") == (0, out, "")
     word = out.split()[2]
     assert run("complete", *flags, "--stop", word, "-q", "Once upon a time")[1] == out[: out.index(word)] + "\n"
 

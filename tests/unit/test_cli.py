@@ -46,6 +46,10 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         ),
         ("serve --api-key=", "api_key is empty; give a value, or leave it out"),
         (
+            "complete --url http://127.0.0.1:1 Once",
+            "the server at --url has its model; give the text as -q, got 'Once'",
+        ),
+        (
             "sreve",
             f"argument COMMAND: must be one of {', '.join(COMMANDS)}, got 'sreve'; did you mean serve?",
         ),
@@ -67,9 +71,7 @@ def test_flags_stand_in_groups_and_show_their_values(capsys: pytest.CaptureFixtu
     parser.print_help()
     assert capsys.readouterr().out.partition("\n\n")[2].split("\n\n")[1:] == [
         "looks:\n  --color COLOR         of the door [red]\n  --hinges N            on one side [3]",
-        "state:\n  --locked, --no-locked\n"
-        "                        needs a key [on]\n"
-        "  --keys KEYS           that open it\n",
+        f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n",
     ]
 
 

@@ -1,5 +1,5 @@
 """Continue a text: by the server that is running, or by MODEL on a server of its own. Without a text, the whole of
-stdin; on a terminal, line by line. With --url the only argument is the text."""
+stdin; on a terminal, line by line. Without MODEL give the text as -q."""
 
 import argparse
 import sys
@@ -36,8 +36,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.remote.terminal import Terminal
 
-    if arguments.url is not None and arguments.text is None:  # the one word there is cannot be a model
-        arguments.folder, arguments.text = None, arguments.folder
+    if arguments.url is not None and arguments.folder is not None:
+        raise ConfigError(f"the server at --url has its model; give the text as -q, got {arguments.folder!r}")
     if arguments.text is not None and arguments.quick is not None:
         raise ConfigError("the text is given twice; leave out -q or TEXT")
     given = arguments.text if arguments.quick is None else arguments.quick
