@@ -50,6 +50,10 @@ class _Formatter(argparse.HelpFormatter):
             groups = ()
         super().add_usage(usage, actions, groups, prefix)
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds: dict[Any, str] = {int: "N", float: "X"}
+        return kinds.get(action.type) or action.dest.rsplit("_", 1)[-1].upper()
+
 
 class Parser(argparse.ArgumentParser):
     """One line for an error, as for every other error."""
@@ -75,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
     add_commands(parser, __name__, COMMANDS, words[:1])
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     arguments = _parse(parser, words)
     try:
         status = int(arguments.run(arguments))

@@ -24,7 +24,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in SAMPLING.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
 
 
