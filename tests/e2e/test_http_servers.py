@@ -179,7 +179,7 @@ def test_sigterm_drains_all(tmp_path: Path) -> None:
             thread.join(DEADLINE_S)
         assert server.wait() == 0
         for number in (0, 1):
-            assert answers[number].json()["usage"]["completion_tokens"] == 400
+            assert answers[number].json()["usage"]["completion_tokens"] == 400, answers[number].text
         assert "Traceback" not in server.output
     assert list(tmp_path.iterdir()) == []
 

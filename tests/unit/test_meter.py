@@ -306,6 +306,26 @@ def test_steps_that_come_together_share_their_time() -> None:
     assert gaps.counts[gaps.bounds.index(1.0)] == 12, "one second each, not three in no time and one in four"
 
 
+@pytest.mark.parametrize("before", ["nothing", "a part of the prompt"])
+def test_steps_that_come_together_share_no_time_from_before_they_ran(before: str) -> None:
+    """Nobody had tokens for 100 s. Then the first two of a request come at once, 2 s after their steps could begin."""
+    bench = Bench(async_scheduling=True, max_num_batched_tokens=8)
+    if before == "nothing":
+        bench.now_s = 100.0
+    bench.add("a", [1] * (3 if before == "nothing" else 11), 2)
+    bench.begin()
+    if before == "a part of the prompt":
+        bench.now_s = 100.0
+        bench.finish()
+        bench.begin()
+    bench.now_s = 102.0
+    assert bench.finish(most=2) == 2
+    assert not bench.core.scheduler.has_requests()
+    bench.begin()
+    gaps = bench.measured.token_gap_s
+    assert (count(gaps), gaps.sum) == (1, pytest.approx(1.0))
+
+
 def test_nobody_is_remembered_when_all_have_gone() -> None:
     bench = Bench()
     bench.add("r", [1, 2, 3], 3)
