@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.recorded import Recorded
 from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
@@ -23,10 +22,6 @@ from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
 
 VOCAB = 50
-GAUGES = {
-    *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
-    *("num_host_blocks", "num_used_host_blocks", "measured"),
-}
 
 
 class Bench:
@@ -428,34 +423,3 @@ def test_preemptions_are_told_by_their_way() -> None:
     stats = bench.stats
     assert stats.preemptions == stats.swaps > 0
     assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
-
-
-# ---- whatever happens
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("settings", [{}, {"num_host_blocks": 10, "preemption_mode": "swap"}, {"windows": (8, None)}])
-def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int) -> None:
-    """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once."""
-    recorded = Recorded(None, **settings)
-    turn, before = recorded.turn, list[float]()
-
-    def checked_turn(fail: bool = False) -> bool:
-        more = turn(fail)
-        stats = recorded.core.stats()
-        measured = stats.measured
-        assert measured is not None
-        now = [getattr(stats, name) for name in api.Stats.__struct_fields__ if name not in GAUGES]
-        for name in api.Measured.__struct_fields__[1:]:
-            histogram = getattr(measured, name)
-            now += [*histogram.counts, histogram.sum]
-        assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))
-        before[:] = now
-        num_ended = recorded.scheduler.num_arrived - len(recorded.scheduler.requests)
-        assert sum(measured.ended_by.values()) == count(measured.whole_s) == count(measured.queue_s) == num_ended
-        assert stats.cached_tokens <= stats.prompt_tokens
-        return more
-
-    recorded.turn = checked_turn  # type: ignore[method-assign]
-    recorded.random_work(random.Random(seed), 40)
-    recorded.drain()
