@@ -1,6 +1,7 @@
 """The API servers beside the first: what is done when they die, and what when they die too often."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ def test_the_end_is_not_a_death(born: list[FakeChild]) -> None:
 def test_only_who_hurries_them_signals_again(born: list[FakeChild], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second signal cuts off the requests that they still serve."""
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(family_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     monkeypatch.setattr(FakeChild, "stop", lambda _self, _grace_s: None)
     family = make(2)
 
