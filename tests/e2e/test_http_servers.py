@@ -164,8 +164,8 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
 
 def test_sigterm_drains_all(tmp_path: Path) -> None:
     """The first one has done its part long before the other."""
-    num_tokens = {0: 300, 1: 700}
-    flags = ["--api-server-count", "2", "--shutdown-timeout", "30", "--api-key", "key", *SLOW]
+    num_tokens = {0: 100, 1: 400}
+    flags = ["--api-server-count", "2", "--shutdown-timeout", "60", "--api-key", "key", *SLOW]
     with serving(*flags, env={"TMPDIR": str(tmp_path)}) as server, Both(server) as both:
         answers: dict[int, httpx.Response] = {}
 
