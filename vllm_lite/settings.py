@@ -160,7 +160,7 @@ def _description(hint: Any) -> str:
 def _plain(name: str, value: Any, hint: Any) -> Any:
     """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
     kinds = _types(hint)
-    if tuple in kinds and value and not "".join(map(str, value)).strip():
+    if tuple in kinds and value not in (None, [], ()) and not "".join(map(str, value)).strip():
         raise ConfigError(f"{name} is empty; give a value, or leave it out")
     if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
         value = " ".join(map(str, value))

@@ -133,3 +133,9 @@ def test_wrong_values(arguments: list[str], says: str) -> None:
 def test_an_engine_knows_nothing_of_ports() -> None:
     with pytest.raises(ConfigError, match="port"):
         EngineConfig.check({"port": 1})
+
+
+def test_a_blank_key_opens_nothing() -> None:
+    """A variable that was left blank is a mistake, not a server for everybody."""
+    with pytest.raises(ConfigError, match="api_key is empty"):
+        load(env={"VLLM_LITE_API_KEY": ""})
