@@ -53,6 +53,7 @@ def spawn(scheduler: "Scheduler", parent: Sequence, child: Sequence, entries: li
     scheduler.introduce(child)
     scheduler.kv.fork(parent, child)
     child.status = Status.RUNNING
+    scheduler.meter.came_in(child.request)
     scheduler.running.append(child)
     sampling = wire_sampling(child)
     entries.append(Fork(parent.handle, child.handle, sampling, child.num_tokens, child.num_computed, child.num_cached))

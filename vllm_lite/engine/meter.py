@@ -47,8 +47,7 @@ class Meter:
     def admitted(self, sequence: Sequence, hit: PrefixHit) -> None:
         """It comes in from the queue with what was found of it, maybe not for the first time."""
         request = sequence.request
-        if request.admitted_s is None:
-            request.admitted_s = self.now_s
+        self.came_in(request)
         kv = self._kv
         if request.num_cached_at_start is not None or sequence.unscored or not kv.pool.enable_caching:
             return
@@ -60,6 +59,11 @@ class Meter:
             on_host = min(on_host, found)
             self.host_queries += request.num_prompt - (found - on_host)
             self.host_hits += on_host
+
+    def came_in(self, request: Request) -> None:
+        """From the queue, or as a fork that needs not wait. Only the first time counts."""
+        if request.admitted_s is None:
+            request.admitted_s = self.now_s
 
     def left(self, sequence: Sequence) -> None:
         """It gets no more tokens."""

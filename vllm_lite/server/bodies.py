@@ -66,7 +66,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 G = TypeVar("G", bound=msgspec.Struct)
-RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
+"""Python's `$` would let a line end be behind it."""
 
 
 class Body(Sampling, frozen=True, kw_only=True):
