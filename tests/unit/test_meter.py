@@ -239,6 +239,22 @@ def test_a_fork_and_what_goes_on_elsewhere_are_counted_from_here_on() -> None:
     assert count(bench.measured.first_token_s) == 3
 
 
+def test_a_fork_has_come_in_where_it_began() -> None:
+    """It begins beside its parent, and has to give way after its first tokens."""
+    bench = Bench(num_blocks=8, enable_prefix_caching=False, preemption_mode="recompute")
+    bench.add("parent", [1] * 11, 13)
+    bench.begin()
+    bench.now_s = 1.0
+    bench.finish()
+    bench.core.fork(b"c", ForkRequest("parent", "child", 1, SamplingParams(max_tokens=13, ignore_eos=True)))
+    bench.drain()
+    assert bench.stats.preemptions > 0
+    measured = bench.measured
+    assert count(measured.prefill_s) == count(measured.inference_s) == 2
+    assert measured.prefill_s.sum == 1.0 + 1.0, "one step each"
+    assert measured.queue_s.sum == 0.0
+
+
 # ---- tokens and their times
 
 
