@@ -291,7 +291,7 @@ def test_the_description_of_a_chunk_has_a_size(server: Server) -> None:
 
 def test_small_chunks_make_a_body(server: Server) -> None:
     """All that describes them is longer than headers may be."""
-    body = b'{"prompt": "x"}'.rjust(20_000)
+    body = b'{"prompt": "x"}'.rjust(90_000)
     data = CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     data += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX: y\r\n\r\n"
     assert exchange(server, data).startswith(b"HTTP/1.1 200 ")
@@ -321,8 +321,8 @@ def test_a_client_behind_two_requests_is_missed(server: Server, session: Session
     before = session.stats().generated_tokens
     with connected(server) as connection:
         connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         until(lambda: session.stats().generated_tokens > before, "its first token")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
     assert session.stats().generated_tokens - before < 4 * LONG["max_tokens"]
     assert "Traceback" not in server.output
