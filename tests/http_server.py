@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from vllm_lite.client.session import Session
+
 READY_S = 60.0
 END_S = 30.0
 
@@ -105,6 +107,18 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> 
 
 def client(server: Server, **settings: object) -> httpx.Client:
     return httpx.Client(base_url=server.url, timeout=30.0, **settings)  # type: ignore[arg-type]
+
+
+@contextmanager
+def engine_of(server: Server) -> Iterator[Session]:
+    """A client of its engine beside HTTP; the server was started with --address."""
+    args = server.process.args
+    assert isinstance(args, list)
+    session = Session.connect(str(args[args.index("--address") + 1]))
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def children(pid: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from vllm_lite import log
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
-from vllm_lite.settings import Settings
+from vllm_lite.settings import Section, Settings
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3
@@ -91,9 +91,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
 
-    # model
     model: Annotated[
         str,
+        Section("model"),
         Meta(description="folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
     ] = DEMO_MODEL
     revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id (default: main)")] = None
@@ -124,8 +124,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "auto"
     seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
 
-    # KV cache
-    block_size: Annotated[int, Meta(description=f"tokens in one KV block, one of {BLOCK_SIZES}")] = 16
+    block_size: Annotated[
+        int, Section("KV cache"), Meta(description=f"tokens in one KV block, one of {BLOCK_SIZES}")
+    ] = 16
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=2)] | None, Meta(description="size of the KV pool in blocks, on any device")
     ] = None
@@ -156,7 +157,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "reference", "cpu", "cuda"], Meta(description="which kernels compute attention")
+        Literal["auto", "reference", "cpu", "cuda"],
+        Section("kernels"),
+        Meta(description="which kernels compute attention"),
     ] = "auto"
 
     enforce_eager: Annotated[
@@ -171,9 +174,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1)] | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
     ] = None
 
-    # scheduler
     max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="most sequences in one step (default: 256, on a CPU 64)")
+        Annotated[int, Meta(ge=1)] | None,
+        Section("scheduler"),
+        Meta(description="most sequences in one step (default: 256, on a CPU 64)"),
     ] = None
     max_num_batched_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
@@ -190,22 +194,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speculative_config: Annotated[
         Speculation | None, Meta(description='JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
     ] = None
-    record: Annotated[
-        str | None,
-        Meta(
-            description="file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"
-        ),
-    ] = None
-    kv_events_config: Annotated[
-        KVEventsConfig | None,
-        Meta(description='JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}'),
-    ] = None
 
-    # processes
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
     cpu_threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="threads of one CPU worker (default: all physical cores)")
+        Annotated[int, Meta(ge=1)] | None,
+        Section("processes"),
+        Meta(description="threads of one CPU worker (default: all physical cores)"),
     ] = None
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
     single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = (
         False
     )
@@ -225,10 +220,24 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
     ] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Section("log, decisions and events"),
+        Meta(description="least level logged"),
+    ] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="of the lines of the log, on stderr")] = "text"
     log_config_file: Annotated[
         str | None, Meta(description="JSON file for Python's logging.config.dictConfig, which then has the last word")
+    ] = None
+    record: Annotated[
+        str | None,
+        Meta(
+            description="file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"
+        ),
+    ] = None
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Meta(description='JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}'),
     ] = None
 
     def __post_init__(self) -> None:

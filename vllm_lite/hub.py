@@ -247,6 +247,7 @@ class _Download:
                 if (error := self._wait(ended, progress)) is not None:
                     raise error
         finally:
+            waiting.clear()  # where one file failed nobody needs the others
             progress.close()
 
     def _aside(self, function: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from vllm_lite.engine.kv_groups import KVGroup, blocks_held, longest_sequence, m
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.machine import gpus, memory_limit_bytes
 from vllm_lite.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
+from vllm_lite.settings import Section
 from vllm_lite.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 
 KV_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -37,7 +38,9 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """An engine's settings, and the machine that is asked about."""
 
     gpu: Annotated[
-        str | None, Meta(description="memory of the GPU asked about, like 24GiB (default: this machine's)")
+        str | None,
+        Section("machine"),
+        Meta(description="memory of the GPU asked about, like 24GiB (default: this machine's)"),
     ] = None
     memory: Annotated[
         str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")

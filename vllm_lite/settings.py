@@ -12,17 +12,32 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from vllm_lite.errors import ConfigError
 
 ENV_PREFIX = "VLLM_LITE_"
-SHORT_FLAGS = {"tensor_parallel_size": "-tp"}
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q", "api_server_count": "-asc"}
 ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
 """Other names of settings, which other engines give them."""
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "array": "a list",
+    "object": "a JSON object",
+}
+_BOUNDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class Section(str):
+    """Stands in the annotation of the first field of a group, whose title it is in --help."""
+
+    __slots__ = ()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,30 +72,46 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             return msgspec.convert(plain, cls, strict=False)
         except msgspec.ValidationError as error:
-            match = re.search(r"`\$\.(\w+)", str(error))
-            name = match.group(1) if match else ""
-            what = str(error).split(" - at ")[0]
-            if what.startswith("Invalid enum value"):
-                what = f"must be one of {', '.join(_choices(hints[name]))}"
-            raise ConfigError(f"{name}: {what}, got {values[name]!r}" if name in values else what) from error
+            match = re.search(r"`\$\.(\w+)([.\w]*)", str(error))
+            name, within = match.groups() if match else ("", "")
+            what = _sentence(str(error).split(" - at ")[0], _hint_within(hints.get(name), within))
+            raise ConfigError(f"{name}{within}: {what}, got {values[name]!r}" if name in values else what) from error
 
 
-def add_flags(parser: argparse._ActionsContainer, kind: type[Settings]) -> None:
-    """Add one flag per field to `parser`; an unset flag is None, so that file and environment show through."""
+def add_flags(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
+    """Add one flag per field, in groups; an unset flag is None, so that file and environment show through."""
     hints = get_type_hints(kind, include_extras=True)
+    group: argparse._ActionsContainer = parser
     for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        for title in (extra for extra in get_args(hint)[1:] if isinstance(extra, Section)):
+            group = parser.add_argument_group(title)
         names = [field.name, *(alias for alias, name in ALIASES.items() if name == field.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         flags += [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
-        text = _description(hints[field.name]) + ("" if field.default is None else f" [{field.default}]")
-        if field.type is bool or isinstance(field.default, bool):
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+        text = _description(hint) + _default(field.default)
+        if bool in _types(hint):
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            metavar = field.name.rsplit("_", 1)[-1].upper()
             more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
-            if tuple in _types(hints[field.name]):
+            if tuple in _types(hint):
                 more = {"action": "append"}
-            parser.add_argument(*flags, dest=field.name, metavar=metavar, default=None, help=text, **more)
+            group.add_argument(*flags, dest=field.name, metavar=_metavar(field.name, hint), help=text, **more)
+
+
+def _default(value: Any) -> str:
+    """As --help shows it; defaults that say nothing are left out."""
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return "" if shown in (None, "") else f" [{shown}]"
+
+
+def _metavar(name: str, hint: Any) -> str:
+    """The values of a fixed set, N for a whole number, else the last word of the name."""
+    if Literal in _types(hint):
+        return "{" + ",".join(_choices(hint)) + "}"
+    return "N" if int in _types(hint) else name.rsplit("_", 1)[-1].upper()
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,10 +129,28 @@ def _types(hint: Any) -> tuple[Any, ...]:
 
 def _choices(hint: Any) -> tuple[str, ...]:
     """The values that a field of a fixed set may have."""
-    kind = get_args(hint)[0]
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return tuple(
         choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
     )
+
+
+def _hint_within(hint: Any, within: str) -> Any:
+    """Of the field `.name` of the struct that `hint` is about; `hint` itself for ""."""
+    for name in within.split(".")[1:]:
+        struct = next(kind for kind in _types(hint) if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+        hint = get_type_hints(struct, include_extras=True)[name]
+    return hint
+
+
+def _sentence(what: str, hint: Any) -> str:
+    """A complaint of msgspec's about what should be a `hint`, in the words of all other errors."""
+    if what.startswith("Invalid enum value"):
+        return f"must be one of {', '.join(_choices(hint))}"
+    match = re.fullmatch(r"Expected `(\w+)[^`]*`(?: (<=|>=|<|>) (\S+?))?(?:, got `\w+`)?", what)
+    if match is None or match[1] not in _KINDS:
+        return what
+    return f"must be {_BOUNDS[match[2]]} {match[3].removesuffix('.0')}" if match[2] else f"must be {_KINDS[match[1]]}"
 
 
 def _description(hint: Any) -> str:
@@ -111,6 +160,8 @@ def _description(hint: Any) -> str:
 def _plain(name: str, value: Any, hint: Any) -> Any:
     """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
     kinds = _types(hint)
+    if tuple in kinds and value and not "".join(map(str, value)).strip():
+        raise ConfigError(f"{name} is empty; give a value, or leave it out")
     if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
         value = " ".join(map(str, value))
     if not isinstance(value, str):

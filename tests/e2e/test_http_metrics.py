@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.fakes import DEADLINE_S, Sink
-from tests.http_server import Server, client, serving, short_socket, until
+from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -86,11 +86,8 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def session(server: Server) -> Iterator[Session]:
-    args = server.process.args
-    assert isinstance(args, list)
-    session = Session.connect(str(args[args.index("--address") + 1]))
-    yield session
-    session.close()
+    with engine_of(server) as session:
+        yield session
 
 
 class Scrape:

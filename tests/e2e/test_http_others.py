@@ -16,7 +16,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 
-from tests.http_server import Server, client, serving, short_socket, until
+from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
 from vllm_lite.server import openapi
 
@@ -36,12 +36,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def session(server: Server) -> Iterator[Session]:
-    """The engine's own view."""
-    args = server.process.args
-    assert isinstance(args, list)
-    session = Session.connect(str(args[args.index("--address") + 1]))
-    yield session
-    session.close()
+    with engine_of(server) as session:
+        yield session
 
 
 # ---- clients that vanish

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from tests.http_server import Server, client, serving, short_socket, until
+from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
 
 USER, ADMIN = {"Authorization": "Bearer a-user"}, {"Authorization": "Bearer an-admin"}
@@ -39,11 +39,8 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def session(server: Server) -> Iterator[Session]:
-    args = server.process.args
-    assert isinstance(args, list)
-    session = Session.connect(str(args[args.index("--address") + 1]))
-    yield session
-    session.close()
+    with engine_of(server) as session:
+        yield session
 
 
 def message_of(answer: httpx.Response, status: int) -> str:

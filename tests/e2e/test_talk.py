@@ -235,6 +235,7 @@ def test_what_goes_wrong_in_a_pipe_is_in_the_exit_status(server: Server) -> None
     status, out, err = run("chat", "--url", server.url, "--top-p", "7", "-q", "Hello")
     assert (status, out) == (1, "")
     assert "top_p" in err
+    assert "/retry" not in err
 
 
 @pytest.mark.parametrize("command", ["chat", "complete"])

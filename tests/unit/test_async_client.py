@@ -1,56 +1,20 @@
 """AsyncClient with a fake engine: what users see of text, ends, aborts and errors."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import tokenizers_for_tests as made
-from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from tests.clients import SIZE, expect, ids, run
+from tests.fakes import DEADLINE_S, FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
-from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, RequestError
 from vllm_lite.protocol.api import Abort, Finished, Generate, GetStats, Refused, Stats, TokenLogprobs, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
-
-TOKENIZER = Tokenizer(made.byte_level())
-SIZE = TOKENIZER.vocab_size
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    (path / "tokenizer.json").write_bytes(made.byte_level())
-    return path
-
-
-@asynccontextmanager
-async def connected(folder: Path | None) -> AsyncIterator[tuple[AsyncClient, FakeEngine]]:
-    tokenizer = None if folder is None else str(folder)
-    with FakeEngine(answer=welcome(vocab_size=SIZE, tokenizer=tokenizer)) as engine:
-        async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
-            yield client, engine
-
-
-def run(folder: Path | None, body: Callable[[AsyncClient, FakeEngine], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with connected(folder) as (client, engine):
-            await asyncio.wait_for(body(client, engine), DEADLINE_S)
-
-    asyncio.run(main())
-
-
-async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
-    return await asyncio.to_thread(engine.expect, kind)
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text)
 
 
 async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:

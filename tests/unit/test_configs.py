@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from vllm_lite.config import EngineConfig
+from vllm_lite.server.config import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in (ROOT / "configs").iterdir() if path.suffix in (".yaml", ".yml", ".toml"))
@@ -17,9 +18,11 @@ def test_there_are_some() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_loads_and_resolves(file: Path) -> None:
-    config = EngineConfig.load(file=file, env={})
-    assert config != EngineConfig()
-    resolved = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="/models/some")
+    kind = ServeConfig if "vllm-lite serve" in file.read_text() else EngineConfig
+    config = kind.load(file=file, env={})
+    assert config != kind()
+    engine = config.engine() if isinstance(config, ServeConfig) else config
+    resolved = engine.resolve(max_position_embeddings=4096, dtype="float32", model_path="/models/some")
     assert resolved.max_num_batched_tokens is not None
     assert EngineConfig.check(msgspec.to_builtins(resolved)) == resolved
 

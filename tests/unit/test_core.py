@@ -17,6 +17,7 @@ from vllm_lite.protocol.api import (
     Heartbeat,
     Hello,
     OutputBatch,
+    Ping,
     Refused,
     ToClient,
     Tokens,
@@ -199,6 +200,19 @@ def test_hello_is_answered_once_the_engine_serves(wire: Wire) -> None:
     assert wire.heard() == []
     wire.welcome()
     assert [type(message) for message in wire.heard()] == [Welcome]
+
+
+def test_clients_that_came_and_went_are_not_remembered(wire: Wire) -> None:
+    """Those who ask how the engine is, say, and want nothing else. One of them stays."""
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    for number in range(1000):
+        connection = connect(wire.address, f"visitor {number}".encode())
+        connection.send(client_to_engine.encode(Hello(PROTOCOL_VERSION)))
+        assert list(wire.port.receive()) == []
+        connection.close()
+    assert len(wire.port._clients) < 100
+    assert wire.say(Ping()) == [Ping()]
 
 
 @pytest.mark.parametrize(

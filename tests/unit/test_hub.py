@@ -12,6 +12,7 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,6 +229,33 @@ def test_a_full_disk(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
     with pytest.raises(ModelError, match=r"^org/model: the disk is full; free some of it"):
         local_folder(SOURCE)
+
+
+def test_where_one_file_failed_no_other_is_begun(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    fetch = huggingface_hub.hf_hub_download
+    begun: list[str] = []
+    told = threading.Event()
+
+    def fail_first(repo: str, name: str, **more: Any) -> str:
+        if name == "config.json":
+            return str(fetch(repo, name, **more))
+        begun.append(name)
+        if name == begun[0]:
+            raise PermissionError(errno.EACCES, "not allowed", name)
+        told.wait(DEADLINE_S)
+        return ""
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail_first)
+    monkeypatch.setattr(ours, "NUM_THREADS", 2)
+    with pytest.raises(ModelError, match="cannot be written"):
+        local_folder(SOURCE)
+    told.set()
+    for thread in threading.enumerate():
+        if thread.name == "download":
+            thread.join(DEADLINE_S)
+    assert len(begun) <= 2
 
 
 def test_a_download_ends_when_it_is_not_wanted_and_goes_on_later(stub: Hub) -> None:

@@ -105,7 +105,8 @@ def test_an_engine_that_is_not_ready_is_starting(place: Path, capsys: pytest.Cap
         assert ps(capsys)[0]["state"] == "starting"
         assert main(["kill", "all"]) == 0
 
-    with pytest.raises(Exception, match="exit status 0"):
+    # "killed" if its handler of the signal was not there yet
+    with pytest.raises(Exception, match=r"exit status 0|killed by SIGTERM"):
         launch(EngineConfig.check({"served_model_name": "hangs", "ready_timeout_s": DEADLINE_S}), meanwhile=meanwhile)
 
 

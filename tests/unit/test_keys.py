@@ -84,6 +84,21 @@ def test_clients_come_and_go_while_an_engine_runs(keys: Path, caplog: pytest.Log
     assert "broken.key is no key file" in caplog.text
 
 
+def test_a_key_that_is_written_over_lets_nobody_in_any_more(keys: Path) -> None:
+    old, new = (load_client_keys(ADDRESS, make_client_keys(keys, name)) for name in ("alice", "alice2"))
+    assert old is not None
+    assert new is not None
+    authorised = Authorised(keys / "clients")
+    assert authorised.name_of(old.public) == "alice"
+    given = keys / "clients/alice2.key"
+    text = given.read_text()
+    given.unlink()
+    assert authorised.name_of(old.public) == "alice"
+    (keys / "clients/alice.key").write_text(text)
+    assert authorised.name_of(old.public) is None
+    assert authorised.name_of(new.public) == "alice"
+
+
 def test_a_folder_that_has_gone_lets_nobody_in(tmp_path: Path) -> None:
     assert Authorised(tmp_path / "none").name_of(b"x" * 40) is None
 

@@ -351,3 +351,13 @@ def test_long_functions_are_seen() -> None:
     assert long_functions(ast.parse(source(61)))
     assert not long_functions(ast.parse(source(60)))
     assert long_functions(ast.parse("async " + source(61)))
+
+
+MAP_LINE = re.compile(r"^(\w+\.py) {2,}\S", re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", [path for path in python_files(PACKAGE) if path.name == "__init__.py"], ids=name_of)
+def test_a_map_of_a_folder_names_all_its_files(path: Path) -> None:
+    named = MAP_LINE.findall(ast.get_docstring(ast.parse(path.read_text())) or "")
+    files = sorted(file.name for file in path.parent.glob("*.py") if file != path)
+    assert not named or sorted(named) == files

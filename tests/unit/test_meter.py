@@ -239,20 +239,23 @@ def test_a_fork_and_what_goes_on_elsewhere_are_counted_from_here_on() -> None:
     assert count(bench.measured.first_token_s) == 3
 
 
-def test_a_fork_has_come_in_where_it_began() -> None:
-    """It begins beside its parent, and has to give way after its first tokens."""
-    bench = Bench(num_blocks=8, enable_prefix_caching=False, preemption_mode="recompute")
-    bench.add("parent", [1] * 11, 13)
-    bench.begin()
-    bench.now_s = 1.0
-    bench.finish()
-    bench.core.fork(b"c", ForkRequest("parent", "child", 1, SamplingParams(max_tokens=13, ignore_eos=True)))
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_fork_that_runs_at_once_has_not_waited(preempted: bool) -> None:
+    """Though it may come in from the queue later, with tokens."""
+    bench = Bench(num_blocks=12, preemption_mode="recompute")
+    bench.add("parent", [1] * 9, 8 if not preempted else 26)
+    for bench.now_s in (1.0, 2.0):
+        bench.begin()
+        bench.finish()
+    bench.core.fork(
+        b"c", ForkRequest("parent", "child", 1, SamplingParams(max_tokens=7 + 17 * preempted, ignore_eos=True))
+    )
     bench.drain()
-    assert bench.stats.preemptions > 0
+    assert (bench.stats.preemptions > 0) is preempted
     measured = bench.measured
-    assert count(measured.prefill_s) == count(measured.inference_s) == 2
-    assert measured.prefill_s.sum == 1.0 + 1.0, "one step each"
-    assert measured.queue_s.sum == 0.0
+    assert (count(measured.queue_s), measured.queue_s.sum) == (2, 1.0)
+    assert (count(measured.inference_s), count(measured.prefill_s), measured.prefill_s.sum) == (2, 2, 1.0)
+    assert measured.inference_s.sum == measured.whole_s.sum - 1.0
 
 
 # ---- tokens and their times
@@ -320,6 +323,27 @@ def test_steps_that_come_together_share_their_time() -> None:
     assert count(gaps) == 12
     assert gaps.sum == pytest.approx(12.0)
     assert gaps.counts[gaps.bounds.index(1.0)] == 12, "one second each, not three in no time and one in four"
+
+
+@pytest.mark.parametrize("before", ["nothing", "a part of the prompt"])
+def test_steps_that_come_together_share_no_time_from_before_they_ran(before: str) -> None:
+    """Nobody had tokens for 100 s. Then the first two of a request come at once, 2 s after their steps could begin."""
+    bench = Bench(async_scheduling=True, max_num_batched_tokens=8)
+    if before == "nothing":
+        bench.now_s = 100.0
+    bench.add("a", [1] * (3 if before == "nothing" else 11), 2)
+    bench.begin()
+    if before == "a part of the prompt":
+        bench.now_s = 100.0
+        bench.finish()
+        bench.begin()
+    bench.now_s = 102.0
+    assert bench.finish(most=2) == 2
+    assert not bench.core.scheduler.has_requests()
+    bench.begin()
+    gaps = bench.measured.token_gap_s
+    assert count(gaps) == 1
+    assert gaps.sum == pytest.approx(1.0)
 
 
 def test_nobody_is_remembered_when_all_have_gone() -> None:

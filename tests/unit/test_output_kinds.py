@@ -7,41 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests import tokenizers_for_tests as made
+from tests.clients import expect, ids, run
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
-from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.api import ForkRequest, Generate, GetStats, PromptLogprobs, Stats, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
-
-TOKENIZER = Tokenizer(made.byte_level())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    (path / "tokenizer.json").write_bytes(made.byte_level())
-    return path
-
-
-def run(folder: Path, body: Any) -> None:
-    async def main() -> None:
-        answer = welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(folder))
-        with FakeEngine(answer=answer) as engine:
-            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
-                await asyncio.wait_for(body(client, engine), DEADLINE_S)
-
-    asyncio.run(main())
-
-
-async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
-    return await asyncio.to_thread(engine.expect, kind)
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text)
 
 
 async def settle(client: AsyncClient, engine: FakeEngine) -> None:

@@ -1,50 +1,23 @@
 """AsyncClient and LLM with a fake engine where one prompt becomes several samples: n, best_of, beams, forks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests import tokenizers_for_tests as made
-from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from tests.clients import expect, ids, run
+from tests.fakes import FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import CompletionOutput, RequestOutput
-from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, GetStats, Stats, TokenLogprobs, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
-TOKENIZER = Tokenizer(made.byte_level())
 GONE = "request 'r' is not running; only a live request can be forked"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    (path / "tokenizer.json").write_bytes(made.byte_level())
-    return path
-
-
-def run(folder: Path, body: Callable[[AsyncClient, FakeEngine], Awaitable[None]]) -> None:
-    async def main() -> None:
-        answer = welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(folder))
-        with FakeEngine(answer=answer) as engine:
-            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
-                await asyncio.wait_for(body(client, engine), DEADLINE_S)
-
-    asyncio.run(main())
-
-
-async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
-    return await asyncio.to_thread(engine.expect, kind)
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text)
 
 
 def logprobs(*values: float) -> list[TokenLogprobs]:

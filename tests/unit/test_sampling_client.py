@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests import tokenizers_for_tests as made
-from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from tests.clients import TOKENIZER, expect, run
+from tests.fakes import FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.stream import StreamFactory
@@ -28,7 +29,6 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.params import SamplingParams
 
-TOKENIZER = Tokenizer(made.byte_level())
 FACTORY = StreamFactory(welcome(vocab_size=TOKENIZER.vocab_size), TOKENIZER)
 
 
@@ -120,27 +120,6 @@ def test_the_tokens_that_begin_every_text_are_kept_too() -> None:
 
 
 # ---- logprobs of the prompt
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    (path / "tokenizer.json").write_bytes(made.byte_level())
-    return path
-
-
-def run(folder: Path, body: Any) -> None:
-    async def main() -> None:
-        answer = welcome(vocab_size=TOKENIZER.vocab_size, tokenizer=str(folder))
-        with FakeEngine(answer=answer) as engine:
-            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
-                await asyncio.wait_for(body(client, engine), DEADLINE_S)
-
-    asyncio.run(main())
-
-
-async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
-    return await asyncio.to_thread(engine.expect, kind)
 
 
 async def settle(client: AsyncClient, engine: FakeEngine) -> None:

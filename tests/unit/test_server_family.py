@@ -1,6 +1,8 @@
 """The API servers beside the first: what is done when they die, and what when they die too often."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +110,27 @@ def test_the_end_is_not_a_death(born: list[FakeChild]) -> None:
     assert family.look() is None
     assert [child.graces for child in born] == [[8.0], [8.0]]
     assert closed == [1]
+
+
+def test_only_who_hurries_them_signals_again(born: list[FakeChild], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal cuts off the requests that they still serve."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(FakeChild, "stop", lambda _self, _grace_s: None)
+    family = make(2)
+
+    async def main() -> None:
+        await family.start(up)
+        born[0].pid, born[1].pid = 11, 12
+        family.stop()
+        family.stop()
+        assert killed == []
+        born[0].reason = "exit status 0"
+        family.hurry()
+        await family.ended()
+
+    asyncio.run(main())
+    assert killed == [(12, signal.SIGTERM)]
 
 
 def test_one_that_does_not_start_is_an_error(born: list[FakeChild]) -> None:

@@ -39,7 +39,7 @@ def run(
         rng = random.Random(0)
         params = SamplingParams(**{**(sampling or {}), "max_tokens": lengths[1], "ignore_eos": True})
         latencies = []
-        for place in tqdm(range(sum(num_iters)), desc="batches", disable=not show_progress):
+        for place in tqdm(range(sum(num_iters)), desc="batches", disable=None if show_progress else True):
             prompts = [[rng.randrange(5, llm.engine.vocab_size) for _ in range(lengths[0])] for _ in range(batch_size)]
             start_s = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)

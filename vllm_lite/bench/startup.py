@@ -60,7 +60,9 @@ def run(serve_words: Sequence[str], num_iters: int, *, show_progress: bool = Fal
 
     Raises EngineError for a server that does not come up, or does not answer.
     """
-    starts = [measure(serve_words) for _ in tqdm(range(num_iters), desc="starts", disable=not show_progress)]
+    starts = [
+        measure(serve_words) for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True)
+    ]
     ordered = sorted(starts, key=lambda start: start.first_token_s)
     median = ordered[num_iters // 2]
     return {

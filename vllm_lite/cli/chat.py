@@ -9,7 +9,6 @@ from vllm_lite.cli.remote import (
     add_sampling_flags,
     add_server_flags,
     own_config,
-    reader_gone,
     sampling,
     server,
 )
@@ -33,20 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.remote.conversation import Conversation
     from vllm_lite.remote.terminal import Terminal
 
-    try:
-        with server(arguments, own_config(arguments)) as remote:
-            model = remote.model
-            terminal = Terminal()
-            chat = Chat(remote, terminal, Conversation(arguments.system_prompt, sampling(arguments)))
-            if arguments.quick is not None:
-                chat.ask(arguments.quick)
-                return int(chat.failed)
-            if terminal.is_interactive:
-                where = "" if arguments.folder else f" at {remote.address.shown}"
-                terminal.note(f"{model}{where}. /help lists commands; Ctrl-C stops an answer.")
-            return _talk(chat, terminal)
-    except BrokenPipeError:
-        return reader_gone()
+    with server(arguments, own_config(arguments)) as remote:
+        model = remote.model
+        terminal = Terminal()
+        is_quick = arguments.quick is not None
+        conversation = Conversation(arguments.system_prompt, sampling(arguments))
+        chat = Chat(remote, terminal, conversation, can_retry=not is_quick)
+        if is_quick:
+            chat.ask(arguments.quick)
+            return int(chat.failed)
+        if terminal.is_interactive:
+            where = "" if arguments.folder else f" at {remote.address.shown}"
+            terminal.note(f"{model}{where}. /help lists commands; Ctrl-C stops an answer.")
+        return _talk(chat, terminal)
 
 
 def _talk(chat: "Chat", terminal: "Terminal") -> int:

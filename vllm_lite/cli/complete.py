@@ -1,5 +1,5 @@
 """Continue a text: by the server that is running, or by MODEL on a server of its own. Without a text, the whole of
-stdin; on a terminal, line by line."""
+stdin; on a terminal, line by line. Without MODEL give the text as -q."""
 
 import argparse
 import sys
@@ -11,7 +11,6 @@ from vllm_lite.cli.remote import (
     add_sampling_flags,
     add_server_flags,
     own_config,
-    reader_gone,
     sampling,
     server,
 )
@@ -37,18 +36,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.remote.terminal import Terminal
 
+    if arguments.url is not None and arguments.folder is not None:
+        raise ConfigError(f"the server at --url has its model; give the text as -q, got {arguments.folder!r}")
     if arguments.text is not None and arguments.quick is not None:
         raise ConfigError("the text is given twice; leave out -q or TEXT")
     given = arguments.text if arguments.quick is None else arguments.quick
-    try:
-        with server(arguments, own_config(arguments)) as remote:
-            terminal = Terminal()
-            if given is None and terminal.is_interactive:
-                return _lines(arguments, remote, terminal)
-            _complete(arguments, remote, terminal, _piped() if given is None else given)
-            return 0
-    except BrokenPipeError:
-        return reader_gone()
+    with server(arguments, own_config(arguments)) as remote:
+        terminal = Terminal()
+        if given is None and terminal.is_interactive:
+            return _lines(arguments, remote, terminal)
+        _complete(arguments, remote, terminal, _piped() if given is None else given)
+        return 0
 
 
 def _lines(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal") -> int:

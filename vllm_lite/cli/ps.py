@@ -7,6 +7,9 @@ from typing import Any
 
 from vllm_lite.client.instances import Instance, clean, find
 
+COLUMNS = ("pid", "kind", "model", "state", "up", "memory", "running", "waiting", "address")
+NUMBERS = ("pid", "up", "memory", "running", "waiting")
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clean", action="store_true", help="remove what dead ones have left")
@@ -48,21 +51,22 @@ def row(instance: Instance) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    lines = [COLUMNS, *(_words(values) for values in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for words in lines:
+        cells = (
+            word.rjust(width) if name in NUMBERS else word.ljust(width)
+            for name, word, width in zip(COLUMNS, words, widths, strict=True)
+        )
+        print("  ".join(cells).rstrip())
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("pid", "kind", "model", "state", "up", "memory", "running", "waiting", "address"):
-        right = name in ("pid", "up", "memory", "running", "waiting")
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name == "pid")
-    for values in rows:
-        counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
-        where = "\n".join(filter(None, (values["url"], values["address"])))
-        memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
-        words = (values["kind"], values["model"], values["state"], _span(values["uptime_s"]), memory, *counts, where)
-        table.add_row(str(values["pid"]), *words)
-    Console().print(table)
+
+def _words(values: dict[str, Any]) -> tuple[str, ...]:
+    """A row's cells."""
+    counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
+    memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
+    names = (str(values["pid"]), values["kind"], values["model"], values["state"])
+    return (*names, _span(values["uptime_s"]), memory, *counts, values["url"] or values["address"])
 
 
 def _span(seconds: float) -> str:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vllm_lite.server.config import ServeConfig
 
 SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
-CLOSED_PIPE = 141
-"""What a shell says of a process whose reader has gone: 128 + SIGPIPE."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in SAMPLING.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
 
 
@@ -95,9 +93,3 @@ def _starting(model: str) -> Iterator[Callable[[float], None]]:
         yield show
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def reader_gone() -> int:
-    """The exit status when nobody reads stdout any more; nothing is to be written there at the end either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE

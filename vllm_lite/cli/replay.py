@@ -4,7 +4,7 @@ import argparse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="what the engine wrote with --record")
+    parser.add_argument("file", metavar="FILE", help="what the engine wrote with --record")
     parser.add_argument("--until", metavar="step=N", type=_step_number, help="stop behind step N and show its state")
     parser.add_argument("--assert", dest="must_agree", action="store_true", help="exit with 1 at a divergence")
 

@@ -4,8 +4,8 @@ import argparse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("request", help="the request's id")
-    parser.add_argument("file", help="what the engine wrote with --record")
+    parser.add_argument("request", metavar="REQUEST", help="the request's id")
+    parser.add_argument("file", metavar="FILE", help="what the engine wrote with --record")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -37,6 +37,8 @@ def fork_request(scheduler: "Scheduler", request: Request, child: Request) -> No
     child.num_cached_at_start = request.num_prompt
     scheduler.enter(child)
     spawn(scheduler, parent, sequence, scheduler.changes)
+    if sequence.status is Status.RUNNING:
+        child.admitted_s = child.queued_s
     if scheduler.waiting and scheduler.waiting[0] is sequence:  # it comes behind those who came before it
         scheduler.waiting.rotate(-1)
 
@@ -53,7 +55,6 @@ def spawn(scheduler: "Scheduler", parent: Sequence, child: Sequence, entries: li
     scheduler.introduce(child)
     scheduler.kv.fork(parent, child)
     child.status = Status.RUNNING
-    scheduler.meter.came_in(child.request)
     scheduler.running.append(child)
     sampling = wire_sampling(child)
     entries.append(Fork(parent.handle, child.handle, sampling, child.num_tokens, child.num_computed, child.num_cached))

@@ -33,6 +33,8 @@ from vllm_lite.transport.interface import Pollable
 HEARTBEAT_S = 0.5
 GATHER_S = 0.004
 SLOW_READER_S = 30.0
+MIN_LOOK = 64
+"""With fewer clients nobody asks whether those that want nothing are still there."""
 
 logger = log.get(__name__)
 
@@ -87,6 +89,7 @@ class ClientPort:
         self._early: dict[bytes, Hello] = {}
         self._clients: dict[bytes, Outbox] = {}
         self._next_heartbeat_s = 0.0
+        self._next_look = MIN_LOOK
 
     def open(self, welcome: Welcome) -> None:
         """The engine can serve: answer those who said Hello while it was starting."""
@@ -127,6 +130,16 @@ class ClientPort:
         else:
             self._clients.setdefault(peer, Outbox())
             self.send(peer, self._welcome)
+            if len(self._clients) >= self._next_look:
+                self._look()
+
+    def _look(self) -> None:
+        """Forget those that are owed nothing and have gone, which no other message would notice. A client with requests
+        hears from flush() or beat(), which tell its end."""
+        nothing = OutputBatch(self._epoch, [])
+        idle = [peer for peer, outbox in self._clients.items() if not outbox]
+        self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
+        self._next_look = max(MIN_LOOK, 2 * len(self._clients))
 
     def refuse_all(self, reason: str, *, bad_input: bool) -> bool:
         """The engine cannot start: tell everybody who asked so far. False if nobody has."""

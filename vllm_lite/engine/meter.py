@@ -1,8 +1,8 @@
 """Meter: what the engine measures of requests and steps. The scheduler tells it what happens, the core what time it is.
 
 The time between two tokens is taken once for all sequences that got one in this step and in the step before; only
-those that joined or paused are looked at one by one. Steps whose results come together share the time since the last
-ones evenly, because they ran one after the other.
+those that joined or paused are looked at one by one. Steps whose results come together ran one after the other, so
+they share evenly the time since the results before them, or, if none were under way then, since the first was made.
 """
 
 from collections.abc import Sequence as Seq
@@ -38,7 +38,8 @@ class Meter:
         self._kv = kv
         self._turn: list[Seq[Sequence]] = []
         """Of each step since the last turn, the sequences that got tokens."""
-        self._turn_s = 0.0
+        self._turn_s = self._from_s = 0.0
+        """When its results came, and when the first of its steps began to run."""
         self._last: Seq[Sequence] = []
         self._last_s = 0.0
 
@@ -47,7 +48,8 @@ class Meter:
     def admitted(self, sequence: Sequence, hit: PrefixHit) -> None:
         """It comes in from the queue with what was found of it, maybe not for the first time."""
         request = sequence.request
-        self.came_in(request)
+        if request.admitted_s is None:
+            request.admitted_s = self.now_s
         kv = self._kv
         if request.num_cached_at_start is not None or sequence.unscored or not kv.pool.enable_caching:
             return
@@ -59,11 +61,6 @@ class Meter:
             on_host = min(on_host, found)
             self.host_queries += request.num_prompt - (found - on_host)
             self.host_hits += on_host
-
-    def came_in(self, request: Request) -> None:
-        """From the queue, or as a fork that needs not wait. Only the first time counts."""
-        if request.admitted_s is None:
-            request.admitted_s = self.now_s
 
     def left(self, sequence: Sequence) -> None:
         """It gets no more tokens."""
@@ -114,24 +111,29 @@ class Meter:
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
-        if sampling:
-            self._turn.append(sampling)
-            self._turn_s = self.now_s
+        self._turn.append(sampling)
+        self._turn_s = self.now_s
 
-    def turn(self, now_s: float) -> None:
-        """All results that had come were told."""
+    def turn(self, now_s: float, *, idle: bool = False) -> None:
+        """All results that had come were told. `idle`: no step is under way."""
         self.now_s = now_s
-        if not self._turn:
-            return
-        gap_s = (self._turn_s - self._last_s) / len(self._turn)
-        for got in self._turn:
-            at_s = self._last_s + gap_s
-            if got == self._last:  # the very same sequences: quicker than any set of them
-                self.token_gap_s.observe(gap_s, len(got))
-            else:
-                self._change(got, gap_s, at_s)
-            self._last, self._last_s = got, at_s
-        self._turn, self._last_s = [], self._turn_s
+        if self._turn:
+            step_s = (self._turn_s - self._from_s) / len(self._turn)
+            for number, got in enumerate(self._turn, 1):
+                if got:
+                    self._got(got, self._from_s + number * step_s)
+            self._turn, self._from_s = [], self._turn_s
+        if idle:
+            self._from_s = now_s
+
+    def _got(self, got: Seq[Sequence], at_s: float) -> None:
+        """Sequences got tokens at `at_s`."""
+        gap_s = at_s - self._last_s
+        if got == self._last:  # the very same sequences: quicker than any set of them
+            self.token_gap_s.observe(gap_s, len(got))
+        else:
+            self._change(got, gap_s, at_s)
+        self._last, self._last_s = got, at_s
 
     def rest(self, now_s: float) -> None:
         """Nobody is there any more: hold nothing of those who were."""

@@ -133,7 +133,7 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute."""
-        self.meter.turn(now_s)
+        self.meter.turn(now_s, idle=not self._sent)
         self.kv.begin_step()
         view = View(
             now_s, len(self.running), len(self.waiting), self.kv.pool.num_free, self.options.max_num_batched_tokens

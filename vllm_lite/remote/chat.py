@@ -91,13 +91,15 @@ class Stats:
 class Chat:
     """Give it lines until it says that it is over."""
 
-    def __init__(self, answers: Answers, screen: Screen, conversation: Conversation) -> None:
+    def __init__(self, answers: Answers, screen: Screen, conversation: Conversation, *, can_retry: bool = True) -> None:
+        """Without `can_retry` there is one question, and nobody is told of commands."""
         self.conversation = conversation
         self.stats: Stats | None = None
         self.failed = False
         """Whether anything ever went wrong: the exit status of what reads from a pipe."""
         self._answers = answers
         self._screen = screen
+        self._can_retry = can_retry
         self._lines: list[str] | None = None
 
     @property
@@ -153,12 +155,17 @@ class Chat:
         if said:
             self._screen.end()
         if problem is not None:
-            kept = "what was said is kept; /retry asks again" if said else "/retry asks again"
-            self._screen.note(f"{problem} ({kept})" if problem == "stopped" else f"{problem}\n{kept}")
+            self._screen.note(problem + self._advice(problem, has_said=bool(said)))
         elif stats.end in _ENDS:
             self._screen.note(_ENDS[stats.end])
         elif not said:
-            self._screen.note("the model said nothing; /retry asks again")
+            self._screen.note("the model said nothing" + ("; /retry asks again" if self._can_retry else ""))
+
+    def _advice(self, problem: str, *, has_said: bool) -> str:
+        if not self._can_retry:
+            return ""
+        kept = "what was said is kept; /retry asks again" if has_said else "/retry asks again"
+        return f" ({kept})" if problem == "stopped" else f"\n{kept}"
 
     def _stream(self, stats: Stats, said: list[str]) -> None:
         with closing(self._answers.chat(self.conversation.messages(), self.conversation.sampling)) as pieces:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.settings import Section
 
 _SECRET = {"api_key", "admin_api_key"}
 
@@ -23,16 +24,18 @@ class Keys(NamedTuple):
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Build it with `ServeConfig.load(...)`, which checks every value."""
 
-    # where
-    host: Annotated[str, Meta(description="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1"
+    host: Annotated[
+        str, Section("where it listens"), Meta(description="address to listen on; 0.0.0.0 is every network")
+    ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0 takes any that is free")] = 8000
     uds: Annotated[str | None, Meta(description="Unix socket to listen on, instead of host and port")] = None
     api_server_count: Annotated[
         int, Meta(ge=1, le=64, description="processes that serve HTTP here; each has its share of the queue limits")
     ] = 1
 
-    # who
-    api_key: Annotated[tuple[str, ...], Meta(description="keys that clients must give, one of them")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Section("who may call"), Meta(description="keys that clients must give, one of them")
+    ] = ()
     api_key_file: Annotated[str | None, Meta(description="file with one key on each line")] = None
     admin_api_key: Annotated[
         tuple[str, ...], Meta(description="keys that open what changes the server, like /reset_prefix_cache, as well")
@@ -50,9 +53,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     allowed_headers: Annotated[tuple[str, ...], Meta(description="headers such pages may send")] = ("*",)
     allow_credentials: Annotated[bool, Meta(description="such pages may send cookies")] = False
 
-    # how much
     max_num_queued_reqs: Annotated[
-        int, Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)")
+        int,
+        Section("how much"),
+        Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)"),
     ] = 10_000
     max_num_queued_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -66,8 +70,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(ge=0, description="seconds that running requests may take to end after SIGTERM")
     ] = 5.0
 
-    # what
-    chat_template: Annotated[str | None, Meta(description="file with a Jinja template (default: the model's)")] = None
+    chat_template: Annotated[
+        str | None, Section("answers"), Meta(description="file with a Jinja template (default: the model's)")
+    ] = None
     generation_config: Annotated[
         Literal["auto", "vllm"],
         Meta(description="where sampling defaults come from: auto is the model's generation_config.json"),

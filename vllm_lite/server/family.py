@@ -87,12 +87,8 @@ class Family:
         return self._trouble
 
     def stop(self) -> None:
-        """Have them end what they do; told again, at once."""
+        """Have them end what they do, each in the time that requests have for that."""
         if self._stopping is not None:
-            for child in self._children.values():
-                if child.exited() is None:
-                    with suppress(ProcessLookupError):
-                        os.kill(child.pid, signal.SIGTERM)
             return
         self._close_listeners()
         self._stopping = [
@@ -101,6 +97,13 @@ class Family:
         ]
         for thread in self._stopping:
             thread.start()
+
+    def hurry(self) -> None:
+        """After stop(): have them end at once."""
+        for child in self._children.values():
+            if child.exited() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGTERM)
 
     async def ended(self) -> None:
         """After stop(): until all are gone."""

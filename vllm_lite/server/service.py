@@ -142,7 +142,7 @@ class Service:
 
     def _on_signal(self, ended: asyncio.Event, family: Family) -> None:
         self._num_signals += 1
-        family.stop()
+        family.stop() if self._num_signals == 1 else family.hurry()
         ended.set()
 
     def _calls(self) -> Calls:

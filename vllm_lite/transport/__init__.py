@@ -4,6 +4,7 @@ interface.py  Listener (the engine's side of a wire), Connection (a client's or 
 zmq.py        ROUTER / DEALER over ipc, and over tcp with CURVE keys
 keys.py       their files
 door.py       who is let in over tcp
+publisher.py  numbered batches for whoever listens, and again what was missed
 inproc.py     queues in one process: unit tests and --single-process
 """
 

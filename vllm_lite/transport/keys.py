@@ -105,7 +105,8 @@ def load_client_keys(address: str, folder: KeysOption) -> ClientKeys | None:
 
 
 class Authorised:
-    """The public keys in a folder, as they are now: one that is added or removed counts at the next connection."""
+    """The public keys in a folder, as they are now: one that is added, replaced or removed counts at the next
+    connection."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -114,16 +115,24 @@ class Authorised:
 
     def name_of(self, public_key: bytes) -> str | None:
         """The client that has this key (Z85), None if no client has."""
-        files = sorted(self._folder.glob("*" + PUBLIC)) if self._folder.is_dir() else []
-        seen = (files, self._folder.stat().st_mtime_ns if files else 0)
+        seen = [(file, _version(file)) for file in sorted(self._folder.glob("*" + PUBLIC))]
         if seen != self._seen:
             self._seen, self._names = seen, {}
-            for file in files:
+            for file, _ in seen:
                 try:
                     self._names[_load(file)[0]] = file.stem
                 except ConfigError as error:  # the other clients are not to suffer
                     logger.warning("%s", error)
         return self._names.get(public_key)
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """Another one for another content, None if it has just gone."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def _made(make: Callable[[], T]) -> T:

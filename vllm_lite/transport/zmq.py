@@ -115,11 +115,13 @@ class ZmqListener:
         return (self._socket,)
 
     def close(self) -> None:
+        # First the monitor, then the door that reads it: ZeroMQ's own thread waits for ever to tell what nobody reads.
+        if not self._socket.closed:
+            self._socket.disable_monitor()
         if self._door is not None:
             self._door.close()
             self._door = None
         if not self._socket.closed:
-            self._socket.disable_monitor()
             self._socket.close()
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 

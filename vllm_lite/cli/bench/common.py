@@ -13,7 +13,7 @@ from vllm_lite.settings import add_flags as add_config_flags
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Those of `serve` that are about the engine."""
-    add_config_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_config_flags(parser, EngineConfig)
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:

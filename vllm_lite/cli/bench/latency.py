@@ -24,8 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.bench import latency
 
-    if min(arguments.input_len, arguments.output_len, arguments.batch_size, arguments.n, arguments.num_iters) < 1:
-        raise ConfigError("--input-len, --output-len, --batch-size, --n and --num-iters must be at least 1")
+    for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     figures = latency.run(
         arguments.model or DEMO_MODEL,
         (arguments.batch_size, arguments.input_len, arguments.output_len),

@@ -36,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]")
+    group.add_argument(
+        "--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]"
+    )
     group.add_argument("--base-url", help="the server's address, instead of host and port")
     group.add_argument("--host", default="127.0.0.1", help="[127.0.0.1]")
     group.add_argument("--port", type=int, default=8000, help="[8000]")
@@ -60,8 +62,10 @@ def _add_datasets(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
     group.add_argument("--num-prompts", type=int, default=1000, help="[1000]")
     group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals [0]")
-    group.add_argument("--random-input-len", type=int, default=1024, help="tokens, without the prefix [1024]")
-    group.add_argument("--random-output-len", type=int, default=128, help="[128]")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]"
+    )
+    group.add_argument("--random-output-len", "--output-len", type=int, default=128, help="[128]")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, below 1 [0]"
     )

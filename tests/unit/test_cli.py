@@ -1,0 +1,129 @@
+"""`vllm-lite` itself: --help, and the one sentence that wrong words are answered with."""
+
+import argparse
+import subprocess
+import sys
+from typing import Annotated
+
+import pytest
+from msgspec import Meta
+
+from vllm_lite.cli import CLOSED_PIPE, COMMANDS, main
+from vllm_lite.cli.ps import COLUMNS, NUMBERS
+from vllm_lite.cli.ps import run as ps
+from vllm_lite.planner import PlanConfig
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.settings import Section, Settings, add_flags
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
+    """Exit status and stderr of one that fails before anything is started."""
+    try:
+        status: object = main(words)
+    except SystemExit as end:
+        status = end.code
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("serve --print-config --port abc", "port: must be a whole number, got 'abc'"),
+        ("serve --print-config --port 65536", "port: must be at most 65535, got '65536'"),
+        ("serve --print-config --port=-1", "port: must be at least 0, got '-1'"),
+        ("serve --print-config --gpu-memory-utilization 0", "gpu_memory_utilization: must be above 0, got '0'"),
+        ("serve --print-config --kv-watermark 1", "kv_watermark: must be below 1, got '1'"),
+        ("serve --print-config --body-timeout-s soon", "body_timeout_s: must be a number, got 'soon'"),
+        ("serve --print-config --dtype fp7", "dtype: must be one of auto, float32, bfloat16, float16, got 'fp7'"),
+        ("serve --print-config --speculative-config ngram", "speculative_config: must be a JSON object, got 'ngram'"),
+        (
+            'serve --print-config --speculative-config {"method":"guess"}',
+            """speculative_config.method: must be one of ngram, got '{"method":"guess"}'""",
+        ),
+        (
+            'serve --print-config --kv-events-config {"hwm":0}',
+            """kv_events_config.hwm: must be at least 1, got '{"hwm":0}'""",
+        ),
+        ("serve --print-config --api-key=", "api_key is empty; give a value, or leave it out"),
+        (
+            "complete --url http://127.0.0.1:1 Once",
+            "the server at --url has its model; give the text as -q, got 'Once'",
+        ),
+        (
+            "sreve",
+            f"argument COMMAND: must be one of {', '.join(COMMANDS)}, got 'sreve'; did you mean serve?",
+        ),
+    ],
+)
+def test_wrong_words(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words.split(" ")) == (2, f"vllm-lite: {error}\n")
+
+
+def test_flags_stand_in_groups_and_show_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    class Example(Settings, frozen=True, kw_only=True):
+        color: Annotated[str, Section("looks"), Meta(description="of the door")] = "red"
+        hinges: Annotated[int, Meta(description="on one side")] = 3
+        locked: Annotated[bool, Section("state"), Meta(description="needs a key")] = True
+        keys: Annotated[tuple[str, ...], Meta(description="that open it")] = ()
+
+    parser = argparse.ArgumentParser(prog="door")
+    add_flags(parser, Example)
+    parser.print_help()
+    assert capsys.readouterr().out.partition("\n\n")[2].split("\n\n")[1:] == [
+        "looks:\n  --color COLOR         of the door [red]\n  --hinges N            on one side [3]",
+        f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "last"), [(ServeConfig, ("answers", "enable_log_requests")), (PlanConfig, ("machine", "concurrency"))]
+)
+def test_every_flag_has_a_group(kind: type[Settings], last: tuple[str, str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, kind)
+    groups = {group.title: [a.dest for a in group._group_actions] for group in parser._action_groups}
+    assert groups["options"] == ["help"]
+    assert groups["processes"][0] == "cpu_threads"
+    assert last[1] in groups[last[0]]
+
+
+def test_usage_of_many_flags_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: vllm-lite serve [MODEL] [flag ...]\n\n")
+    assert "--preemption-mode {auto,recompute,swap}" in shown
+
+
+@pytest.mark.parametrize("command", ["plan demo", "plan demo --json", "serve --print-config"])
+def test_a_reader_that_has_gone(command: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_lite", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == CLOSED_PIPE
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_a_table_of_what_runs_has_a_line_for_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"pid": 7, "kind": "server", "model": "m" * 40, "state": "serving", "uptime_s": 61.0, "memory_bytes": None}
+    server = {**values, "running": 3, "waiting": None, "url": "http://127.0.0.1:8000", "address": "ipc:///x"}
+    monkeypatch.setattr("vllm_lite.cli.ps.find", lambda: [server, {**server, "url": None, "pid": 12345}])
+    monkeypatch.setattr("vllm_lite.cli.ps.row", lambda instance: instance)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert ps(argparse.Namespace(clean=False, json=False)) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == list(COLUMNS)
+    assert set(NUMBERS) < set(COLUMNS)
+    assert [line.split() for line in lines] == [
+        ["7", "server", "m" * 40, "serving", "1m", "3", "http://127.0.0.1:8000"],
+        ["12345", "server", "m" * 40, "serving", "1m", "3", "ipc:///x"],
+    ]
+    assert lines[0].startswith("    7  server")

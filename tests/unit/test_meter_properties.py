@@ -1,0 +1,44 @@
+"""What the engine measures while everything happens that can: counters only rise, and every request ends once."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.recorded import Recorded
+from vllm_lite.protocol import api
+
+GAUGES = {
+    *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
+    *("num_host_blocks", "num_used_host_blocks", "measured"),
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("settings", [{}, {"num_host_blocks": 10, "preemption_mode": "swap"}, {"windows": (8, None)}])
+def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int) -> None:
+    """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once."""
+    recorded = Recorded(None, **settings)
+    turn, before = recorded.turn, list[float]()
+
+    def checked_turn(fail: bool = False) -> bool:
+        more = turn(fail)
+        stats = recorded.core.stats()
+        measured = stats.measured
+        assert measured is not None
+        now = [getattr(stats, name) for name in api.Stats.__struct_fields__ if name not in GAUGES]
+        for name in api.Measured.__struct_fields__[1:]:
+            histogram = getattr(measured, name)
+            now += [*histogram.counts, histogram.sum]
+        assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))
+        before[:] = now
+        num_ended = recorded.scheduler.num_arrived - len(recorded.scheduler.requests)
+        assert (
+            sum(measured.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
+        )
+        assert stats.cached_tokens <= stats.prompt_tokens
+        return more
+
+    recorded.turn = checked_turn  # type: ignore[method-assign]
+    recorded.random_work(random.Random(seed), 40)
+    recorded.drain()
