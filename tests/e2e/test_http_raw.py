@@ -362,7 +362,8 @@ def test_a_request_can_be_aborted_by_its_id(http: httpx.Client, session: Session
 
 def test_the_prompts_of_a_list_have_names_too(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "list-1"}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: without it the stream would be closed
+        next(lines)
         again = http.post("/v1/completions", json={**LONG, "prompt": ["a", "b"], "request_id": "list"})
         assert error_of(again, 409)["param"] == "request_id"
 
