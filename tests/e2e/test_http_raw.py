@@ -20,6 +20,10 @@ PROMPT = "Once upon a time"
 JSON = {"Content-Type": "application/json"}
 LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 MAX_BYTES = 100_000
+CHUNKED = (
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()
+)
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +239,14 @@ def test_another_content_type_is_refused(http: httpx.Client) -> None:
     error_of(http.post("/v1/completions", data={"prompt": "x"}), 415)
 
 
+def connected(server: Server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
 def exchange(server: Server, data: bytes) -> bytes:
     """Send `data` and read until the server closes the connection."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with connected(server) as connection:
         try:
             connection.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
@@ -267,6 +275,54 @@ def test_headers_have_a_size(server: Server, header: bytes) -> None:
 @pytest.mark.parametrize("data", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: y\r\n"])
 def test_headers_have_a_time(server: Server, data: bytes) -> None:
     assert exchange(server, data).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("rest", [b"X: y\r\n" * 100_000, b"X: " + b"y" * 1_000_000])
+def test_trailers_have_a_size(server: Server, rest: bytes) -> None:
+    assert exchange(server, CHUNKED + b"0\r\n" + rest).startswith(b"HTTP/1.1 431 ")
+
+
+def test_the_description_of_a_chunk_has_a_size(server: Server) -> None:
+    assert exchange(server, CHUNKED + b"1;" + b"x" * 1_000_000).startswith(b"HTTP/1.1 431 ")
+
+
+def test_small_chunks_make_a_body(server: Server) -> None:
+    """All that describes them is longer than headers may be."""
+    body = b'{"prompt": "x"}'.rjust(90_000)
+    data = CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    data += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX: y\r\n\r\n"
+    assert exchange(server, data).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_trailer_is_no_header(server: Server) -> None:
+    data = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data += b"2\r\n{}\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % KEY.encode()
+    assert exchange(server, data).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(("header", "rest"), [(b"", b"\r\n"), (b"Content-Length: 9\r\n", b"x")])
+def test_what_comes_behind_an_answer_has_a_time(server: Server, header: bytes, rest: bytes) -> None:
+    """Neither is headers that somebody waits for, nor a body."""
+    with connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        connection.sendall(rest)
+        while connection.recv(65536):
+            pass
+
+
+def test_a_client_behind_two_requests_is_missed(server: Server, session: Session) -> None:
+    body = json.dumps({**LONG, "n": 4}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    before = session.stats().generated_tokens
+    with connected(server) as connection:
+        connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: session.stats().generated_tokens > before, "its first token")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
+    assert session.stats().generated_tokens - before < 4 * LONG["max_tokens"]
+    assert "Traceback" not in server.output
 
 
 def test_a_body_has_a_time(server: Server) -> None:
@@ -302,6 +358,14 @@ def test_a_request_can_be_aborted_by_its_id(http: httpx.Client, session: Session
     error_of(http.delete("/v1/requests/cmpl-mine"), 404)
     error_of(http.get("/v1/requests/cmpl-mine"), 404)
     until(lambda: session.stats().num_used_blocks == 0, "the end of an aborted request")
+
+
+def test_the_prompts_of_a_list_have_names_too(http: httpx.Client) -> None:
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "list-1"}) as answer:
+        lines = answer.iter_lines()  # kept: without it the stream would be closed
+        next(lines)
+        again = http.post("/v1/completions", json={**LONG, "prompt": ["a", "b"], "request_id": "list"})
+        assert error_of(again, 409)["param"] == "request_id"
 
 
 @pytest.mark.parametrize("stream", [True, False])

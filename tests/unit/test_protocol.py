@@ -196,6 +196,8 @@ def test_decode_step_stays_small() -> None:
         ({"seed": -2}, "seed must be between 0"),
         ({"stop": [""]}, "stop strings must not be empty"),
         ({"stop": [1]}, "stop must be a list of strings"),
+        ({"stop": ["x" * 1025]}, "stop takes texts of at most 1024 characters, got one of 1025"),
+        ({"bad_words": ["x", "y" * 1025]}, "bad_words takes texts of at most 1024 characters, got one of 1025"),
         ({"stop": "x", "detokenize": False}, "need detokenize=True"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
         ({"n": 0}, "n must be between 1 and 64"),

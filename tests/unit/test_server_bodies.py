@@ -7,7 +7,7 @@ import pytest
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import bodies
-from vllm_lite.server.bodies import ChatBody, CompletionBody, Sampling
+from vllm_lite.server.bodies import ChatBody, CompletionBody, GenerateBody, Sampling
 from vllm_lite.server.errors import ApiError, error_body
 
 
@@ -41,6 +41,17 @@ def test_what_changes_nothing_is_not(name: str) -> None:
         assert completion(**{name: value})[1] == []
 
 
+def test_a_body_has_only_so_many_fields() -> None:
+    most = {f"field_{number}": 1 for number in range(255)}
+    assert len(completion(**most)[1]) == 255
+    for data in (
+        {"prompt": "x", **most, "one_more": 1},
+        {"token_ids": [1], "sampling_params": {**most, "a": 1, "b": 1}},
+    ):
+        with pytest.raises(ApiError, match="object` of length <= 256"):
+            bodies.read(msgspec.json.encode(data), GenerateBody if "token_ids" in data else CompletionBody)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -50,6 +61,8 @@ def test_what_changes_nothing_is_not(name: str) -> None:
         ({"stream_options": {"include_usage": 1}}, "stream_options"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [{}]}, "prompt"),
+        ({"request_id": "mine\n"}, "request_id"),
+        ({"request_id": "mi/ne"}, "request_id"),
     ],
 )
 def test_a_wrong_type_names_its_field(fields: dict[str, Any], param: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,22 @@ def test_round_trip() -> None:
     tokenizer = Tokenizer(made.byte_level())
     for text in ("the cat", "naïve 🙂 猫", " two  spaces\n", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_long_text_lets_other_threads_go_on() -> None:
+    """Its ids are those that the library gives otherwise."""
+    tokenizer = Tokenizer(made.byte_level())
+    text = "the cat sat on naïve 🙂 猫 " * 100_000
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(tokenizer.encode(text)))
+    begun_s = time.monotonic()
+    thread.start()
+    thread.join(0.001)
+    free_s = time.monotonic() - begun_s
+    thread.join(DEADLINE_S)
+    whole_s = time.monotonic() - begun_s
+    assert free_s < whole_s / 2
+    assert found == [tokenizer._library.encode(text).ids]
 
 
 def test_special_tokens() -> None:

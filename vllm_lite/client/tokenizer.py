@@ -10,6 +10,8 @@ import tokenizers
 from vllm_lite.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
+LONG_TEXT_CHARS = 16_384
+"""The library lets other threads go on while it encodes longer ones, so a thread is the place for them."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
 
@@ -58,15 +60,21 @@ class Tokenizer:
 
         Of a longer text the last `num_kept` are kept, special tokens at both ends included where there is room.
         """
-        encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._encode(text, add_special_tokens)
         if num_kept is not None and len(encoding.ids) > num_kept:
             num_special = self._library.num_special_tokens_to_add(False) if add_special_tokens else 0
             if 0 < num_special < num_kept:
-                encoding = self._library.encode(text, add_special_tokens=False)
+                encoding = self._encode(text, False)
                 encoding.truncate(num_kept - num_special, direction="left")
                 encoding = self._library.post_process(encoding)
         ids: list[int] = encoding.ids
         return ids if num_kept is None else ids[-num_kept:]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._library.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

@@ -22,6 +22,8 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 MAX_SHOWN_CHARS = 200
 MAX_NAME_CHARS = 256
+MAX_WORD_CHARS = 1024
+"""Of one stop string, or one of `bad_words`: each token's text is searched for the one, the other is tokenized."""
 GREEDY_BELOW = 1e-5
 """A temperature below this means: take the most likely token."""
 
@@ -174,6 +176,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._set("stop_token_ids", _checked_tuple("stop_token_ids", self.stop_token_ids, int))
         if any(not text for text in self.stop):
             raise ValueError("stop strings must not be empty")
+        _check_chars("stop", self.stop)
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -185,6 +188,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self._set("bad_words", _checked_tuple("bad_words", self.bad_words, str, MAX_BAD_WORDS))
             if not all(word.strip() for word in self.bad_words):
                 raise ValueError("bad_words must not be empty or blank")
+            _check_chars("bad_words", self.bad_words)
         if self.bad_words_token_ids:
             self._set("bad_words_token_ids", _checked_sequences("bad_words_token_ids", self.bad_words_token_ids))
 
@@ -282,6 +286,12 @@ def _checked_tuple(name: str, value: Any, kind: type, most: int = MAX_STOPS) -> 
     if len(value) > most:
         raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
     return tuple(value)
+
+
+def _check_chars(name: str, texts: Sequence[str]) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_WORD_CHARS:
+        raise ValueError(f"{name} takes texts of at most {MAX_WORD_CHARS} characters, got one of {longest}")
 
 
 def _checked_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:

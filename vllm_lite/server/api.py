@@ -28,7 +28,7 @@ from vllm_lite.server.gate import OPEN_PATHS, Gate
 from vllm_lite.server.logprobs import Spelling
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics, Tally
-from vllm_lite.server.prompts import LONG_TEXT_CHARS, Prompts, text_of
+from vllm_lite.server.prompts import Prompts, are_long, text_of
 from vllm_lite.server.reading import Reader
 from vllm_lite.server.requests import Requests, as_json
 from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
@@ -136,21 +136,23 @@ class Api:
     ) -> Call:
         """Its streams, not started. Raises ApiError."""
         call_id = await self._requests.new_id(kind, request_id)
-        streams: list[RequestStream] = []
-        make = self._factory.make
-        for prompt, stream_id in zip(prompts, self._calls.stream_ids(call_id, len(prompts)), strict=True):
-            try:
-                if isinstance(prompt, str) and len(prompt) > LONG_TEXT_CHARS:
-                    streams.append(await asyncio.to_thread(make, prompt, params, stream_id))
-                else:
-                    streams.append(make(prompt, params, stream_id))
-            except RequestError as error:
-                field = bodies.field_of(str(error), _PROMPT_FIELDS[kind])
-                raise refused(error, field) from error
+        ids = self._calls.stream_ids(call_id, len(prompts))
+        try:
+            if are_long(prompts):
+                streams = await asyncio.to_thread(self._streams, prompts, params, ids)
+            else:
+                streams = self._streams(prompts, params, ids)
+        except RequestError as error:
+            raise refused(error, bodies.field_of(str(error), _PROMPT_FIELDS[kind])) from error
         if self._config.enable_log_requests:
             for stream in streams:
                 logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
         return Call(call_id, streams)
+
+    def _streams(
+        self, prompts: Sequence[PromptLike], params: SamplingParams, ids: Sequence[str]
+    ) -> list[RequestStream]:
+        return [self._factory.make(prompt, params, name) for prompt, name in zip(prompts, ids, strict=True)]
 
     def _text(self, stream: RequestStream) -> str:
         """Of its prompt."""

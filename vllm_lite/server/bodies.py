@@ -16,6 +16,7 @@ from vllm_lite.server.errors import ApiError
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_FIELDS = 256
 MAX_CHOICES = 1024
 """Of all prompts of one request together."""
 _TOLD = re.compile(r"[^\w.-]")
@@ -66,7 +67,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 G = TypeVar("G", bound=msgspec.Struct)
-RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
+"""Python's `$` would let a line end be behind it."""
 
 
 class Body(Sampling, frozen=True, kw_only=True):
@@ -208,15 +210,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 Those that SamplingParams or a body has are not looked up here."""
 
 B = TypeVar("B", bound=msgspec.Struct)
+_Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
 
 
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     """The body and the names of the fields that are ignored. Raises ApiError."""
-    fields = _decode(data, dict[str, msgspec.Raw])
+    fields = _decode(data, _Fields)
     ignored = _ignored(fields, kind)
     body: B = _decode(data, kind)
     if isinstance(body, GenerateBody) and "sampling_params" in fields:
-        ignored += _ignored(_decode(fields["sampling_params"], dict[str, msgspec.Raw]), GenerateParams)
+        ignored += _ignored(_decode(fields["sampling_params"], _Fields), GenerateParams)
     return body, ignored
 
 

@@ -93,7 +93,7 @@ class Calls:
         """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
         self.check()
         self._check_tokens(call)
-        if call.id in self._running:
+        if call.id in self._running or self.relay.has_one_of(call):
             raise in_use(call.id)
         self._running[call.id] = call
         try:

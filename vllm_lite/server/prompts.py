@@ -6,13 +6,11 @@ from typing import Any
 
 from vllm_lite.client.chat_template import ChatTemplate
 from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.server.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
 from vllm_lite.server.errors import ApiError, refused
 
-LONG_TEXT_CHARS = 16_384
-"""Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
 _FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
 
 
@@ -26,9 +24,14 @@ class Prompts:
     async def of_completion(self, body: CompletionBody) -> list[PromptLike]:
         """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
         prompts = _several(body.prompt)
-        if body.add_special_tokens is not False:
+        if body.add_special_tokens is not False or not any(isinstance(prompt, str) for prompt in prompts):
             return prompts
-        return [await self.encode(it, add_special_tokens=False) if isinstance(it, str) else it for it in prompts]
+        tokenizer = self._needed()
+
+        def encoded() -> list[PromptLike]:
+            return [tokenizer.encode(it, add_special_tokens=False) if isinstance(it, str) else it for it in prompts]
+
+        return await asyncio.to_thread(encoded) if are_long(prompts) else encoded()
 
     async def of_chat(self, body: ChatBody) -> list[int]:
         """Token ids of the prompt. Its special tokens are the template's, unless more are asked for."""
@@ -55,16 +58,25 @@ class Prompts:
             raise refused(error, "messages") from error
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        encode = self._needed().encode
+        if are_long([text]):
+            return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
-        if len(text) <= LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return self.tokenizer
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def are_long(prompts: Sequence[PromptLike]) -> bool:
+    """Whether their texts are to be tokenized in a thread, so that other streams go on."""
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT_CHARS
 
 
 def _several(given: Any) -> list[PromptLike]:

@@ -42,6 +42,10 @@ class Relay:
             self.drop(call)
             raise
 
+    def has_one_of(self, call: Call) -> bool:
+        """Whether a stream of another call has the name of one of its streams: the prompts of a list are numbered."""
+        return any(stream.request_id in self._streams for stream in call.streams)
+
     def drop(self, call: Call) -> None:
         """Nobody wants more of `call`: what still runs is aborted in the engine."""
         for stream in call.streams:
