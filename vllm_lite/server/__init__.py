@@ -6,6 +6,7 @@ errors.py         every answer that is an error, in OpenAI's shape
 reading.py        bodies: how much of them is read, for how long
 prompts.py        bodies to prompts: texts, token ids, messages through the chat template
 relay.py          events of the engine's session, sorted to the calls of this loop
+pace.py           how often streams are told of news when there are many
 call.py           one call in flight: its streams, and what of them has been told
 shapes.py         what is told, as a completion or as a chat: whole answers and pieces of streams
 logprobs.py       log-probabilities in both of OpenAI's shapes

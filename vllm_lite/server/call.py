@@ -74,6 +74,7 @@ class Call:
         """Ends the connection of its client."""
         self.shape_fork: Callable[[Call, ForkBody], Shape]
         """How a fork of this call is told: as it is itself. Set by whoever tells it."""
+        self.was_woken = False
         self._news = asyncio.Event()
 
     @property
@@ -106,6 +107,7 @@ class Call:
                 yield choice, news
 
     def wake(self) -> None:
+        self.was_woken = True
         self._news.set()
 
     def leave(self) -> None:

@@ -10,7 +10,9 @@ from vllm_lite import log
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure, RequestStream, shows
 from vllm_lite.errors import EngineError
+from vllm_lite.protocol.api import Tokens
 from vllm_lite.server.call import Call
+from vllm_lite.server.pace import Pace
 
 logger = log.get(__name__)
 
@@ -21,6 +23,7 @@ class Relay:
     def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
         self.session = session
         self._loop = loop
+        self._pace = Pace(loop)
         self._streams: dict[str, tuple[RequestStream, Call]] = {}
         self.num_sequences = 0
         """Of the streams that run."""
@@ -48,6 +51,7 @@ class Relay:
 
     def drop(self, call: Call) -> None:
         """Nobody wants more of `call`: what still runs is aborted in the engine."""
+        self._pace.forget(call)
         for stream in call.streams:
             if self._streams.get(stream.request_id, (None, None))[1] is call:
                 self._forget(stream)
@@ -62,7 +66,7 @@ class Relay:
         self._loop.call_soon_threadsafe(self._sort, events)
 
     def _sort(self, events: list[Event]) -> None:
-        woken: dict[Call, None] = {}
+        woken: dict[Call, bool] = {}  # and whether that cannot wait
         for event in events:
             stream, call = self._streams.get(event.request_id, (None, None))
             if stream is None or call is None:
@@ -79,9 +83,9 @@ class Relay:
                 self._leave_queue(event.request_id)
             if stream.finished:  # at a stop string, perhaps, of which the engine does not know
                 self._forget(stream)
-            woken[call] = None
-        for call in woken:
-            call.wake()
+            woken[call] = woken.get(call, False) or not isinstance(event, Tokens) or stream.finished
+        for call, at_once in woken.items():
+            self._pace.wake(call, self.num_sequences, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
         """If the engine has not ended it, it is aborted there."""
