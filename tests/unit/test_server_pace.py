@@ -1,4 +1,4 @@
-"""When a call is told of its news: first and last ones at once, those between more rarely the more streams there are."""
+"""When a call is told of its news: first and last ones at once, those between more rarely with many streams."""
 
 import asyncio
 from collections.abc import Callable
