@@ -27,9 +27,14 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _no_other_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LITE_API_KEY", raising=False)
+
+
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return {"XDG_STATE_HOME": str(tmp_path / "state"), "OPENAI_API_KEY": KEY, "VLLM_LITE_API_KEY": ""}
+    return {"XDG_STATE_HOME": str(tmp_path / "state"), "OPENAI_API_KEY": KEY}
 
 
 def run(*words: str, text: str = "", env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -39,7 +44,7 @@ def run(*words: str, text: str = "", env: dict[str, str] | None = None) -> tuple
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "OPENAI_API_KEY": KEY, "VLLM_LITE_API_KEY": "", **(env or {})},
+        env={**os.environ, "OPENAI_API_KEY": KEY, **(env or {})},
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -140,7 +145,7 @@ def test_ctrl_c_aborts_on_the_server(server: Server, env: dict[str, str]) -> Non
 
 
 def test_a_server_that_dies_in_the_middle(env: dict[str, str]) -> None:
-    with serving(env={"VLLM_LITE_API_KEY": ""}) as server, typing("chat", "--url", server.url, env=env) as user:
+    with serving() as server, typing("chat", "--url", server.url, env=env) as user:
         user.wait_for(PROMPT)
         user.say("/set max_tokens 10")
         user.wait_for(PROMPT)

@@ -336,6 +336,10 @@ def test_the_engine_is_asked_how_many_wait() -> None:
         monkey = Stats(1, 3, 10, 10, 0, 10, 1, 1, 0, 1, 0)
         talk.calls.probe = lambda: _soon(monkey)  # type: ignore[method-assign]
         assert await talk.calls._count_waiting() == 3
+        await talk.calls._look_at_queue()
+        assert talk.calls._num_waiting == 0  # they may have come just now, and wait for the next step only
+        await talk.calls._look_at_queue()
+        assert talk.calls._num_waiting == 3
         talk.gone.set()
         await talk.ended()
         assert await talk.calls._count_waiting() == 0

@@ -172,10 +172,10 @@ def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
         desk = Desk()
         desk.calls = Calls(desk.relay, Limits(4, 2, 2), write_timeout_s=1.0)
         desk.calls._num_waiting = 5  # they have gone since
-        desk.calls.check()
-        with desk.calls.run(desk.call("a", n=2)):
+        with desk.calls.run(desk.call("a", n=2)), desk.calls.run(desk.call("b")):
             desk.calls.check()
-            with desk.calls.run(desk.call("b")), pytest.raises(ApiError, match="max-num-queued-reqs 2"):
+            desk.calls._num_waiting = 2
+            with pytest.raises(ApiError, match="max-num-queued-reqs 2"):
                 desk.calls.check()
 
     run(main)

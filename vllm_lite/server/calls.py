@@ -50,7 +50,7 @@ class Calls:
         self.is_draining = False
         self._limits = limits
         self._write_timeout_s = write_timeout_s
-        self._num_waiting = 0
+        self._num_waiting = self._num_waiting_last = 0
         self._running: dict[str, Call] = {}
 
     def __len__(self) -> int:
@@ -75,8 +75,9 @@ class Calls:
             raise ApiError(503, self.trouble)
         limits, share = self._limits, self._limits.max_queued
         here = self.relay.num_sequences
-        # The engine's count is some time old: those who waited may have gone since.
-        too_many_wait = here > share and self._num_waiting >= max(1, limits.max_queued_of_all)
+        if here <= share:  # the engine's count is some time old: those who waited have gone since
+            self._num_waiting = 0
+        too_many_wait = self._num_waiting >= max(1, limits.max_queued_of_all)
         if here >= limits.capacity + share or too_many_wait:
             flag = f"--max-num-queued-reqs {limits.max_queued_of_all}"
             raise _full(f"as many requests as may wait are waiting ({flag})")
@@ -156,7 +157,12 @@ class Calls:
                     call.cut()
                 elif quiet_s >= PING_S:
                     call.wake()
-            self._num_waiting = await self._count_waiting()
+            await self._look_at_queue()
+
+    async def _look_at_queue(self) -> None:
+        """What waits at two looks, one after the other, waits for more than the next step."""
+        before, self._num_waiting_last = self._num_waiting_last, await self._count_waiting()
+        self._num_waiting = min(before, self._num_waiting_last)
 
     async def _count_waiting(self) -> int:
         """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
