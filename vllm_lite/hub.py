@@ -40,7 +40,6 @@ NUM_THREADS = 4
 LOOK_S = 0.1
 REQUEST_S = 15.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 logger = log.get(__name__)
 

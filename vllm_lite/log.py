@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm_lite.errors import ConfigError
 
-FORMATS = ("text", "json")
 MOMENTS_VARIABLE = "VLLM_LITE_MOMENTS"
 
 

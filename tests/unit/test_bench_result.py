@@ -194,7 +194,7 @@ def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--request-rate", "nan"], "--request-rate must be above 0"),
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--random-range-ratio", "1"], "--random-range-ratio"),
-        (["--goodput", "itl:3"], "ttft, tpot and e2el"),
+        (["--goodput", "itl:3"], "ttft, tpot, e2el"),
         (["--goodput", "ttft"], "ttft:200"),
         (["--percentile-metrics", "ttft,tfft"], "tfft"),
         (["--metric-percentiles", "101"], "between 0 and 100"),

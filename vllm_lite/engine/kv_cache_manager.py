@@ -53,9 +53,6 @@ class Growth(NamedTuple):
     replaced: list[tuple[int, int, int]]
 
 
-NO_GROWTH = Growth([], [])
-
-
 class KVStats:
     """Totals since the start, in blocks unless named otherwise."""
 

@@ -214,8 +214,8 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
     """What a completion calls by other names than SamplingParams. Raises ApiError."""
     changes: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
-        if "prompt_logprobs" not in bodies.SAMPLING or body.stream:
-            raise ApiError(400, "echo with logprobs is not supported" + " in a stream" * bool(body.stream), "echo")
+        if body.stream:
+            raise ApiError(400, "echo with logprobs is not supported in a stream", "echo")
         changes["prompt_logprobs"] = body.logprobs
     return changes
 

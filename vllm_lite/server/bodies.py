@@ -1,7 +1,7 @@
 """What a request may say, as structs. One table says which fields are passed on, refused or ignored.
 
-A field that SamplingParams has is passed on; one that a later version will have is refused by name, unless its value
-means nothing; any other is ignored, and the answer's Warning header names it.
+Fields of sampling are passed on to SamplingParams; one that a later version will have is refused by name, unless its
+value means nothing; any other is ignored, and the answer's Warning header names it.
 """
 
 import re
@@ -32,7 +32,7 @@ Name = Annotated[str, Meta(max_length=256)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What is passed on to SamplingParams under the same name, if that has it. None: not given."""
+    """What is passed on to SamplingParams under the same name. None: not given."""
 
     n: int | None = None
     best_of: int | None = None
@@ -179,10 +179,9 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
 
 
-SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__)
+SAMPLING = Sampling.__struct_fields__
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **{name: () for name in Sampling.__struct_fields__ if name not in SamplingParams.__struct_fields__},
     "audio": (),
     "chat_template": (),
     "documents": (),
@@ -195,19 +194,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": (),
     "tool_choice": ("none", "auto"),
     "tools": (),
     "web_search_options": (),
 }
-"""Fields that would change the answer but cannot yet, and the values, besides NOTHING, with which they change nothing.
-Those that SamplingParams or a body has are not looked up here."""
+"""Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 _Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
@@ -225,7 +219,7 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
     """Those of `fields` that are. Raises ApiError for one that is refused."""
-    known = set(kind.__struct_fields__) - (set(Sampling.__struct_fields__) - set(SAMPLING))
+    known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
         if name in REFUSED and _decode(fields[name], Any) not in (*NOTHING, *REFUSED[name]):
             raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)

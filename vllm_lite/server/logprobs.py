@@ -99,7 +99,7 @@ def of_completion(
 
 def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
     """Of the prompt of a stream that has ended, None if not asked for."""
-    return getattr(stream.output(), "prompt_logprobs", None)
+    return stream.output().prompt_logprobs
 
 
 def as_objects(entries: Sequence[Candidates | None] | None) -> list[dict[str, Any] | None] | None:

@@ -199,6 +199,8 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 
 def _goodput(words: list[str]) -> dict[str, float]:
+    from vllm_lite.bench.serve_result import GOODPUT_METRICS
+
     limits = {}
     for word in words:
         name, _, value = word.partition(":")
@@ -206,8 +208,8 @@ def _goodput(words: list[str]) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError as error:
             raise ConfigError(f"--goodput must look like ttft:200 tpot:50, in milliseconds, got {word!r}") from error
-        if name not in ("ttft", "tpot", "e2el") or not limits[name] >= 0:
-            raise ConfigError(f"--goodput takes ttft, tpot and e2el with milliseconds, got {word!r}")
+        if name not in GOODPUT_METRICS or not limits[name] >= 0:
+            raise ConfigError(f"--goodput takes {', '.join(GOODPUT_METRICS)} with milliseconds, got {word!r}")
     return limits
 
 
