@@ -1,9 +1,11 @@
 # Everything a contributor needs. `make help` lists the targets.
 #   PYTHON   the interpreter that .venv is made from: 3.11 to 3.13
 #   ARGS     passed on, for example: make test ARGS="tests/unit -k block_pool"
+#   JOBS     processes that run the tests, each with files of its own
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -33,7 +35,7 @@ demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check $(SOURCES)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tests.deadlines import scaled
 from vllm_lite import transport
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event
@@ -28,7 +29,7 @@ from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_to
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.wakeup import Wakeup
 
-DEADLINE_S = 10.0
+DEADLINE_S = scaled(30.0)
 """For every wait of a test: far more than needed, so that a miss is a bug and not a slow machine."""
 
 _numbers = itertools.count()

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import httpx
 
+from tests.deadlines import scaled
 from vllm_lite.client.session import Session
 
-READY_S = 60.0
-END_S = 30.0
+READY_S = scaled(60.0)
+END_S = scaled(60.0)
+DEADLINE_S = scaled(60.0)
 
 
 class Server:
@@ -42,12 +44,12 @@ class Server:
         assert match, self.output
         return match.group(1)
 
-    def wait_for(self, text: str, timeout_s: float = READY_S) -> None:
-        deadline_s = time.monotonic() + timeout_s
+    def wait_for(self, text: str) -> None:
+        deadline_s = time.monotonic() + READY_S
         with self._lines:
             while text not in self.output:
                 left_s = deadline_s - time.monotonic()
-                assert left_s > 0, f"{text!r} was not printed in {timeout_s:.0f} s: {self.output}"
+                assert left_s > 0, f"{text!r} was not printed in {READY_S:.0f} s: {self.output}"
                 assert self._reader.is_alive(), f"{text!r} was never printed: {self.output}"
                 self._lines.wait(min(left_s, 1.0))
 
@@ -97,16 +99,16 @@ def serving(*flags: str, env: dict[str, str] | None = None, ready: bool = True) 
         server.close()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Look until `condition()` holds; fail after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
+def until(condition: Callable[[], bool], what: str, most_s: float = DEADLINE_S) -> None:
+    """Look until `condition()` holds; fail after a while."""
+    deadline_s = time.monotonic() + most_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not come in {timeout_s:g} s"
+        assert time.monotonic() < deadline_s, f"{what} did not come in {most_s:.0f} s"
         time.sleep(0.01)  # between two looks
 
 
 def client(server: Server, **settings: object) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=30.0, **settings)  # type: ignore[arg-type]
+    return httpx.Client(base_url=server.url, timeout=scaled(30.0), **settings)  # type: ignore[arg-type]
 
 
 @contextmanager

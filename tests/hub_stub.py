@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.deadlines import scaled
+
 COMMIT = hashlib.sha1(b"commit", usedforsecurity=False).hexdigest()
 
 
@@ -116,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             self.stub.stalled.set()
-            self.stub.released.wait(60)
+            self.stub.released.wait(scaled(60))
             self.close_connection = True
             return
         self.wfile.write(body)

@@ -106,7 +106,8 @@ class Recorded:
             if longest >= 1 and rng.random() < 0.7:
                 self._random_arrival(rng, f"r{index}", longest)
             if self.scheduler.requests and rng.random() < 0.1:
-                self.core.abort(rng.choice(list(self.scheduler.requests)))
+                samples = rng.choice([(), (), (0,), (1,), (0, 2), (1, 2, 3)])
+                self.core.abort(rng.choice(list(self.scheduler.requests)), samples)
             names = list(self.scheduler.requests)
             if names and rng.random() < 0.15:
                 self._random_fork(rng, rng.choice(names), f"f{index}")

@@ -1,6 +1,5 @@
 """A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
 
-from collections import deque
 from collections.abc import Sequence as Seq
 
 from tests.simulated_worker import SimulatedWorker, next_token
@@ -15,6 +14,7 @@ from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import BlockOp
 
 VOCAB = 50
 
@@ -49,6 +49,7 @@ class Rig:
         self.scheduler = Scheduler(self.kv, Options(**options), policy, note)  # type: ignore[arg-type]
         seats = int(options["max_num_seqs"])
         self.worker = SimulatedWorker(num_blocks, block_size, seats, VOCAB, windows, num_host_blocks)
+        self.max_swap_blocks = max_swap_blocks
         self.depth = depth
         self.in_flight = 0
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -75,8 +76,13 @@ class Rig:
 
     def step(self) -> list[Produced]:
         while self.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
+            moved = sum(op != BlockOp.COPY for op, _, _ in plan.block_ops)
+            assert moved <= self.max_swap_blocks, "the bound of a step's stall"
             self.worker.submit(plan)
+            assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
+            assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
             self.in_flight += 1
+        assert self.in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
         output = self.worker.poll()
         if output is None:
             return []
@@ -103,7 +109,7 @@ class Rig:
                     self.step()
                 assert self.kv.pool.num_used == 0
                 assert self.kv.host is None or self.kv.host.pool.num_used == 0
-                assert self.scheduler.waiting == deque()
+                assert not self.scheduler.waiting
                 return
             self.step()
         raise AssertionError("requests are left that make no progress")

@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-WAIT_S = 60.0
-END_S = 30.0
+from tests.deadlines import scaled
+
+WAIT_S = scaled(60.0)
+END_S = scaled(60.0)
 CTRL_C, CTRL_D = "\x03", "\x04"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02]")
 

@@ -58,7 +58,7 @@ def shards(index: Path) -> list[str]:
     """Names of the files that an index is about, in order. Raises ModelError if it is damaged or leaves its folder."""
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{index}: not a safetensors index ({error})") from error
     names = sorted(set(weight_map.values()))
     for name in names:
@@ -84,6 +84,6 @@ def _header(file: Path) -> dict[str, Tensor]:
             entries = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         found = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
     return {name: Tensor(entry.dtype, entry.shape) for name, entry in found.items()}

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,19 @@ class DeviceDefaults(NamedTuple):
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
 KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
 """Values of kv_cache_dtype that stand for another; None: the model's dtype."""
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
+"""Of KV cache that nobody asked for, so many times what the largest batch holds is enough: the rest of it keeps
+prefixes. A small batch gets a pool of the second size all the same; the engine spends a megabyte on it."""
+
+
+class KVShape(Protocol):
+    """What a model keeps for its tokens; a ModelSpec is one."""
+
+    @property
+    def kv_groups(self) -> tuple[Any, ...]: ...
+
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int: ...
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,10 +145,16 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     cpu_kvcache_space: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less)"),
+        Meta(
+            description="GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less, or what "
+            f"{FULL_LOADS} times max_num_seqs sequences of max_model_len take)"
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights, activations and KV cache together")
+        float,
+        Meta(
+            gt=0, le=1, description="most of a GPU's memory, as a share, for weights, activations and KV cache together"
+        ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
@@ -177,7 +196,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_seqs: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Section("scheduler"),
-        Meta(description="most sequences in one step (default: 256, on a CPU 64)"),
+        Meta(
+            description="most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"
+        ),
     ] = None
     max_num_batched_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
@@ -189,7 +210,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"], Meta(description="what becomes of a sequence that has to give way")
     ] = "auto"
-    max_swap_blocks_per_step: Annotated[int, Meta(ge=1, description="most KV blocks moved to or from the host")] = 256
+    max_swap_blocks_per_step: Annotated[
+        int, Meta(ge=1, description="most KV blocks moved to or from the host in one step; more take several")
+    ] = 256
     async_scheduling: Annotated[bool, Meta(description="make the next step while the workers run this one")] = True
     speculative_config: Annotated[
         Speculation | None, Meta(description='JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
@@ -218,7 +241,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
-        float, Meta(gt=0, description="silence after which a worker or an engine counts as hung")
+        float,
+        Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung"),
     ] = 20.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -270,10 +294,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         dtype: str,
         model_path: str,
         machine: tuple[Literal["cpu", "cuda"], int] | None = None,
+        kv: KVShape | None = None,
     ) -> Self:
         """Fill in every default that depends on the model or the machine. Raises ConfigError.
 
-        `machine` is another one than this: its device and the bytes of its memory.
+        `machine` is another one than this: its device and the bytes of its memory. Without `kv` the default of the KV
+        cache is not limited to what the model can use.
         """
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
@@ -290,7 +316,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"without chunked prefill max_num_batched_tokens must be at least max_model_len ({max_model_len}), "
                 f"got {budget}"
             )
-        return msgspec.structs.replace(
+        max_num_seqs = self.max_num_seqs or min(defaults.max_num_seqs, budget)
+        if budget < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), one for every sequence of a "
+                f"step, got {budget}"
+            )
+        resolved = msgspec.structs.replace(
             self,
             model=model_path,
             tokenizer=self.tokenizer or model_path,
@@ -299,11 +331,24 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             device=device,
             max_model_len=max_model_len,
             kv_cache_dtype=KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype,
-            max_num_seqs=self.max_num_seqs or defaults.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             swap_space=defaults.swap_space if self.swap_space is None else self.swap_space,
             cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
         )
+        return resolved if kv is None or self.cpu_kvcache_space else resolved.with_enough_kv(kv)
+
+    def with_enough_kv(self, kv: KVShape) -> Self:
+        """A resolved configuration whose `cpu_kvcache_space` is no more than the model can use."""
+        bytes_per_value = KV_DTYPE_BYTES[self.kv_cache_dtype]
+        block_bytes = kv.kv_block_bytes(self.block_size, bytes_per_value, self.tensor_parallel_size)
+        enough = self.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
+        return msgspec.structs.replace(self, cpu_kvcache_space=min(self.cpu_kvcache_space or enough, enough))
+
+    def enough_blocks(self, num_groups: int) -> int:
+        """How many KV blocks the cache has at most where nobody said how large it is to be. Resolved."""
+        whole = -(-(self.max_model_len or 1) // self.block_size) * num_groups
+        return max(FULL_LOADS * (self.max_num_seqs or 1) * whole, LEAST_DEFAULT_BLOCKS)
 
     def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
@@ -320,7 +365,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def demo_folder() -> str:
-    """Of the bundled model."""
+    """The folder of the bundled model."""
     from importlib.resources import files
 
     return str(files("vllm_lite") / "demo_model")

@@ -4,6 +4,7 @@ VllmLiteError
  +-- ConfigError        a flag, environment variable, file key or keyword is wrong
  +-- ModelError         a checkpoint cannot be served
  +-- RequestError       one request cannot be served; no other request notices
+ |    +-- ContextLengthError  it is longer than the context
  +-- ProtocolError      a message that is malformed, too large, or of another protocol version
  +-- OutOfBlocks        the KV pool has fewer free blocks than were asked for (also a ValueError)
  +-- RemoteError        a server that is spoken to over HTTP cannot be reached, refuses, or breaks off
@@ -26,6 +27,23 @@ class ModelError(VllmLiteError):
 
 class RequestError(VllmLiteError):
     """One request is invalid or can never be served."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt, or the output asked for, is longer than the context.
+
+    Clients recognise this error by phrases of its message and read the numbers in it: "maximum context length is N
+    tokens", "you requested N output tokens", "prompt contains at least N input tokens", "prompt is too long".
+    """
+
+    def __init__(self, max_model_len: int, num_prompt: int, max_tokens: int | None) -> None:
+        room = max_model_len - num_prompt
+        short = f"the prompt is too long, shorten it to {max_model_len - 1} or fewer"
+        advice = f"ask for max_tokens of {room} or fewer" if room > 0 else short
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens, but you requested {max_tokens or 0} "
+            f"output tokens and your prompt contains at least {num_prompt} input tokens; {advice}"
+        )
 
 
 class ProtocolError(VllmLiteError):

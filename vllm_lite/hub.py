@@ -8,8 +8,11 @@ is no longer wanted, and the next one goes on where it stopped.
 import errno
 import re
 import shutil
+import socket
 import sys
 import threading
+import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
 
 from vllm_lite import log
 from vllm_lite.checkpoint import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
@@ -38,6 +42,8 @@ TOKENIZER_FILES = (
 )
 NUM_THREADS = 4
 LOOK_S = 0.1
+REACH_S = 2.5
+"""Without a network huggingface_hub tries again for 23 s; this is how long a first connection may take."""
 REQUEST_S = 15.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
@@ -80,6 +86,8 @@ def remote_headers(source: Source) -> dict[str, Tensor]:
     from huggingface_hub import HfApi
 
     with _one_sentence(source):
+        if (unreached := _Download(source, never, "config").unreached()) is not None:
+            raise unreached
         found = HfApi().get_safetensors_metadata(source.name, revision=source.revision)
     return {
         name: Tensor(tensor.dtype, tuple(tensor.shape))
@@ -168,25 +176,42 @@ class _Download:
 
     def run(self) -> Path:
         """Fetch what is not there yet. Returns the folder."""
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         source = self._source
         with _one_sentence(source):
-            first = self._small[0]
+            first, is_offline = self._small[0], constants.is_offline_mode()
+            unreached = None if is_offline else self.unreached()
+            if unreached is not None:
+                is_offline = True
+                if not isinstance(try_to_load_from_cache(source.name, first, source.cache_dir, source.revision), str):
+                    raise unreached
             try:
-                folder = Path(self._aside(lambda: self._fetch(first, source.revision))).parent
+                folder = Path(
+                    self._aside(lambda: self._fetch(first, source.revision, cached=unreached is not None))
+                ).parent
             except RemoteEntryNotFoundError:
                 info = self._aside(lambda: HfApi().model_info(source.name, revision=source.revision))
                 held = ", ".join(sibling.rfilename for sibling in info.siblings or [])
                 raise _Lacks(f"has no {first}; it holds {held or 'nothing'}") from None
             has_all = not self._weights or _has_weights(folder)
-            if constants.is_offline_mode() and not has_all:
-                raise _Lacks(f"is not complete in the cache ({folder}) and HF_HUB_OFFLINE is set; unset it")
-            if constants.is_offline_mode() or (self._weights and has_all and _has_tokenizer(folder)):
+            if is_offline and not has_all:
+                away = f"{constants.ENDPOINT} cannot be reached; check the network"
+                reason = "HF_HUB_OFFLINE is set; unset it" if unreached is None else away
+                raise _Lacks(f"is not complete in the cache ({folder}) and {reason}")
+            if is_offline or (self._weights and has_all and _has_tokenizer(folder)):
                 return folder
             self._complete(folder)
         return folder
+
+    def unreached(self) -> OSError | None:
+        """What keeps a first connection from the hub, None if nothing does: resolving names counts too."""
+        try:
+            self._aside(_connect, REACH_S)
+        except OSError as error:
+            return error
+        return None
 
     def _complete(self, folder: Path) -> None:
         """Weights come last: where they are all there, everything is."""
@@ -203,7 +228,10 @@ class _Download:
         names = [file for file in names if not (folder / file).exists()]
         self._fetch_all(names, sum(sizes.get(file, 0) for file in names), folder)
 
-    def _fetch(self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None) -> str:
+    def _fetch(
+        self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None, *, cached: bool = False
+    ) -> str:
+        """The path of one file. `cached`: nobody is asked for it."""
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(
@@ -213,6 +241,7 @@ class _Download:
             cache_dir=self._source.cache_dir,
             tqdm_class=_bar(add),
             etag_timeout=REQUEST_S,
+            local_files_only=cached,
         )
 
     def _fetch_all(self, names: Sequence[str], total: int, folder: Path) -> None:
@@ -249,8 +278,9 @@ class _Download:
             waiting.clear()  # where one file failed nobody needs the others
             progress.close()
 
-    def _aside(self, function: Callable[[], T]) -> T:
-        """Call `function` on a thread, so that a request that hangs holds up nobody who wants to stop."""
+    def _aside(self, function: Callable[[], T], within_s: float | None = None) -> T:
+        """Call `function` on a thread, so that a request that hangs holds up nobody who wants to stop. Raises
+        TimeoutError if it takes longer than `within_s`."""
         ended = SimpleQueue[tuple[T | None, BaseException | None]]()
 
         def work() -> None:
@@ -260,13 +290,16 @@ class _Download:
                 ended.put((None, error))
 
         threading.Thread(target=work, name="hub", daemon=True).start()
-        result, error = self._wait(ended)
+        result, error = self._wait(ended, within_s=within_s)
         if error is not None:
             raise error
         return result  # type: ignore[return-value] # or there is an error
 
-    def _wait(self, ended: "SimpleQueue[T]", progress: _Progress | None = None) -> T:
+    def _wait(self, ended: "SimpleQueue[T]", progress: _Progress | None = None, within_s: float | None = None) -> T:
+        begun_s = time.monotonic()
         while not self._stopped():
+            if within_s is not None and time.monotonic() - begun_s > within_s:
+                raise TimeoutError(f"no connection within {within_s:g} s")
             if progress is not None:
                 progress.show()
             try:
@@ -274,6 +307,18 @@ class _Download:
             except Empty:
                 continue
         raise EngineError(f"stopped while {self._source.name} was being downloaded")
+
+
+def _connect() -> None:
+    """Connect to the hub, or to the proxy before it, and say nothing. Raises OSError."""
+    from huggingface_hub import constants
+
+    url, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = url.port or {"http": 80, "https": 443}.get(url.scheme, 1080)
+    socket.create_connection((url.hostname or "", port), REACH_S).close()
 
 
 def _bar(add: Callable[[int], None]) -> type:

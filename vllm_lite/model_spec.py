@@ -237,7 +237,7 @@ def _read(source: Path, parse: Callable[[Any], T]) -> T:
         raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{source}: not valid JSON ({error})") from error
 
 

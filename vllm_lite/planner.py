@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from vllm_lite import hub
 from vllm_lite.checkpoint import Tensor, read_headers
-from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, EngineConfig, demo_folder
+from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, EngineConfig, demo_folder
 from vllm_lite.engine.kv_groups import KVGroup, blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.machine import gpus, memory_limit_bytes
@@ -23,7 +23,6 @@ from vllm_lite.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
 from vllm_lite.settings import Section
 from vllm_lite.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 
-KV_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
 """Of the processes themselves: on a CPU torch and three interpreters, on a GPU its context and kernels. Estimates."""
 LEAST_TOKENS = 512
@@ -131,7 +130,7 @@ def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     """The plan for what is asked, with what would make it possible if it is not. Raises ConfigError."""
     plan = _plan(config, checkpoint)
     advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
-    return msgspec.structs.replace(plan, advice=advice, command=_command(config, plan))
+    return msgspec.structs.replace(plan, advice=advice, command=_command(config, checkpoint, plan))
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -155,15 +154,20 @@ class _Sizes:
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
-        self.config = config.resolve(
-            max_position_embeddings=spec.max_position_embeddings, dtype=dtype, model_path=config.model, machine=machine
+        defaults = DEVICE_DEFAULTS[device]
+        most = config.max_num_batched_tokens or defaults.max_num_batched_tokens  # a step has a token for each
+        self.num_seqs = config.max_num_seqs or min(max(defaults.max_num_seqs, config.concurrency or 1), most)
+        self.config = msgspec.structs.replace(config, max_num_seqs=self.num_seqs).resolve(
+            max_position_embeddings=spec.max_position_embeddings,
+            dtype=dtype,
+            model_path=config.model,
+            machine=machine,
+            kv=spec,
         )
         self.length = self.config.max_model_len or 1
         self.chunk = self.config.max_num_batched_tokens or 1
-        asked = 1 if config.max_num_seqs is not None else config.concurrency or 1
-        self.num_seqs = max(self.config.max_num_seqs or 1, asked)
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
-        self.block_bytes = spec.kv_block_bytes(config.block_size, KV_BYTES[self.config.kv_cache_dtype], tp)
+        self.block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
         self.weights = weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, tp)
         self.activations = self._activations(DTYPE_BYTES[dtype])
         self.graphs = self._graphs()
@@ -197,7 +201,12 @@ class _Sizes:
     def num_blocks(self) -> int:
         """As the engine will have them. Raises ConfigError for a size that cannot hold a token."""
         configured = configured_num_blocks(self.config, self.block_bytes)
-        return max(0, (self.usable - self.fixed) // self.block_bytes) if configured is None else configured
+        enough = self.config.enough_blocks(len(self.groups))
+        return min(self.possible_blocks(), enough) if configured is None else configured
+
+    def possible_blocks(self) -> int:
+        """What there is memory for."""
+        return max(0, self.usable - self.fixed) // self.block_bytes
 
     def room(self, num_blocks: int) -> int:
         """Blocks that requests may be admitted to."""
@@ -219,9 +228,10 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         held = blocks_held(sizes.groups, min(sizes.length, LEAST_TOKENS), sizes.chunk)
     needed_blocks = sizes.blocks_for(wanted * held)
     num_blocks = possible = sizes.num_blocks()
-    if _may_choose(config, sizes):
-        possible = max(0, sizes.usable - sizes.fixed) // sizes.block_bytes
-        num_blocks = max(needed_blocks, min(num_blocks, possible))
+    if _is_default(config, sizes):
+        possible = sizes.possible_blocks()
+        if sizes.device == "cpu":  # there it has the size that the user gives it, so the plan may choose one
+            num_blocks = max(needed_blocks, min(num_blocks, possible))
     room = sizes.room(num_blocks)
     limit = sizes.length if config.enable_chunked_prefill else min(sizes.length, sizes.chunk)
     served = longest_sequence(sizes.groups, room, limit, sizes.chunk)
@@ -265,10 +275,10 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     return msgspec.structs.replace(plan, problems=tuple(_problems(config, sizes, plan)))
 
 
-def _may_choose(config: PlanConfig, sizes: _Sizes) -> bool:
-    """On a CPU the KV cache has the size that the user gives it, so the plan may choose one."""
-    given = (config.cpu_kvcache_space, config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
-    return sizes.device == "cpu" and all(value is None for value in given)
+def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
+    """Whether nobody says how large the KV cache is to be."""
+    given = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
 
 
 def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
@@ -280,7 +290,8 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
         taken = _gib(sizes.fixed + plan.kv_cache_bytes)
         yield f"with a KV cache of {_gib(plan.kv_cache_bytes)} it takes {taken}, and {what} may be used"
     if (config.concurrency or 0) > sizes.num_seqs:
-        yield f"max_num_seqs {config.max_num_seqs} is less than the {config.concurrency} requests asked for"
+        limit = "max_num_batched_tokens" if config.max_num_seqs is None else "max_num_seqs"
+        yield f"{limit} {sizes.num_seqs} is less than the {config.concurrency} requests asked for"
     if plan.num_blocks < MIN_BLOCKS:
         yield f"the KV cache has {plan.num_blocks} blocks and needs {MIN_BLOCKS}"
     elif config.max_model_len is None and plan.max_model_len < min(LEAST_TOKENS, plan.max_position_embeddings):
@@ -344,7 +355,7 @@ def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[
     changes: list[tuple[str, dict[str, Any]]] = []
     kv: tuple[str, dict[str, Any]] = ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"})
     int8: tuple[str, dict[str, Any]] = ("--quantization int8", {"quantization": "int8"})
-    if KV_BYTES[plan.kv_cache_dtype] > 1:
+    if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
         changes.append(kv)
     if config.quantization is None:
         changes.append(int8)
@@ -399,7 +410,7 @@ def _step_down(length: int) -> int:
     return length // 256 * 256 or length
 
 
-def _command(config: PlanConfig, plan: Plan) -> str:
+def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
     """The command that serves what was planned."""
     values = config.engine_values()
     values.pop("model", None)
@@ -410,16 +421,10 @@ def _command(config: PlanConfig, plan: Plan) -> str:
     defaults = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"]
     if config.max_num_seqs is None and plan.max_num_seqs > defaults.max_num_seqs:
         values["max_num_seqs"] = plan.max_num_seqs
-    if plan.device == "cpu" and plan.num_blocks != configured_num_blocks(_as_resolved(config, plan), plan.block_bytes):
+    if plan.device == "cpu" and plan.num_blocks != _Sizes(config, checkpoint).num_blocks():
         values["kv_cache_memory_bytes"] = plan.kv_cache_bytes
     flags = [_flag(name, value) for name, value in values.items()]
     return " ".join(["vllm-lite serve", *([] if config.model == DEMO_MODEL else [config.model]), *flags])
-
-
-def _as_resolved(config: PlanConfig, plan: Plan) -> EngineConfig:
-    """Of a CPU, so far as the size of the KV cache goes."""
-    machine: Any = ("cpu", plan.memory_bytes)
-    return config.resolve(max_position_embeddings=2**31, dtype=plan.dtype, model_path=plan.model, machine=machine)
 
 
 def _flag(name: str, value: Any) -> str:

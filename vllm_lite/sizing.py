@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.model_spec import DTYPE_BYTES
 
 MIN_BLOCKS = 2
 """The null block, and one that can hold a token."""
+
+KV_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Of one element, by `kv_cache_dtype`."""
 
 LARGEST = 512
 """Above this many rows the device is busy for longer than the launches take."""
@@ -40,6 +44,32 @@ def configured_num_blocks(config: EngineConfig, block_bytes: int) -> int | None:
 def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     """Whole KV blocks that fit into the swap space."""
     return int(swap_space_gib * GIB // block_bytes)
+
+
+def pool_flag(config: EngineConfig) -> str:
+    """What the KV cache's size comes from, as the user would write it."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    if config.kv_cache_memory_bytes is not None:
+        return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    if config.device == "cpu":
+        return f"--cpu-kvcache-space {config.cpu_kvcache_space or 0:g}"
+    return f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+
+
+def check_sizes(config: EngineConfig, block_bytes: int, memory_bytes: int) -> None:
+    """Refuse what a machine with `memory_bytes` can never allocate, while nothing runs yet. What a GPU has is seen in
+    the worker. `config` is resolved. Raises ConfigError.
+    """
+    sizes = [(f"--swap-space {config.swap_space or 0:g}", (config.swap_space or 0) * GIB)]
+    if config.device == "cpu":
+        sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes))
+    for flag, num_bytes in sizes:
+        if num_bytes > memory_bytes:
+            raise ConfigError(
+                f"{flag} asks for {num_bytes / GIB:.1f} GiB, and this machine has {memory_bytes / GIB:.1f} GiB of "
+                "memory; ask for less"
+            )
 
 
 def bucket_sizes(

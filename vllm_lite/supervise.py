@@ -61,6 +61,7 @@ class ChildProcess:
         on_exit: Callable[[str], None],
         fds: Sequence[int] = (),
     ) -> None:
+        open_standard_files()
         self.name = name
         self.pid = 0
         self._fds = tuple(fds)
@@ -85,7 +86,7 @@ class ChildProcess:
                     pass_fds=(read_end, *self._fds),
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
-                    stdout=_stderr_fd(),
+                    stdout=2,  # so that a script's own holds only what the script prints
                     process_group=0,  # Ctrl-C reaches the parent only, which then ends its children in order
                 )
             finally:
@@ -216,6 +217,19 @@ def run_child(
     sys.exit(status)
 
 
+def open_standard_files() -> None:
+    """Open /dev/null as stdin, stdout and stderr where those are closed.
+
+    A socket or pipe would get the number otherwise, and with it what is printed, or be replaced in a child.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - stays open
+
+
 def remove_dir(path: str) -> None:
     """Remove a private run directory and the sockets in it, whether or not another process does so too."""
     shutil.rmtree(path, ignore_errors=True)
@@ -228,15 +242,6 @@ def _environment() -> dict[str, str]:
     if root not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     return environment
-
-
-def _stderr_fd() -> int | None:
-    """Children print to the parent's stderr, so that a script's stdout holds only what the script prints."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """Block programs move the right bytes: by value, op by op, against an execution that knows nothing of stages."""
 
-import time
+import itertools
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.model_spec import KVGroup, ModelSpec, Rope
 from vllm_lite.protocol.step import BlockOp
+from vllm_lite.worker import cache_engine
 from vllm_lite.worker.block_mover import CudaMover, NativeMover, Pools, Run, TorchMover, stages
 from vllm_lite.worker.cache_engine import CacheEngine
 
@@ -379,11 +381,21 @@ def test_a_host_pool_that_cannot_be_locked_is_an_error_that_says_what_to_try(mon
         engine._locked(engine.host_pool)
 
 
-def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were():
+def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were(monkeypatch):
     engine = make_engine()
-    started_s = time.perf_counter()
-    assert engine.measure_swap() > 100
-    assert time.perf_counter() - started_s < 1  # 0.01 s on an idle machine
+    clock = itertools.count(step=0.001)
+    monkeypatch.setattr(cache_engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    programs = []
+    execute = engine.execute
+
+    def counted(program):
+        programs.append(program)
+        execute(program)
+
+    monkeypatch.setattr(engine, "execute", counted)
+    num_moved = engine.measure_swap() * cache_engine.MEASURING_S
+    assert 0 < len(programs) <= cache_engine.MEASURING_S / 0.001 + 1
+    assert num_moved == pytest.approx(len(programs[0]) * (len(programs) - 1), rel=0.2)
     assert not engine.pool.any()
     assert not engine.host_pool.any()
 

@@ -19,11 +19,14 @@ from tests.kernels import emulator
 from tests.plays import graphs_of
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels import cpu
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.protocol.step import Continue, Draft, Finish
 from vllm_lite.sizing import bucket_sizes, reserved_bytes
+from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph
@@ -63,6 +66,13 @@ class FakeCapture:
 
 def with_graphs(*, strict: bool = False) -> Device:
     return Device(torch.device("cpu"), capture=FakeCapture(strict=strict))
+
+
+@pytest.fixture(autouse=True)
+def without_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the reference serves here, and may: a capture that is not strict prepares each replay."""
+    if not cpu.available():
+        monkeypatch.setattr(ReferenceBackend, "graph_safe", True)
 
 
 @pytest.fixture
@@ -124,7 +134,23 @@ def test_the_cuda_backend_needs_no_preparation_of_a_replay(
 
 
 @pytest.mark.usefixtures("by_row")
-def test_a_backend_that_needs_it_is_found_out(tiny_checkpoint: Path) -> None:
+@pytest.mark.skipif(not cpu.available(), reason="see without_native_library")
+def test_a_backend_that_is_not_graph_safe_is_not_captured(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(worker_module.logger, "warning", lambda text, *values: said.append(text % values))
+    device = with_graphs(strict=True)
+    _, graphed = run_both(tiny_checkpoint, seed=2, num_steps=40, on=device, attention_backend="reference")
+    assert device.capture.graphs == []  # type: ignore[union-attr]
+    assert (graphed.worker.graph_sizes, type(graphed.worker.runner.forward)) == ((), EagerForward)
+    assert said == ["decode steps run without graphs: the attention backend ReferenceBackend is not graph-safe"]
+
+
+@pytest.mark.usefixtures("by_row")
+def test_its_tokens_would_be_wrong(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a capture of CUDA's kind over what Python prepared for another step."""
+    monkeypatch.setattr(ReferenceBackend, "graph_safe", True)
     with pytest.raises((AssertionError, IndexError)):
         run_both(tiny_checkpoint, seed=2, num_steps=40, on=with_graphs(strict=True), attention_backend="reference")
 

@@ -267,7 +267,7 @@ def worker_on(device: Device, checkpoint: Path, **settings: Any) -> Worker:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_worker_profiles_its_device(tiny_checkpoint: Path, graphs: bool, caplog: pytest.LogCaptureFixture) -> None:
-    device, memory = fake_gpu(graphs=graphs)
+    device, memory = fake_gpu(total=180 * MIB, graphs=graphs)
     worker = worker_on(device, tiny_checkpoint)
     steps: list[int] = []
     inner = worker._run_largest_step
@@ -288,9 +288,16 @@ def test_a_worker_profiles_its_device(tiny_checkpoint: Path, graphs: bool, caplo
         set_aside += reserved_bytes((1, 2, 4, 8), VOCAB_SIZE, 32, 1)
     block_bytes = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, bytes
     assert ready.block_bytes == block_bytes
-    assert ready.num_blocks == int((GIB * 0.9 - 110 * MIB - set_aside) // block_bytes)
-    assert "memory_profile: total_gpu_memory=1.00GiB" in caplog.text
+    assert ready.num_blocks == int((180 * MIB * 0.9 - 110 * MIB - set_aside) // block_bytes)
+    assert "memory_profile: total_gpu_memory=0.18GiB" in caplog.text
     worker.start(Start(1, 20, 0))
+
+
+def test_a_device_much_larger_than_the_model_is_not_filled(tiny_checkpoint: Path) -> None:
+    """A block costs the engine memory, too, and the time to make it."""
+    device, _ = fake_gpu(total=64 * GIB)
+    worker = worker_on(device, tiny_checkpoint, max_num_seqs=200, max_num_batched_tokens=256)
+    assert worker.load().num_blocks == 4 * 200 * 512 // 16
 
 
 def test_the_largest_step_is_the_largest(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

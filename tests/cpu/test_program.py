@@ -14,11 +14,13 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.cpu.test_attention_reference import Batch
+from tests.deadlines import scaled
 from tests.driver import Driver, make_prompt, new_request
 from tests.plays import graphs_of, run_both
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import int64, pointer
@@ -108,8 +110,11 @@ def test_steps_with_guesses_are_eager(tiny_checkpoint: Path) -> None:
     assert graphs_of(driver).num_replays == 1
 
 
-def test_what_cannot_be_recorded_stays_eager(tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The reference backend computes with torch."""
+def test_what_cannot_be_recorded_stays_eager(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference backend computes with torch. It says itself that it is not to be recorded; here it does not."""
+    monkeypatch.setattr(ReferenceBackend, "graph_safe", True)
     with caplog.at_level(logging.DEBUG, "vllm_lite"):
         _, graphed = run_both(tiny_checkpoint, seed=4, num_steps=40, on=None, attention_backend="reference")
     graphs = graphs_of(graphed)
@@ -326,5 +331,5 @@ def test_recording_loads_nothing_of_torch() -> None:
         "Program().record(lambda: x[:2].view(-1) is None)\n"
         "print(sorted(set(sys.modules) - loaded))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scaled(60))
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.deadlines import scaled
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import function, int64, pointer
 
@@ -94,7 +95,7 @@ def test_two_threads_may_call_at_once() -> None:
     start = threading.Barrier(3)
 
     def call() -> None:
-        start.wait(10)
+        start.wait(scaled(10))
         for _ in range(200):
             counts, _ = count_tasks(30, work=1000)
             if (counts != 1).any():
@@ -104,11 +105,13 @@ def test_two_threads_may_call_at_once() -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(30)
+        caller.join(scaled(30))
     assert not wrong
     assert not any(caller.is_alive() for caller in callers)
 
 
 def test_a_forked_child_starts_threads_of_its_own() -> None:
-    result = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=scaled(30), check=False
+    )
     assert result.returncode == 0, result.stderr

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite import supervise, transport
 from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.model_spec import ModelSpec
@@ -29,7 +30,7 @@ from vllm_lite.transport import Delivery
 from vllm_lite.wakeup import Wakeup
 from vllm_lite.worker import process
 
-DEADLINE_S = 60.0
+DEADLINE_S = scaled(60.0)
 """Of every wait; nothing here takes a tenth of it on an idle machine."""
 EPOCH = 11
 
@@ -201,6 +202,21 @@ def test_what_cannot_be_run_ends_it_with_the_reason(
     failed = engine.receive(Failed)
     assert (failed.kind, failed.bad_input) == ("ProtocolError", False)
     assert complaint in failed.message
+    assert worker.join() == 1
+
+
+@pytest.mark.parametrize("sizes", [(1 << 36, 0), (20, 1 << 36)])
+def test_memory_that_is_not_there_is_said_with_its_flags(
+    engine: Engine, tiny_checkpoint: Path, sizes: tuple[int, int]
+) -> None:
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.receive(WorkerHello)
+    engine.receive(Ready)
+    engine.send(Start(EPOCH, *sizes))
+    failed = engine.receive(Failed)
+    assert (failed.kind, failed.bad_input) == ("ConfigError", True)
+    for words in ("GiB of KV cache on cpu (--num-gpu-blocks-override 20)", "(--swap-space 0) cannot be allocated: "):
+        assert words in failed.message
     assert worker.join() == 1
 
 

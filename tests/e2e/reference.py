@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.deadlines import scaled
 from vllm_lite import LLM, RequestOutput, SamplingParams
 
 NUM_TOKENS = 32
@@ -20,7 +21,7 @@ LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64, 65,
 LENGTHS += [96, 111, 128, 129, 150, 176, 200, 240, 272, 300]
 """Of the prompts. Many of them fill or just miss their last block of 8 or 16."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-DEADLINE_S = 100.0
+DEADLINE_S = scaled(100.0)
 
 
 def make_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 14) -> list[list[int]]:
@@ -120,8 +121,12 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def start(path: str | Path, **settings: Any) -> LLM:
-    """A small, quiet engine with one compute thread, which has to be ready in time."""
-    small: dict[str, Any] = {"cpu_threads": 1, "num_gpu_blocks_override": 1024}
+    """A small, quiet engine with one compute thread, which has to be ready in time.
+
+    It runs in threads of this process unless `single_process` is False: that saves importing torch for every variation
+    of settings. The engine of a file's fixture has processes, as users have them.
+    """
+    small: dict[str, Any] = {"cpu_threads": 1, "num_gpu_blocks_override": 1024, "single_process": True}
     small |= {"log_level": "error", "ready_timeout_s": DEADLINE_S}
     return LLM(path, **(small | settings))
 

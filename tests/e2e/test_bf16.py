@@ -51,7 +51,7 @@ def forced(checkpoint) -> list[Forced]:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with start(checkpoint.path, max_num_batched_tokens=256) as llm:
+    with start(checkpoint.path, max_num_batched_tokens=256, single_process=False) as llm:
         assert llm.config.dtype == "bfloat16", "the checkpoint's own"
         yield llm
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.deadlines import scaled
 from tests.e2e.reference import Reference, make_prompts, start, tokens_of
 from vllm_lite import LLM, AsyncClient, BeamSearchParams, RequestOutput, SamplingParams
 from vllm_lite.client.outputs import BeamSearchSequence
@@ -23,14 +24,14 @@ TIE = 1e-4
 """Beams whose scores are closer than this may change places."""
 PROMPTS = make_prompts([1, 7, 8, 9, 40], seed=3)
 NUM_BEAM_TOKENS = 10
-DEADLINE_S = 100.0
+DEADLINE_S = scaled(100.0)
 GREEDY_LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     address = f"ipc://{tmp_path_factory.mktemp('engine')}/s"
-    with start(llama.path, block_size=BLOCK, address=address) as llm:
+    with start(llama.path, block_size=BLOCK, address=address, single_process=False) as llm:
         yield llm
 
 
@@ -347,6 +348,6 @@ def test_lower_priorities_are_served_first(llama: Reference, tmp_path: Path) -> 
         others = [("late", 9), ("middle", 3), ("middle as well", 3), ("urgent", -2)]
         await asyncio.gather(first, *(one(client, name, priority, 5) for name, priority in others))
 
-    with start(llama.path, max_num_seqs=1, scheduling_policy="priority", address=address) as llm:
+    with start(llama.path, max_num_seqs=1, scheduling_policy="priority", address=address, single_process=False) as llm:
         run(llm, body)
     assert ended == ["first", "urgent", "middle", "middle as well", "late"]

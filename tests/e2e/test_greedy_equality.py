@@ -126,9 +126,6 @@ def assert_equal(cases, outputs):
         print(f"excused by a tie: prompts {excused}")
 
 
-# ---- in one process, where the worker can be tampered with
-
-
 @pytest.fixture
 def one_thread():
     """A worker in this process sets the number of torch's threads for all of it."""
@@ -140,15 +137,14 @@ def one_thread():
 def run_here(reference: Reference, cases: Sequence[Case], **settings: Any) -> list[list[int]]:
     """The tokens for `cases`, one after another: prefilled in one step, then a token a step. KV blocks of 8."""
     settings = {"block_size": 8, "num_gpu_blocks_override": 100, "enable_prefix_caching": False} | settings
-    with start(reference.path, single_process=True, **settings) as llm:
+    with start(reference.path, **settings) as llm:
         return [tokens_of(llm.generate(case.prompt, GREEDY, use_tqdm=False))[0] for case in cases]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_tokens_in_one_process(references, family):
+def test_tokens_of_processes(references, family):
     cases = references[family].cases[8:20]
-    with start(references[family].path, single_process=True, max_num_batched_tokens=64) as llm:
+    with start(references[family].path, single_process=False, max_num_batched_tokens=64) as llm:
         assert_equal(cases, llm.generate([case.prompt for case in cases], GREEDY, use_tqdm=False))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.deadlines import scaled
 from tests.http_server import Server, serving, short_socket, until
 from vllm_lite.client.session import Session
 from vllm_lite.protocol.params import SamplingParams
@@ -30,7 +32,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30) as api:
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(30)) as api:
         yield api
 
 
@@ -141,10 +143,15 @@ def test_several_prompts_and_samples_are_indexed(api: OpenAI) -> None:
     assert list(texts.values()) == [choice.text for choice in whole.choices]
 
 
-def test_prompts_of_token_ids(api: OpenAI, server: Server) -> None:
+def tokenized(server: Server, text: str) -> list[int]:
     import httpx
 
-    ids = httpx.post(server.url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    found: list[int] = httpx.post(server.url + "/tokenize", json={"prompt": text}).json()["tokens"]
+    return found
+
+
+def test_prompts_of_token_ids(api: OpenAI, server: Server) -> None:
+    ids = tokenized(server, PROMPT)
     settings: Any = {"model": "demo", "temperature": 0, "max_tokens": 6}
     text = api.completions.create(prompt=PROMPT, **settings).choices[0].text
     assert api.completions.create(prompt=ids, **settings).choices[0].text == text
@@ -206,6 +213,91 @@ def test_echo_with_logprobs_scores_the_prompt(api: OpenAI) -> None:
     assert [None if entry is None else next(iter(entry.values()))["logprob"] for entry in told] == [None, *rest[:-1]]
     with pytest.raises(openai.BadRequestError):
         api.completions.create(extra_body={"prompt_logprobs": 0}, stream=True, **settings)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_evaluation_scores_prompts(api: OpenAI, server: Server, max_tokens: int) -> None:
+    """What lm-eval's local-completions sends, and how it reads the answer: tokens of a context and a continuation."""
+    prompts = [tokenized(server, text) for text in (PROMPT, PROMPT + " little bear")]
+    settings: Any = {"model": "demo", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = api.completions.create(prompt=prompts, max_tokens=max_tokens, **settings)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == max_tokens * 2
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        found = choice.logprobs
+        assert found is not None
+        assert found.tokens is not None
+        assert found.top_logprobs is not None
+        assert found.text_offset is not None
+        assert choice.finish_reason == "length"
+        assert len(found.tokens) == len(found.text_offset) == len(prompt) + max_tokens
+        assert found.text_offset == sorted(found.text_offset)
+        assert found.text_offset[:2] == [0, 0], "the first is a special token, which the text lacks"
+        starts = [*found.text_offset[1:], len(choice.text)]
+        told = [choice.text[start:end] for start, end in pairwise(starts)]
+        assert told == found.tokens[1:]
+        first, *rest = zip(found.token_logprobs or [], found.top_logprobs, strict=True)
+        assert first == (None, None)
+        for logprob, top in rest:
+            assert logprob is not None
+            assert logprob in top.values()
+            assert logprob <= max(top.values()) <= 0
+            assert len(top) in (1, 2)
+
+
+def test_a_prompt_is_scored_the_same_with_and_without_output(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "prompt": PROMPT, "temperature": 0, "echo": True}
+    scored = api.completions.create(max_tokens=0, logprobs=1, **settings)
+    with_one = api.completions.create(max_tokens=1, logprobs=1, **settings)
+    assert scored.choices[0].logprobs is not None
+    assert with_one.choices[0].logprobs is not None
+    assert scored.choices[0].text == PROMPT
+    for name, values in scored.choices[0].logprobs.to_dict().items():
+        assert values == getattr(with_one.choices[0].logprobs, name)[:-1], name
+    several = api.completions.create(max_tokens=0, n=2, extra_body={"min_tokens": 3, "stop": [" "]}, **settings)
+    assert [(choice.text, choice.finish_reason) for choice in several.choices] == [(PROMPT, "length")] * 2
+    chunks = list(api.completions.create(max_tokens=0, stream=True, **settings))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_what_was_not_asked_for_is_null(api: OpenAI) -> None:
+    completion = api.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
+    assert_null(completion.choices[0].to_dict())
+    chat = api.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1)
+    assert_null(chat.to_dict())
+    extra = {"return_token_ids": True, "prompt_logprobs": 0}
+    told: Any = api.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, extra_body=extra)
+    assert len(told.prompt_token_ids) == len(told.prompt_logprobs) == told.usage.prompt_tokens
+
+
+def assert_null(fields: dict[str, object]) -> None:
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert name in fields
+        assert fields[name] is None
+
+
+def test_max_tokens_is_cut_to_what_fits(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "extra_body": {"ignore_eos": True}}
+    answer = api.completions.create(prompt=[5] * 2000, max_tokens=2048, **settings)
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (48, "length")
+    chat = api.chat.completions.create(
+        model="demo", messages=MESSAGES, max_completion_tokens=2048, n=2, temperature=0, stop="bear"
+    )
+    assert chat.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("settings", [{"prompt": [5] * 2048, "max_tokens": 1}, {"prompt": "Hi", "max_tokens": 2049}])
+def test_what_does_not_fit_is_an_error_that_clients_know(api: OpenAI, settings: Any) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.completions.create(model="demo", stream=stream, **settings)
+        assert caught.value.code == "context_length_exceeded"
+        assert "maximum context length is 2048 tokens" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.chat.completions.create(model="demo", messages=MESSAGES, max_completion_tokens=2049)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
 
 
 def test_logprobs_of_a_chat(api: OpenAI) -> None:
@@ -290,6 +382,8 @@ def test_a_bad_field_is_named(api: OpenAI, settings: dict[str, Any], param: str)
         ({"extra_body": {"chat_template_kwargs": {"x": []}}}, "chat_template_kwargs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages"),
+        ({"extra_body": {"logprob_token_ids": [5]}}, "logprob_token_ids"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ],
 )
@@ -331,7 +425,7 @@ def test_closing_the_stream_aborts(api: OpenAI, session: Session) -> None:
 
 def test_many_at_once(server: Server) -> None:
     async def main() -> list[str]:
-        async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as api:
+        async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
 
             async def one(seed: int) -> str:
                 settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "seed": seed % 4}

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
 
@@ -20,8 +22,11 @@ PROMPT = "Once upon a time"
 JSON = {"Content-Type": "application/json"}
 LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 MAX_BYTES = 100_000
+SLOW_S = str(scaled(1.0))
+FLOOD_BYTES, FLOOD_MEMORY_BYTES = 3_000_000, 20_000_000
+"""Sent, and what the server may take for it: each request would be 3 kB of objects, and answered with 300 bytes."""
 CHUNKED = (
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n"
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()
 )
 
@@ -32,8 +37,8 @@ def server() -> Iterator[Server]:
         keys = Path(folder) / "keys"
         keys.write_text(f"# keys\n{OTHER_KEY}\n")
         flags = ["--address", short_socket(Path(folder)), "--api-key-file", str(keys), "--max-num-seqs", "4"]
-        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", "1"]
-        flags += ["--body-timeout-s", "1", "--allowed-origins", "https://example.org"]
+        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", SLOW_S]
+        flags += ["--body-timeout-s", SLOW_S, "--allowed-origins", "https://example.org"]
         with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:
             yield server
 
@@ -235,13 +240,18 @@ def test_wrong_routes_have_the_shape_of_errors(http: httpx.Client, method: str, 
     error_of(http.request(method, path), status)
 
 
-def test_another_content_type_is_refused(http: httpx.Client) -> None:
-    error_of(http.post("/v1/completions", data={"prompt": "x"}), 415)
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_that_is_not_declared_as_json_is_refused(http: httpx.Client, kind: str | None) -> None:
+    """A web page may send those kinds, and none, to any server unasked."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    for path in ("/v1/completions", "/tokenize", "/v1/requests/none/fork"):
+        error = error_of(http.post(path, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers), 415)
+        assert "application/json" in error["message"]
 
 
 def connected(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=scaled(20))
 
 
 def exchange(server: Server, data: bytes) -> bytes:
@@ -312,12 +322,32 @@ def test_what_comes_behind_an_answer_has_a_time(server: Server, header: bytes, r
             pass
 
 
+@pytest.mark.parametrize("rest", [b"", b"Content-Length: 9\r\n\r\n1234567"])
+def test_requests_without_end_take_little_memory(server: Server, rest: bytes) -> None:
+    """A client without a key sends as many as are taken, and reads nothing."""
+    process = psutil.Process(server.process.pid)
+    with connected(server) as connection:
+        before = process.memory_info().rss
+        flood, sent = b"POST / HTTP/1.1\r\n" + rest + b"\r\n", 0
+        data = memoryview(flood * (FLOOD_BYTES // len(flood)))
+        connection.settimeout(1.0)
+        try:
+            while sent < len(data):
+                sent += connection.send(data[sent : sent + 65536])
+        except TimeoutError:
+            pass  # it is not read any more, which is as well
+        assert sent > 200_000
+        assert httpx.get(server.url + "/health", timeout=scaled(30.0)).status_code == 200
+        assert process.memory_info().rss - before < FLOOD_MEMORY_BYTES
+
+
 def test_a_client_behind_two_requests_is_missed(server: Server, session: Session) -> None:
     body = json.dumps({**LONG, "n": 4}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    length = b"Content-Length: %d" % len(body)
+    head = CHUNKED.replace(b"/tokenize", b"/v1/completions").replace(b"Transfer-Encoding: chunked", length)
     before = session.stats().generated_tokens
     with connected(server) as connection:
-        connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(head + body)
         until(lambda: session.stats().generated_tokens > before, "its first token")
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
@@ -326,8 +356,8 @@ def test_a_client_behind_two_requests_is_missed(server: Server, session: Session
 
 
 def test_a_body_has_a_time(server: Server) -> None:
-    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
-    assert exchange(server, head.encode() + b'{"pro').startswith(b"HTTP/1.1 408 ")
+    head = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: 10")
+    assert exchange(server, head + b'{"pro').startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_body_has_a_size(http: httpx.Client) -> None:
@@ -372,7 +402,7 @@ def test_the_prompts_of_a_list_have_names_too(http: httpx.Client) -> None:
 def test_clients_that_vanish_leave_nothing(server: Server, session: Session, stream: bool) -> None:
     async def vanish(place: int, http: httpx.AsyncClient) -> None:
         try:
-            async with asyncio.timeout(0.05 + 0.02 * place):
+            async with asyncio.timeout(scaled(0.05 + 0.02 * place)):
                 body = {**LONG, "stream": stream, "n": 1 + place % 2}
                 async with http.stream("POST", "/v1/completions", json=body) as answer:
                     await answer.aread()
@@ -381,7 +411,7 @@ def test_clients_that_vanish_leave_nothing(server: Server, session: Session, str
 
     async def main() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(30)) as http:
             await asyncio.gather(*(vanish(place, http) for place in range(6)))
 
     before = session.stats().generated_tokens
@@ -397,7 +427,7 @@ def test_a_full_queue_refuses(server: Server, session: Session) -> None:
 
     async def main() -> list[httpx.Response]:
         headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
             body = {**LONG, "max_tokens": 300}
             return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
 

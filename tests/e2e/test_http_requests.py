@@ -11,13 +11,14 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
 
 USER, ADMIN = {"Authorization": "Bearer a-user"}, {"Authorization": "Bearer an-admin"}
 NUM_BLOCKS = 128
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-DEADLINE_S = 30.0
+DEADLINE_S = scaled(30.0)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +97,20 @@ def test_one_that_waits_says_later_and_why(server: Server) -> None:
     assert (sample["state"], sample["place_in_queue"], sample["blocks"]) == ("waiting", 0, 0)
 
 
-@pytest.mark.parametrize("body", [{"prompt": [5] * 2020}, {"prompt": [5] * 1500, "max_tokens": 600}])
-def test_never_is_said_at_once(http: httpx.Client, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("body", "number"), [({"prompt": [5] * 2020}, 2020), ({"prompt": [5] * 1500, "max_tokens": 2030}, 2030)]
+)
+def test_never_is_said_at_once(http: httpx.Client, body: dict[str, Any], number: int) -> None:
     """The context has 2048 tokens; the pool holds 2016 beside its watermark."""
     message = message_of(http.post("/v1/completions", json=body), 400)
     assert "2016" in message
-    assert str(len(body["prompt"])) in message
+    assert str(number) in message
+
+
+def test_output_ends_where_the_pool_does(http: httpx.Client) -> None:
+    body = {"prompt": [5] * 2000, "max_tokens": 600, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body).json()
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")
 
 
 def test_the_state_of_one_that_runs(http: httpx.Client) -> None:
@@ -206,6 +215,7 @@ def test_forks_of_token_ids(http: httpx.Client) -> None:
         ({"n": 0}, 400, "n must be between 1 and"),
         ({"n": 100_000}, 400, "n must be between 1 and"),
         ({"max_tokens": 1}, 400, "max_tokens counts the"),
+        ({"max_tokens": 2049}, 400, "maximum context length is 2016 tokens, but you requested 2049 output"),
         ({"use_beam_search": True}, 400, "no beams"),
         ({"temperature": -1}, 400, "temperature"),
         ({"guided_json": {"a": 1}}, 400, "guided_json"),

@@ -1,6 +1,7 @@
 """`vllm-lite serve` as a process: how it starts, what it refuses, how it ends."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.http_server import Server, children, client, serving, until
+from tests.deadlines import scaled
+from tests.http_server import READY_S, Server, children, client, serving, until
+from vllm_lite.errors import ConfigError
+from vllm_lite.server.service import listen
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
 
@@ -27,7 +31,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         [sys.executable, "-m", "vllm_lite", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         env={**os.environ, **(env or {})},
     )
     return done.returncode, done.stdout, done.stderr
@@ -52,6 +56,10 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--log-config-file", "/no/such/file"], ["log_config_file", "/no/such/file"]),
         (["--served-model-name", "a", DEMO_FOLDER], [DEMO_FOLDER, "MODEL before the flags"]),
         (["-tp", "2"], ["tensor_parallel_size"]),
+        (["--cpu-kvcache-space", "10000"], ["--cpu-kvcache-space 10000 asks for 10000.0 GiB", "GiB of memory"]),
+        (["--num-gpu-blocks-override", "100000000"], ["--num-gpu-blocks-override 100000000 asks for", "of memory"]),
+        (["--kv-cache-memory-bytes", "20000G"], ["--kv-cache-memory-bytes 21474836480000 asks for", "of memory"]),
+        (["--swap-space", "5000"], ["--swap-space 5000 asks for 5000.0 GiB", "GiB of memory"]),
     ],
 )
 def test_what_is_wrong_is_one_line(flags: list[str], words: list[str]) -> None:
@@ -71,6 +79,41 @@ def test_a_taken_port_is_said_before_anything_starts() -> None:
     assert status == 2
     assert err.count("\n") == 1
     assert str(port) in err
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
+    """Neither listens yet when the second looks."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+    flags = ["--port", port, "--api-server-count", count]
+    servers = [Server(*flags), Server(*flags)]
+    try:
+        until(lambda: any(server.process.poll() is not None for server in servers), "the end of one", READY_S)
+        (loser,) = (server for server in servers if server.process.poll() is not None)
+        (winner,) = (server for server in servers if server is not loser)
+        assert loser.wait() == 2
+        assert loser.output == f"vllm-lite: cannot listen on 127.0.0.1:{port}: Address already in use; choose another\n"
+        winner.wait_for("Try:")
+        with client(winner) as http:
+            assert http.get("/health").status_code == 200
+            assert winner.stop() == 0
+        servers.append(Server(*flags))
+        servers[-1].wait_for("Try:")  # though connections linger
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_an_address_that_is_taken_meanwhile_is_one_sentence() -> None:
+    with socket.socket() as other, socket.socket() as mine:
+        for each in (other, mine):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        mine.bind(other.getsockname())
+        other.listen()
+        with pytest.raises(ConfigError, match=r"on 127.0.0.1:\d+: Address already in use; choose another"):
+            listen(mine)
 
 
 def test_a_bad_checkpoint_is_said(tmp_path: Path) -> None:
@@ -119,11 +162,11 @@ def test_sigterm_while_it_starts(text: str) -> None:
 
 def test_it_drains(tmp_path: Path) -> None:
     """SIGTERM: not ready at once, what runs goes on to its end, the exit is clean and leaves nothing."""
-    with serving("--shutdown-timeout", "30", env={"TMPDIR": str(tmp_path)}) as server:
+    with serving("--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}) as server:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
-            answers.append(httpx.post(server.url + "/v1/completions", json=BODY, timeout=60))
+            answers.append(httpx.post(server.url + "/v1/completions", json=BODY, timeout=scaled(60)))
 
         with client(server) as http:
             asking = threading.Thread(target=ask)
@@ -136,7 +179,7 @@ def test_it_drains(tmp_path: Path) -> None:
             refused = http.post("/v1/completions", json=BODY)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
-        asking.join(60)
+        asking.join(scaled(60))
         assert server.wait() == 0
         assert answers[0].json()["usage"]["completion_tokens"] == BODY["max_tokens"]
     assert list(tmp_path.iterdir()) == []
@@ -164,6 +207,7 @@ def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
             os.kill(children(server.process.pid)[module], signal.SIGKILL)
             text = "".join(lines)
         assert '{"error":{"message":' in text
+        assert '"code":503}' in text
         assert "[DONE]" not in text
         assert server.wait() == 1
         assert "Traceback" not in server.output
@@ -195,13 +239,55 @@ def test_https(tmp_path: Path) -> None:
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     made = ["openssl", "req", "-x509", *curve, "-nodes", "-days", "2"]
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
+    subprocess.run([*made, *name], check=True, capture_output=True, timeout=scaled(60))
     with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
         assert server.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
         asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
-        answer = httpx.post(server.url + "/v1/completions", json=asked, verify=trust, timeout=30)
+        answer = httpx.post(server.url + "/v1/completions", json=asked, verify=trust, timeout=scaled(30))
         assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("closed", ["0<&- 1>&- 2>&-", "1>&-"])
+def test_it_serves_without_standard_files(tmp_path: Path, closed: str) -> None:
+    """No socket takes their numbers, in none of its processes."""
+    uds = str(tmp_path / "s")
+    command = ["sh", "-c", f'exec "$0" -m vllm_lite serve --uds "$1" {closed}', sys.executable, uds]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def is_up() -> bool:
+        assert process.poll() is None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(uds) == 0
+
+    try:
+        until(is_up, "a server", READY_S)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=uds), base_url="http://server", timeout=scaled(30)) as http:
+            assert http.post("/v1/completions", json={**BODY, "max_tokens": 2}).status_code == 200
+            found = children(process.pid)
+            assert len(found) == 3  # engine, worker, chat template
+            for pid in (process.pid, *found.values()):
+                links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+                assert set(links[1:]) == {"/dev/null"}
+                assert not any(link.startswith("socket:") for link in links)
+        process.terminate()
+        assert process.wait(scaled(30)) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("left_out", ["tokenizer_config.json", "tokenizer*"])
+def test_what_the_greeting_says_works(tiny_checkpoint: Path, tmp_path: Path, left_out: str) -> None:
+    """The greeting fits a model without a chat template, and of one that speaks token ids only."""
+    model = tmp_path / "plain"
+    shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns(left_out))
+    with serving(str(model)) as server:
+        words = shlex.split(server.output.split("Try: ", 1)[1].splitlines()[0])
+        name, _, kind = words[words.index("-H") + 1].partition(": ")
+        answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={name: kind}, timeout=scaled(30))
+        assert answer.status_code == 200, answer.text
+        assert '"finish_reason":"' in answer.text
 
 
 def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -215,7 +301,7 @@ def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -
         assert f"unix:{uds}" in server.output
         assert "/v1/completions" in server.output
         transport = httpx.HTTPTransport(uds=uds)
-        with httpx.Client(transport=transport, base_url="http://server", timeout=30) as http:
+        with httpx.Client(transport=transport, base_url="http://server", timeout=scaled(30)) as http:
             asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 2}
             assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 2
             chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})

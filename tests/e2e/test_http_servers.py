@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.deadlines import scaled
 from tests.http_server import READY_S, Server, children, client, serving, until
 
 MODULE = "vllm_lite.server.process"
@@ -21,7 +22,7 @@ KEY = {"Authorization": "Bearer key"}
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SLOW = ["--attention-backend", "reference", "--enforce-eager"]
 """So that what is to be seen while requests run can be seen."""
-DEADLINE_S = 30.0
+DEADLINE_S = scaled(30.0)
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +163,30 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
     assert server.output.count("ready at") == 1
 
 
+def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
+    with serving("--api-server-count", "2", "--api-key", "key", "--heartbeat-timeout-s", "5", *SLOW) as server:
+        with Both(server) as both, ExitStack() as stack:
+            body = {**LONG, "stream": True}
+            mine = stack.enter_context(both.of[0].stream("POST", "/v1/completions", json=body)).iter_lines()
+            lost = stack.enter_context(both.of[1].stream("POST", "/v1/completions", json=body)).iter_lines()
+            assert next(mine)
+            assert next(lost)
+            os.kill(children(server.process.pid)[MODULE], signal.SIGSTOP)
+            with pytest.raises(httpx.TransportError):
+                list(lost)
+            text = "".join(mine)
+        assert text.endswith("data: [DONE]")
+        server.wait_for("API server 1 has not answered for 5 s; it is killed")
+        server.wait_for("API server 1 ended (killed by SIGKILL); it is started again")
+        with Both(server) as both:
+            for http in both.of.values():
+                assert http.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200
+
+
 def test_sigterm_drains_all(tmp_path: Path) -> None:
     """The first one has done its part long before the other."""
     num_tokens = {0: 100, 1: 400}
-    flags = ["--api-server-count", "2", "--shutdown-timeout", "60", "--api-key", "key", *SLOW]
+    flags = ["--api-server-count", "2", "--shutdown-timeout", str(scaled(60)), "--api-key", "key", *SLOW]
     with serving(*flags, env={"TMPDIR": str(tmp_path)}) as server, Both(server) as both:
         answers: dict[int, httpx.Response] = {}
 
@@ -195,7 +216,7 @@ def test_all_end_together(whose: str) -> None:
         assert sum(MODULE in child.cmdline() for child in family) == 2
         found = children(server.process.pid)
         os.kill(server.process.pid if whose == "first server" else found["vllm_lite.engine.process"], signal.SIGKILL)
-        _, left = psutil.wait_procs(family, timeout=5.0)
+        _, left = psutil.wait_procs(family, timeout=scaled(5.0))
         assert left == []
         assert server.wait() == (-signal.SIGKILL if whose == "first server" else 1)
         assert "Traceback" not in server.output

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import scaled
+
 ROOT = Path(__file__).parents[2]
 LIBRARY = "vllm_lite/_native/libvllm_lite_cpu.so"
 NO_COMPILER = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
@@ -28,16 +30,18 @@ class Wheel:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
 
 
-def build(folder: Path, env: dict[str, str]) -> Wheel:
-    """Build this tree's wheel without network and unpack it."""
+def build(folder: Path, env: dict[str, str], objects: Path | None = None) -> Wheel:
+    """Build this tree's wheel without network and unpack it. `objects` keeps what was compiled, for the next time."""
     command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-index"]
+    if objects is not None:
+        command += ["--config-settings", f"build-dir={objects}"]
     done = subprocess.run(
         [*command, "-w", str(folder), str(ROOT)],
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -48,8 +52,10 @@ def build(folder: Path, env: dict[str, str]) -> Wheel:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
-    return build(tmp_path_factory.mktemp("wheel"), {})
+def wheel(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Wheel:
+    """Compiling takes a minute of CPU time, so only what has changed since the last run is compiled."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
+    return build(tmp_path_factory.mktemp("wheel"), {}, cache and cache.mkdir("wheel-build"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,7 @@ def run_with(wheel: Wheel, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=wheel.folder.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -78,7 +84,7 @@ def tracked(*patterns: str) -> set[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=scaled(30),
         check=True,
     )
     return {name for name in done.stdout.splitlines() if (ROOT / name).exists()}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.http_server import client, serving, until
 
 
@@ -23,7 +24,7 @@ def place() -> Iterator[dict[str, str]]:
 
 def run(env: dict[str, str], *words: str) -> str:
     command = [sys.executable, "-m", "vllm_lite", *words]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

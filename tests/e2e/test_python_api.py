@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.e2e.reference import start
 from vllm_lite import AsyncClient, RequestOutputKind, SamplingParams
 from vllm_lite.client.launch import resolve
@@ -39,7 +40,7 @@ def test_every_example_of_the_documentation_runs(
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with start("demo") as llm:
+    with start("demo", single_process=False) as llm:
         yield llm
 
 
@@ -98,4 +99,4 @@ def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutput
             assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
             assert parts[-1].cumulative_logprob == pytest.approx(sample.cumulative_logprob)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), scaled(60)))

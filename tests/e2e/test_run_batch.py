@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.deadlines import scaled
 from tests.http_server import serving, until
 
 NUM = 400
@@ -33,7 +34,7 @@ def command(tmp_path: Path, *flags: str) -> list[str]:
 
 def run(tmp_path: Path, *flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
-        command(tmp_path, *flags), capture_output=True, text=True, timeout=90, env={**os.environ, **(env or {})}
+        command(tmp_path, *flags), capture_output=True, text=True, timeout=scaled(90), env={**os.environ, **(env or {})}
     )
     assert done.stdout == ""
     return done.returncode, done.stderr
@@ -54,9 +55,9 @@ def test_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
     with serving() as server:
         flags = ("--url", server.url, "--max-concurrency", "2")
         process = subprocess.Popen(command(tmp_path, *flags), stderr=subprocess.DEVNULL)
-        until(lambda: num_lines(tmp_path) >= 5, "five answers", 60)
+        until(lambda: num_lines(tmp_path) >= 5, "five answers", scaled(60.0))
         process.kill()
-        process.wait(30)
+        process.wait(scaled(30))
         before = num_lines(tmp_path)
         assert 5 <= before < NUM, "it was over before it was killed"
         with (tmp_path / "out").open("ab") as file:
@@ -103,11 +104,11 @@ def test_a_server_that_goes_leaves_what_was_answered(tmp_path: Path) -> None:
             command(tmp_path, "--url", server.url, "--max-concurrency", "1"), stderr=subprocess.PIPE, text=True
         )
         assert process.stderr is not None
-        until(lambda: num_lines(tmp_path) >= 3, "three answers", 60)
+        until(lambda: num_lines(tmp_path) >= 3, "three answers", scaled(60.0))
         server.process.kill()
         err = process.stderr.read()
         process.stderr.close()
-        assert process.wait(60) == 1
+        assert process.wait(scaled(60)) == 1
     assert "run the same command again" in err
     assert "open" in err
     lines = answers(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.deadlines import scaled
 from tests.http_server import Server, children, client, serving, until
 from tests.terminal import CTRL_C, CTRL_D, Typist, typing
 
@@ -43,7 +44,7 @@ def run(*words: str, text: str = "", env: dict[str, str] | None = None) -> tuple
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         env={**os.environ, "OPENAI_API_KEY": KEY, **(env or {})},
     )
     return done.returncode, done.stdout, done.stderr
@@ -157,7 +158,7 @@ def test_a_server_that_dies_in_the_middle(env: dict[str, str]) -> None:
         until(lambda: load(server) == 1, "the request")
         below = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
-        server.process.wait(30)
+        server.process.wait(scaled(30))
         user.wait_for(r"the server at .* went away\n.*/retry asks again\n> $")
         user.say("/retry")
         user.wait_for(r"no server answers at .*vllm-lite serve")
@@ -189,8 +190,8 @@ def test_a_server_of_its_own_ends_with_the_chat(env: dict[str, str], tmp_path: P
         below = psutil.Process(user.process.pid).children(recursive=True)
         assert len(below) >= 3
         user.process.kill()
-        until(lambda: not any(process.is_running() for process in below), "the end of its server", 30)
-        until(lambda: not list(runs.iterdir()), "the end of its folders", 30)
+        until(lambda: not any(process.is_running() for process in below), "the end of its server", scaled(30.0))
+        until(lambda: not list(runs.iterdir()), "the end of its folders", scaled(30.0))
 
 
 def test_lines_are_continued(server: Server, env: dict[str, str]) -> None:
@@ -289,7 +290,7 @@ def test_a_reader_that_goes_is_no_accident(server: Server) -> None:
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == 141
+    assert process.wait(scaled(60)) == 141
     assert err == b""
 
 

@@ -274,7 +274,7 @@ def test_close_ends_streams_that_are_read(folder: Path) -> None:
         ([1, True], "must be integers, got True at position 1"),
         ([1, SIZE], f"between 0 and {SIZE - 1}, got {SIZE} at position 1"),
         ([-1], f"between 0 and {SIZE - 1}, got -1 at position 0"),
-        ([1] * 64, "has 64 tokens, but 64 is the most .* shorten it to 63 or fewer"),
+        ([1] * 64, "context length is 64 tokens, .* at least 64 input tokens; .* shorten it to 63 or fewer"),
         (None, "must be a text, .* got NoneType"),
         (b"bytes", "got bytes"),
         ({"prompt": [1]}, "got a list under 'prompt'"),
@@ -307,7 +307,7 @@ def test_forms_of_a_prompt(folder: Path, prompt: Any) -> None:
 
 def test_a_long_prompt_is_tokenized_aside(folder: Path) -> None:
     async def body(client: AsyncClient, engine: FakeEngine) -> None:
-        with pytest.raises(RequestError, match="has 20000 tokens"):
+        with pytest.raises(RequestError, match="at least 20000 input tokens"):
             await anext(client.generate("x" * 20_000))
 
     run(folder, body)

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.deadlines import scaled
 from vllm_lite.bench import serve
 from vllm_lite.bench.serve_client import Api, Outcome
 from vllm_lite.bench.serve_datasets import DatasetOptions, Request
 from vllm_lite.bench.serve_http import MAX_EVENT_BYTES, HttpClient, HttpError, SseReader
 from vllm_lite.errors import ConfigError
 
-DEADLINE_S = 10.0
+DEADLINE_S = scaled(30.0)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 ASKED = Request([5, 6, 7], 3, 4)
@@ -275,7 +276,7 @@ def test_https(tmp_path: Path) -> None:
         "2",
     ]
     name = ["-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
-    subprocess.run([*made, *name], check=True, capture_output=True, timeout=60)
+    subprocess.run([*made, *name], check=True, capture_output=True, timeout=scaled(60))
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate, key)
 

@@ -41,6 +41,7 @@ def test_the_table() -> None:
     parts = [("server", "python", 0.5, 0.5), ("engine", "waits for all", 2.0, 1.0), ("client", "first chunk", 4.0, 2.0)]
     figures = {
         "command": ["vllm-lite", "serve"],
+        "idle_s": 0.0,
         "all_ready_s": [2.5, 2.0, 3.0],
         "all_first_token_s": [4.0, 3.0, 5.0],
         "ready_s": 2.5,

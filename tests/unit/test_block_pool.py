@@ -1,5 +1,8 @@
 """BlockPool, block ids asserted where their order is specified (founding documents, test vectors)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -84,7 +87,7 @@ def test_hit_while_in_use_leaves_the_free_list_alone() -> None:
 
 def test_eviction_is_least_recently_used_and_tells_the_hook() -> None:
     evicted: list[tuple[int, bytes]] = []
-    pool = BlockPool(4, on_evict=lambda block_id, block_hash: evicted.append((block_id, block_hash)))
+    pool = BlockPool(4, on_evict=evicted.extend)
     ids = pool.get_new_blocks(3)
     for block_id in ids:
         pool.cache_block(block_id, b"%d" % block_id)
@@ -137,7 +140,40 @@ def test_a_pool_without_room_for_a_real_block_is_refused() -> None:
         BlockPool(1)
 
 
-@pytest.mark.parametrize("breakage", ["ref", "null", "index"])
+@pytest.mark.parametrize("block_id", [-1, 4, 10**9])
+def test_an_id_that_no_block_has_is_refused_by_name(block_id: int) -> None:
+    pool = BlockPool(4)
+    held = pool.get_new_blocks(3)  # -1 would be the last of them
+    error = f"block {block_id} does not exist; the pool has blocks 0 to 3"
+    calls: list[Callable[[], object]] = [
+        lambda: pool.free([1, block_id, 2]),
+        lambda: pool.touch([1, block_id, 2]),
+        lambda: pool.touch([1, block_id, 2]),
+        lambda: pool.cache_block(block_id, b"h"),
+        lambda: pool.forget([block_id]),
+        lambda: pool.is_free(block_id),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=error):
+            call()
+    pool.check_integrity([held, [1]])  # freed once and touched twice; what stood behind the unknown id is as it was
+
+
+def test_counting_cached_blocks_looks_at_none_of_them() -> None:
+    """The engine's loop answers /metrics with it, however many blocks there are."""
+
+    class Index(dict[bytes, Any]):
+        def values(self) -> Any:
+            raise AssertionError("the index was read")
+
+    pool = BlockPool(5)
+    for block_id in pool.get_new_blocks(3):
+        pool.cache_block(block_id, b"%d" % (block_id // 2))
+    pool._cached = Index(pool._cached)
+    assert pool.num_cached == 3
+
+
+@pytest.mark.parametrize("breakage", ["ref", "null", "index", "count"])
 def test_check_integrity_sees_damage(breakage: str) -> None:
     pool = BlockPool(4)
     table = pool.get_new_blocks(2)
@@ -147,6 +183,8 @@ def test_check_integrity_sees_damage(breakage: str) -> None:
         pool.blocks[1].ref_count = 2
     elif breakage == "null":
         pool.blocks[0].ref_count = 1
+    elif breakage == "count":
+        pool.num_cached += 1
     else:
         pool.blocks[1].block_hash = b"other"
     with pytest.raises(RuntimeError, match="inconsistent"):

@@ -8,6 +8,7 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
+from tests.deadlines import scaled
 from vllm_lite.cli import CLOSED_PIPE, COMMANDS, main
 from vllm_lite.cli.ps import COLUMNS, NUMBERS
 from vllm_lite.cli.ps import run as ps
@@ -105,7 +106,7 @@ def test_a_reader_that_has_gone(command: str) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == CLOSED_PIPE
+        assert process.wait(scaled(60)) == CLOSED_PIPE
         assert process.stderr is not None
         assert process.stderr.read() == b""
 

@@ -52,7 +52,7 @@ def test_replay_says_what_it_found(trace: Path, capsys: pytest.CaptureFixture[st
 def test_replay_until_a_step_shows_its_state(trace: Path, capsys: pytest.CaptureFixture[str], until: str) -> None:
     assert main(["replay", str(trace), "--until", until]) == 0
     assert "3 steps" in (out := capsys.readouterr().out)
-    assert "2 running, 3 waiting" in out
+    assert "4 running, 1 waiting" in out
 
 
 def test_a_divergence_fails_only_if_asked(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

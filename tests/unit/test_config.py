@@ -12,6 +12,7 @@ from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address, split_tcp
 from vllm_lite.errors import ConfigError
 from vllm_lite.machine import memory_limit_bytes
 from vllm_lite.settings import add_flags
+from vllm_lite.sizing import configured_num_blocks
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -329,6 +330,51 @@ def test_resolve_leaves_nothing_open() -> None:
     assert config.cpu_kvcache_space == pytest.approx(min(4, memory_limit_bytes() / 4 / 2**30))
 
 
+class TinyModel:
+    """Two groups, and little for each token."""
+
+    kv_groups = ("full", "sliding")
+
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
+        return 10 * block_size * dtype_bytes // tp
+
+
+@pytest.mark.parametrize(
+    ("given", "num_blocks"),
+    [
+        ({}, 4 * 64 * 2 * 63),  # 1000 tokens are 63 blocks
+        ({"max_num_seqs": 200, "max_model_len": 100, "block_size": 8}, 4 * 200 * 2 * 13),
+        ({"kv_cache_dtype": "fp8"}, 4 * 64 * 2 * 63),
+        ({"max_num_seqs": 1}, 8192),
+        ({"cpu_kvcache_space": 0.5}, None),
+    ],
+)
+def test_a_tiny_model_gets_no_more_kv_cache_than_it_can_use(given: dict[str, Any], num_blocks: int | None) -> None:
+    """Unless it is asked for."""
+    config = EngineConfig.check({"device": "cpu", **given})
+    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=TinyModel())
+    block_bytes = 10 * config.block_size * (1 if given.get("kv_cache_dtype") else 4)
+    wanted = 2**29 // block_bytes if num_blocks is None else num_blocks
+    assert configured_num_blocks(config, block_bytes) == wanted
+
+
+@pytest.mark.parametrize("given", [{"num_gpu_blocks_override": 10**6}, {"kv_cache_memory_bytes": 40 * 16 * 10**6}])
+def test_a_size_that_is_asked_for_is_kept(given: dict[str, Any]) -> None:
+    config = EngineConfig.check({"device": "cpu", **given})
+    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=TinyModel())
+    assert configured_num_blocks(config, 40 * 16) == 10**6
+
+
+def test_a_large_model_gets_what_there_is() -> None:
+    class LargeModel(TinyModel):
+        def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
+            return super().kv_block_bytes(block_size, dtype_bytes, tp) * 10**4
+
+    config = EngineConfig.check({"device": "cpu"})
+    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=LargeModel())
+    assert config.cpu_kvcache_space == min(4, memory_limit_bytes() / 4 / 2**30)
+
+
 @pytest.mark.usefixtures("gpu")
 def test_defaults_on_a_gpu() -> None:
     config = resolved()
@@ -412,6 +458,13 @@ def test_resolve_keeps_what_was_said() -> None:
     config = resolved(max_num_seqs=3, max_num_batched_tokens=7, tokenizer="/t", served_model_name="s", max_model_len=9)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (3, 7, 9)
     assert (config.tokenizer, config.served_model_name) == ("/t", "s")
+
+
+def test_a_step_has_a_token_for_every_sequence() -> None:
+    assert resolved(max_num_batched_tokens=20).max_num_seqs == 20, "the default gives way"
+    assert resolved(max_num_batched_tokens=20, max_num_seqs=20).max_num_seqs == 20
+    with pytest.raises(ConfigError, match=r"at least max_num_seqs \(21\), one for every sequence of a step, got 20"):
+        resolved(max_num_batched_tokens=20, max_num_seqs=21)
 
 
 def test_resolve_returns_a_new_object() -> None:

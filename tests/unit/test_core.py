@@ -1,9 +1,13 @@
 """EngineCore: validation, idempotent Generate, clamping, stop conditions; and the client port's books."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine import core as core_module
 from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.plan import Produced
@@ -13,6 +17,7 @@ from vllm_lite.protocol.api import (
     Abort,
     Dying,
     Finished,
+    ForkRequest,
     Generate,
     Heartbeat,
     Hello,
@@ -26,6 +31,8 @@ from vllm_lite.protocol.api import (
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.records import PolicyFault
 from vllm_lite.transport import Delivery, connect
 
 VOCAB = 50
@@ -74,10 +81,9 @@ def continuation(prompt: list[int], count: int) -> list[int]:
         (Generate("r", b"", SamplingParams()), "the prompt is empty"),
         (Generate("r", b"123", SamplingParams()), "3 bytes, which is not a multiple of 4"),
         (Generate("r", pack_tokens([1, 50]), SamplingParams()), "token ids must be below 50, the prompt holds 50"),
-        (Generate("r", pack_tokens([1] * 40), SamplingParams()), "the prompt has 40 tokens; at most 39 leave room"),
         (
-            Generate("r", pack_tokens([1] * 30), SamplingParams(max_tokens=16)),
-            "30 tokens and max_tokens=16 are 6 more than the 40 that fit; ask for at most 10",
+            Generate("r", pack_tokens([1] * 40), SamplingParams()),
+            "context length is 40 tokens, .* requested 16 output .* at least 40 input tokens; .* shorten it to 39",
         ),
         (Generate("r", pack_tokens([1]), SamplingParams(), have=2, output=pack_tokens([1])), "2 tokens the client has"),
     ],
@@ -93,6 +99,24 @@ def test_defaulted_max_tokens_means_what_fits() -> None:
     produced = generate(make_core(), [1] * 30, max_tokens=None, ignore_eos=True)
     assert len(tokens_of(produced)) == 10
     assert produced[-1].reason == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [10, 11, 16, 40, 1000])
+def test_max_tokens_is_cut_to_what_fits(max_tokens: int) -> None:
+    produced = generate(make_core(), [1] * 30, max_tokens=max_tokens, ignore_eos=True)
+    assert len(tokens_of(produced)) == 10
+    assert produced[-1].reason == "length"
+
+
+def test_the_max_tokens_of_a_fork_is_cut_so_too() -> None:
+    core = make_core()
+    core.add(b"client", Generate("r", pack_tokens([1] * 30), SamplingParams(max_tokens=9, ignore_eos=True)))
+    for _ in range(2):
+        core.begin()
+        core.finish(core._executor.poll())  # type: ignore[arg-type]
+    core.fork(b"client", ForkRequest("r", "fork", 1, SamplingParams(max_tokens=1000, ignore_eos=True)))
+    last = [item for item in drain(core) if item.request.request_id == "fork"][-1]
+    assert (last.reason, last.start + len(last.token_ids)) == ("length", 10)
 
 
 def prompt_that_ends_at(position: int) -> list[int]:
@@ -132,10 +156,44 @@ def test_generate_again_attaches_and_resends_from_have() -> None:
     accepted = core.add(b"second", again)
     assert accepted.resend == continuation([1, 2, 3], 4)[1:]
     assert accepted.request.client == b"second"
+    assert accepted.replaced == b"first"
+    assert core.add(b"second", again).replaced is None, "a client that sends it again goes on with its own stream"
     with pytest.raises(RequestError, match="in use for another prompt"):
         core.add(b"thief", Generate("r", pack_tokens([9]), SamplingParams()))
     with pytest.raises(RequestError, match="9 tokens were claimed, but only 4"):
         core.add(b"second", Generate("r", message.prompt, message.params, have=9, output=pack_tokens([1] * 9)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"max_tokens": 5}, r"with another max_tokens \(8, not 5\); send the same parameters"),
+        ({"max_tokens": None}, r"another max_tokens \(8, not None\)"),
+        ({"seed": 4}, r"another seed \(\d+, not 4\)"),
+        ({"cache_salt": "secret"}, "with another cache_salt; send"),
+        ({"allowed_token_ids": tuple(range(40))}, "with another allowed_token_ids; send"),
+    ],
+)
+def test_an_id_in_use_with_other_parameters_is_refused(changes: dict[str, Any], error: str) -> None:
+    core = make_core()
+    message = Generate("r", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=8, ignore_eos=True))
+    accepted = core.add(b"first", message)
+    with pytest.raises(RequestError, match=error):
+        core.add(b"second", Generate("r", message.prompt, message.params.clone(**changes)))
+    assert accepted.request.client == b"first"
+    assert len(tokens_of(drain(core))) == 8
+
+
+@pytest.mark.parametrize("what", ["prompt", "output"])
+def test_tokens_that_cannot_fit_are_refused_by_their_number(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading four million of them would hold up everybody else for 0.2 s."""
+    monkeypatch.setattr("vllm_lite.engine.core.unpack_tokens", lambda _data: pytest.fail("the tokens were read"))
+    core, many = make_core(), bytes(1 << 24)
+    message = Generate("r", many, SamplingParams())
+    if what == "output":
+        message = Generate("r", pack_tokens([1]), SamplingParams(), have=1 << 22, output=many)
+    with pytest.raises(RequestError, match=r"4194304.* (39|40) "):
+        core.add(b"client", message)
 
 
 def test_an_unknown_request_goes_on_behind_what_the_client_has() -> None:
@@ -157,6 +215,22 @@ def test_a_resubmitted_request_that_had_ended_ends_at_once() -> None:
     assert accepted.done is not None
     assert accepted.done.reason == "length"
     assert not core.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_policy_that_fails_is_told_once(recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(core_module.logger, "error", lambda text, *values: said.append(text % values))
+    trace = str(tmp_path / "trace") if recorded else None
+    core = make_core(scheduling_policy="tests.recorded:OddPolicy", record=trace)
+    for number in range(60):
+        generate(core, [1, 2, 3], name=f"r{number}", max_tokens=5, ignore_eos=True)
+    core.close()
+    why = "first come, first served: budget() raised RuntimeError('enough')"
+    assert said == [f"scheduling policy 'tests.recorded:OddPolicy' failed, from here on it is {why}"]
+    if trace is not None:
+        faults = [record for record in TraceReader(trace) if isinstance(record, PolicyFault)]
+        assert faults == [PolicyFault("budget() raised RuntimeError('enough')")]
 
 
 # ---- the client port, over the in-process transport

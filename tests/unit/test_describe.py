@@ -5,6 +5,8 @@ import pytest
 from tests.recorded import Recorded, state_of
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.describe import describe
+from vllm_lite.engine.kv_cache_manager import PrefixHit
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, RequestState, SampleState
 
@@ -42,12 +44,12 @@ def test_later_names_the_numbers() -> None:
     rig.add("a", list(range(20)), max_tokens=9)
     rig.step()
     rig.add("b", list(range(20, 40)), max_tokens=3)
-    rig.add("c", [1], max_tokens=3)
+    rig.add("c", list(range(20, 36)), max_tokens=3)
     rig.step()
     b, c = look(rig, "b", "c")
     assert b.admission == Admission("LATER", "waits_for_blocks", 5, 2, 0, 8)
     assert b.samples == [SampleState(0, "waiting", 0, 0, 0, 0, 0)]
-    assert c.admission == Admission("OK", "waits_for_turn", 1, 2, 0, 8)
+    assert c.admission == Admission("LATER", "waits_for_turn", 4, 2, 0, 8)
     assert c.samples == [SampleState(0, "waiting", 1, 0, 0, 0, 0)]
     rig.drain()
     assert look(rig, "a", "b", "c") == []
@@ -62,12 +64,13 @@ def test_one_that_waits_for_a_seat() -> None:
 
 
 def test_one_that_waits_for_tokens_of_a_step() -> None:
-    rig = Rig(max_num_batched_tokens=4, depth=2)
+    rig = Rig(num_blocks=40, max_num_batched_tokens=4, depth=2)
     rig.add("a", list(range(30)), max_tokens=2)
-    rig.add("b", [3, 4], max_tokens=2)
-    assert one(rig, "b").admission.reason == "waits_for_turn"
+    rig.add("b", list(range(20, 50)), max_tokens=2)
+    rig.add("c", list(range(10, 49)), max_tokens=2)
+    assert one(rig, "c").admission.reason == "waits_for_turn"
     rig.step()
-    assert one(rig, "b").admission.reason == "waits_for_budget"
+    assert one(rig, "c").admission.reason == "waits_for_budget", "it lacks more than each of the prompts under way"
 
 
 @pytest.mark.parametrize("host", [0, 30])
@@ -121,3 +124,25 @@ def test_never_is_said_at_once_with_numbers() -> None:
     with pytest.raises(RequestError, match=r"the prompt has 40 tokens; .* holds 32 \(8 blocks of 4, 0 kept free\)"):
         rig.add("a", list(range(40)))
     assert look(rig, "a") == []
+
+
+def test_the_cost_of_a_look_does_not_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lookup in the cache, for the head of the queue, however many ids are named, and however often."""
+    rig = Rig(num_blocks=200, max_num_seqs=1)
+    rig.add("running", [1, 2, 3], max_tokens=20)
+    rig.step()
+    for number in range(20):
+        rig.add(f"w{number}", [number] * 20)
+        rig.kv.find_cached(list(rig.scheduler.waiting)[-1])  # as of one that was preempted: its blocks have been hashed
+    found = rig.kv.find_cached
+    lookups = []
+
+    def counted(sequence: Sequence) -> PrefixHit:
+        lookups.append(sequence)
+        return found(sequence)
+
+    monkeypatch.setattr(rig.kv, "find_cached", counted)
+    names = ["running", *(f"w{number}" for number in range(20))]
+    states = look(rig, *names * 40)
+    assert [state.request_id for state in states] == names
+    assert lookups == list(rig.scheduler.waiting)[:1]

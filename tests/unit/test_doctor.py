@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite import machine
 from vllm_lite.cli import main
@@ -31,7 +32,9 @@ def lines_of(check: Callable[[], Iterator[Line]]) -> list[Line]:
 
 def run(env: dict[str, str], *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "vllm_lite", "doctor", *words]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=scaled(100), check=False
+    )
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answer: Any) -> None:

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, ModelError
@@ -51,7 +52,7 @@ def test_something_else_answers() -> None:
 def test_an_engine_that_dies_while_loading_is_reported_at_once() -> None:
     began = time.monotonic()
     with FakeEngine(silent=True) as engine, pytest.raises(EngineError, match="did not start: killed by SIGKILL"):
-        Session.connect(engine.address, timeout_s=100, alive=lambda: "killed by SIGKILL")
+        Session.connect(engine.address, timeout_s=scaled(100), alive=lambda: "killed by SIGKILL")
     assert time.monotonic() - began < DEADLINE_S
 
 

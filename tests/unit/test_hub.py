@@ -5,17 +5,20 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S
 from tests.hub_stub import COMMIT, Hub, hub
 from vllm_lite import hub as ours
@@ -217,6 +220,87 @@ def test_a_hub_that_is_not_reached(stub: Hub, monkeypatch: pytest.MonkeyPatch) -
         local_folder(SOURCE)
 
 
+class _Connecting:
+    """In the place of socket.create_connection: who was asked for, and what comes of it."""
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self.asked: list[tuple[tuple[str, int], float]] = []
+        self._result = result
+
+    def __call__(self, address: tuple[str, int], timeout: float, **_: Any) -> Any:
+        self.asked.append((address, timeout))
+        return self._result()
+
+
+def no_name() -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_without_a_network_nothing_is_tried_again(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    connecting, slept = _Connecting(no_name), list[float]()
+    monkeypatch.setattr(socket, "create_connection", connecting)
+    monkeypatch.setattr(_Impatient, "sleep", lambda _, time_s: slept.append(time_s))
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    with pytest.raises(
+        ModelError, match=r"^org/model is not in the cache, and https://huggingface\.co cannot be reached"
+    ):
+        local_folder(SOURCE)
+    with pytest.raises(ModelError, match=r"cannot be reached \(gaierror: .*; check the network$"):
+        remote_headers(SOURCE)
+    assert connecting.asked == [(("huggingface.co", 443), ours.REACH_S)] * 2
+    assert not slept
+    assert stub.requests == []
+    assert ours.REACH_S < 3
+
+
+def test_without_a_network_what_is_cached_is_used_at_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(local_folder(SOURCE))
+    stub.requests.clear()
+    monkeypatch.setattr(socket, "create_connection", _Connecting(no_name))
+    assert local_folder(SOURCE) == str(folder)
+    assert stub.requests == []
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"^org/model is not complete in the cache \(.*\) and http.* cannot be reached"
+    ):
+        local_folder(SOURCE)
+
+
+def test_a_name_that_is_never_resolved_ends_with_a_sentence(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", _Connecting(lambda: released.wait(DEADLINE_S)))
+    monkeypatch.setattr(ours, "REACH_S", 0.05)
+    try:
+        with pytest.raises(ModelError, match=r"cannot be reached \(TimeoutError: no connection within 0\.05 s\)"):
+            local_folder(SOURCE)
+    finally:
+        released.set()
+    assert stub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("proxy", "address"),
+    [("http://proxy:3128", ("proxy", 3128)), ("proxy", ("proxy", 80)), ("socks5://proxy", ("proxy", 1080))],
+)
+def test_behind_a_proxy_the_proxy_is_reached(
+    stub: Hub, monkeypatch: pytest.MonkeyPatch, proxy: str, address: tuple[str, int]
+) -> None:
+    connecting = _Connecting(no_name)
+    monkeypatch.setattr(socket, "create_connection", connecting)
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(ModelError, match="cannot be reached"):
+        local_folder(SOURCE)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(ModelError, match="cannot be reached"):
+        local_folder(SOURCE)
+    there = urlsplit(stub.url)
+    assert [asked for asked, _ in connecting.asked] == [address, (there.hostname, there.port)]
+
+
 def test_a_full_disk(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")  # noqa: PYI024
     monkeypatch.setattr("vllm_lite.hub.shutil.disk_usage", lambda _: usage(1000))
@@ -302,5 +386,5 @@ def test_a_folder_needs_no_hub() -> None:
         "import sys; from vllm_lite.client.launch import resolve; from vllm_lite.config import EngineConfig;"
         "resolve(EngineConfig()); sys.exit('huggingface_hub' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=scaled(60)).returncode == 0
     assert ours.is_hub_id("org/model")

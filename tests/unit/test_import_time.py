@@ -6,13 +6,17 @@ import sys
 
 import pytest
 
+from tests.deadlines import scaled
+
 HEAVY = ["torch", "transformers", "numpy", "safetensors", "cupy", "huggingface_hub"]
 
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after `statement`."""
     program = f"import sys, json\n{statement}\nprint(json.dumps([name.split('.')[0] for name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(60), check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq
 
+from tests.deadlines import scaled
 from tests.recorded import Recorded
 from vllm_lite.config import EngineConfig, KVEventsConfig
 from vllm_lite.engine.kv_events import KVEvents, KVEventStream
 from vllm_lite.errors import ConfigError, EngineError
 
 END = b"\xff" * 8
-PATIENCE_MS = 5000
+PATIENCE_MS = round(scaled(20_000))
 
 
 class Consumer:

@@ -18,7 +18,7 @@ from vllm_lite.client.session import Session
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
-from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Welcome
+from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Tokens, Welcome
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
@@ -198,6 +198,24 @@ def test_stop_strings(llm: LLM, engine: FakeEngine) -> None:
     (output,) = llm.generate("a", SamplingParams(stop=("END",)), use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("one ", "END")
     engine.expect(Abort)
+
+
+def test_a_stop_string_ends_its_sample_in_the_engine(llm: LLM, engine: FakeEngine) -> None:
+    said: list[Abort] = []
+
+    def act() -> None:
+        request_id = engine.expect(Generate).request_id
+        engine.send_outputs(Tokens(request_id, 0, ids("one END")), Tokens(request_id, 0, ids("uno"), index=1))
+        said.append(engine.expect(Abort))
+        engine.finish(request_id, len(ids("one END")), reason="abort")
+        engine.finish(request_id, 3, *ids("s"), index=1)
+
+    acting = meanwhile(act)
+    (output,) = llm.generate("a", SamplingParams(n=2, stop=("END",)), use_tqdm=False)
+    acting.join(DEADLINE_S)
+    assert [(one.text, one.finish_reason) for one in output.outputs] == [("one ", "stop"), ("unos", "length")]
+    assert said == [Abort(output.request_id, stopped=True, samples=(0,))]
+    engine.expect_nothing_more()
 
 
 def test_stats(llm: LLM, engine: FakeEngine) -> None:

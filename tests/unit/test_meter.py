@@ -137,6 +137,46 @@ def test_a_request_is_measured_from_arrival_to_end() -> None:
     assert measured.step_tokens == made_of(3, 1, 1, bounds=measured.step_tokens.bounds)
 
 
+def test_what_a_step_gains_adds_up_to_prompts_and_outputs() -> None:
+    """Every token counts, the last ones too; a prompt counts as a whole, in the step that gives the first token."""
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=4)
+    bench.add("r", list(range(20)), 3)
+    bench.drain()
+    measured = bench.measured
+    assert measured.gained_tokens == made_of(21, 1, 1, bounds=measured.gained_tokens.bounds)
+    assert measured.step_tokens == made_of(8, 8, 4, 1, 1, bounds=measured.step_tokens.bounds)
+    bench.add("cached", [*range(20), 30], 1)
+    bench.add("several", [1, 2, 3], 4, n=3)
+    bench.drain()
+    stats, measured = bench.stats, bench.measured
+    assert stats.cached_tokens == 20
+    assert stats.prompt_tokens + stats.generated_tokens == (20 + 3) + (21 + 1) + (3 + 3 * 4)
+    assert measured.gained_tokens.sum == stats.prompt_tokens + stats.generated_tokens
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_what_a_step_gains_is_found_with_steps_in_flight(together: int) -> None:
+    bench = Bench(async_scheduling=True)
+    bench.add("short", [1, 2, 3], 1)
+    bench.add("long", [4, 5, 6, 7], 9)
+    bench.add("beams", [8, 9], 4, n=2, use_beam_search=True, temperature=0.0)
+    for _ in range(100):
+        bench.begin()
+        bench.now_s += 1.0
+        bench.finish(together)
+        if (
+            bench.core.scheduler.requests.get("long")
+            and bench.core.scheduler.requests["long"].sequences[0].num_output == 4
+        ):
+            child = SamplingParams(max_tokens=6, ignore_eos=True)
+            if "child" not in bench.core.scheduler.requests:
+                bench.core.fork(b"c", ForkRequest("long", "child", 3, child))
+    assert not bench.core.scheduler.has_requests()
+    stats, measured = bench.stats, bench.measured
+    assert stats.prompt_tokens == 3 + 4 + 2
+    assert measured.gained_tokens.sum == stats.prompt_tokens + stats.generated_tokens
+
+
 def test_one_token_has_no_mean_and_no_gap() -> None:
     bench = Bench()
     bench.add("r", [1, 2, 3], 1)

@@ -37,6 +37,7 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
             sum(measured.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
         )
         assert stats.cached_tokens <= stats.prompt_tokens
+        assert 0 <= stats.prompt_tokens + stats.generated_tokens - measured.gained_tokens.sum <= stats.prompt_tokens
         return more
 
     recorded.turn = checked_turn  # type: ignore[method-assign]

@@ -217,7 +217,10 @@ def test_a_missing_key_is_named(tmp_path):
     assert "vocab_size" in refusal(tmp_path, raw)
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": }'])
+DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": }', DEEP])
 def test_damaged_json(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite import cli
 from vllm_lite.checkpoint import Tensor, read_headers
@@ -129,6 +130,14 @@ def test_a_gpu_that_is_large_enough(tmp_path: Path) -> None:
     assert plan.command == "vllm-lite serve m --max-model-len 4096"
 
 
+def test_a_step_bounds_the_sequences_of_a_plan(tmp_path: Path) -> None:
+    few = make_plan(config(memory="200GiB", max_num_batched_tokens=32, max_model_len=64), checkpoint(tmp_path))
+    assert few.max_num_seqs == 32
+    many = make_plan(config(memory="200GiB", concurrency=600, max_model_len=64), checkpoint(tmp_path))
+    assert many.max_num_seqs == 512
+    assert many.problems == ("max_num_batched_tokens 512 is less than the 600 requests asked for",)
+
+
 def worked(advice: str, asked: dict[str, Any], model: Checkpoint) -> bool:
     """Whether a plan with the flags of one line of advice fits."""
     if found := re.fullmatch(r"a (GPU|machine) with ([\d.]+) GiB of memory", advice):
@@ -210,7 +219,10 @@ def test_a_plan_loads_neither_torch_nor_the_hub() -> None:
 
 def test_it_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_lite", "plan", "--gpu", "16GiB"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "vllm_lite", "plan", "--gpu", "16GiB"],
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
     assert "It fits. vllm-lite serve" in done.stdout

@@ -32,7 +32,7 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
-MEASURED = api.Measured({"stop": 3, "error": 1}, *[api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)] * 13)
+MEASURED = api.Measured({"stop": 3, "error": 1}, *[api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)] * 14)
 
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
@@ -123,6 +123,7 @@ def test_a_message_of_another_direction_is_refused() -> None:
         b"",
         b"\xc1",
         b"\x91" * 5000,  # nesting
+        b"\x94\xa8generate\xa1r\xc4\x00\x81\xaaextra_args\x81\xa1x" + b"\x91" * 100_000 + b"\x90",  # where it counts
         msgspec.msgpack.encode(["generate", "r", b"", {"temperature": float("nan")}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"temperature": -1.0}]),
         msgspec.msgpack.encode(["generate", "r", b"", {"top_k": 2**40}]),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.deadlines import scaled
 from vllm_lite import supervise, transport
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.replay import Replay
@@ -19,7 +20,7 @@ from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.story import story
 from vllm_lite.transport import Connection
 
-PATIENCE_S = 20.0
+PATIENCE_S = scaled(60.0)
 
 
 def ask(connection: Connection, message: Hello | Generate, answer: type) -> object:

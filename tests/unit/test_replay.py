@@ -20,14 +20,14 @@ configurations = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 4, 8]),
         "enable_prefix_caching": st.booleans(),
         "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
-        "num_host_blocks": st.sampled_from([0, 0, 3, 30]),
-        "max_swap_blocks_per_step": st.sampled_from([2, 10**9]),
+        "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
+        "max_swap_blocks_per_step": st.sampled_from([1, 3, 10**9]),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
         "async_scheduling": st.booleans(),
         "speculative_config": st.sampled_from([None, None, {"num_speculative_tokens": 3}]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority", "deadline", "fair", "tests.recorded:OddPolicy"]),
         "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(1, 40),
+        "max_num_batched_tokens": st.integers(6, 40),
     }
 )
 

@@ -87,8 +87,10 @@ def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
     async def body(client: AsyncClient, engine: FakeEngine) -> None:
         task, _ = await begin(client, engine, SamplingParams(n=2, stop=("END",)))
         engine.send_outputs(Tokens("r", 0, ids("one END two")), Tokens("r", 0, ids("uno "), index=1))
-        engine.send_outputs(Tokens("r", 11, ids("three")), Tokens("r", 4, ids("E"), index=1))
-        await settle(client, engine)  # no Abort came before it
+        assert await expect(engine, Abort) == Abort("r", stopped=True, samples=(0,))
+        engine.send_outputs(Tokens("r", 11, ids("three")), Tokens("r", 4, ids("E"), index=1))  # it had not heard of it
+        engine.finish("r", 15, reason="abort")
+        await settle(client, engine)  # nothing was said twice
         engine.send_outputs(Tokens("r", 5, ids("ND"), index=1))
         outputs = await task
         assert await expect(engine, Abort) == Abort("r", stopped=True)  # as both have ended here
@@ -103,10 +105,12 @@ def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
 def test_no_abort_where_the_engine_has_ended_every_sample(folder: Path) -> None:
     async def body(client: AsyncClient, engine: FakeEngine) -> None:
         task, _ = await begin(client, engine, SamplingParams(n=2, stop=("END",)))
-        engine.send_outputs(Tokens("r", 0, ids("one END two")))
-        engine.finish("r", 11)
-        engine.finish("r", 0, *ids("x"), index=1)
-        assert texts((await task)[-1]) == ["one ", "x"]
+        engine.send_outputs(
+            Tokens("r", 0, ids("one END two")), Finished("r", 11, [], "length"), Tokens("r", 0, ids("x"), index=1)
+        )
+        await settle(client, engine)  # no Abort came before it
+        engine.finish("r", 1, *ids("y"), index=1)
+        assert texts((await task)[-1]) == ["one ", "xy"]
         engine.expect_nothing_more()
 
     run(folder, body)

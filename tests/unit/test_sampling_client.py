@@ -105,7 +105,7 @@ def test_as_many_as_fit() -> None:
     assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=10)) == 54
     assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=None)) == 63
     assert len(kept(tokens[:20], truncate_prompt_tokens=-1)) == 20
-    with pytest.raises(RequestError, match="the prompt has 100 tokens"):
+    with pytest.raises(RequestError, match="at least 100 input tokens"):
         kept(tokens)
 
 

@@ -300,12 +300,16 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
     assert rig.output("b") == rig.output("a") == expected([1, 2, 3], 20)
 
 
-def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order() -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order(num_host_blocks: int) -> None:
+    """And it is not swapped: the step that would move its blocks is the one that computes them."""
+
     class ByName:
         def order(self, waiting: list[Sequence], view: object) -> list[Sequence]:  # noqa: ARG002
             return sorted(waiting, key=lambda sequence: sequence.request.request_id)
 
-    rig = Rig(6, policy=ByName(), max_num_batched_tokens=8, caching=False)
+    swaps = {"preemption": "swap", "num_host_blocks": num_host_blocks}
+    rig = Rig(6, policy=ByName(), max_num_batched_tokens=8, caching=False, **swaps)  # type: ignore[arg-type]
     rig.add("q", [1] * 7, max_tokens=8)
     rig.step()
     rig.add("p", list(range(12)), max_tokens=4, n=2)

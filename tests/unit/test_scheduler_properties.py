@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler_rig import VOCAB, Rig, expected
-from vllm_lite.engine.policy import Deadline, Priority
+from vllm_lite.engine.policy import Deadline, Fair, Priority
 
 configurations = st.fixed_dictionaries(
     {
@@ -14,12 +14,12 @@ configurations = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 2, 4, 8]),
         "caching": st.booleans(),
         "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
-        "num_host_blocks": st.sampled_from([0, 0, 3, 30]),
-        "max_swap_blocks": st.sampled_from([2, 10**9]),
-        "preemption": st.sampled_from(["recompute", "swap"]),
+        "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
+        "max_swap_blocks": st.sampled_from([1, 2, 5, 10**9]),
+        "preemption": st.sampled_from(["recompute", "swap", "swap"]),
         "depth": st.sampled_from([1, 2]),
         "num_drafts": st.sampled_from([0, 0, 3]),
-        "policy": st.sampled_from([None, None, Priority(), Deadline()]),
+        "policy": st.sampled_from([lambda: None, lambda: None, Priority, Deadline, Fair]).map(lambda make: make()),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(1, 40),
     }
@@ -44,7 +44,9 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
             max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
             stop = frozenset(rng.sample(range(VOCAB), 3))
             samples = rng.choice([1, 1, 1, 2, 4])
-            rig.add(f"r{index}", prompt, max_tokens, stop, n=samples, priority=rng.randint(0, 3))
+            rig.add(
+                f"r{index}", prompt, max_tokens, stop, n=samples, priority=rng.randint(0, 3), user=rng.choice("xyz")
+            )
             for sample in range(samples):
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:

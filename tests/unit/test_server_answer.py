@@ -2,31 +2,33 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.resources import files
 from typing import Any, cast
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure, StreamFactory
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
-from vllm_lite.protocol.api import Abort, Finished, Stats, Tokens, Welcome
+from vllm_lite.protocol.api import Abort, Finished, Stats, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import answer as answer_module
 from vllm_lite.server import calls as calls_module
+from vllm_lite.server import logprobs as logprobs_module
 from vllm_lite.server.answer import Answer
 from vllm_lite.server.bodies import ChatBody, ChatMessage, StreamOptions
 from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls, Limits
-from vllm_lite.server.connection import ABORT
 from vllm_lite.server.errors import ApiError
 from vllm_lite.server.logprobs import Spelling
 from vllm_lite.server.relay import Relay
 from vllm_lite.server.shapes import ChatShape
 
-DEADLINE_S = 10.0
+DEADLINE_S = scaled(30.0)
 TOKENIZER = Tokenizer.load(str(files("vllm_lite") / "demo_model"))
 WELCOME = Welcome(1, 1, "demo", 2048, 2048, (1, 4), 100, 16)
 FACTORY = StreamFactory(WELCOME, TOKENIZER)
@@ -41,6 +43,7 @@ class FakeSession:
         self.sinks: dict[str, Callable[[list[Event]], None]] = {}
         self.dropped: list[str] = []
         self.aborted: list[str] = []
+        self.heard: list[Abort] = []
 
     def submit(self, message: Any, sink: Callable[[list[Event]], None]) -> None:
         if self.dead is not None:
@@ -54,8 +57,9 @@ class FakeSession:
         del stopped
         self.dropped.append(request_id)
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(Abort(request_id).request_id)
+    def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
+        self.aborted.append(request_id)
+        self.heard.append(Abort(request_id, stopped, tuple(samples)))
 
     def say(self, *events: Event) -> None:
         self.sinks[events[0].request_id](list(events))
@@ -64,30 +68,28 @@ class FakeSession:
 class Talk:
     """One streamed or whole answer, with the wire in the test's hands."""
 
-    def __init__(self, *, n: int = 1, stream: bool = True, usage: bool = False, max_queued: int = 10) -> None:
+    def __init__(
+        self, *, n: int = 1, stream: bool = True, usage: bool = False, max_queued: int = 10, logprobs: int | None = None
+    ) -> None:
+        self.logprobs = logprobs
         self.session = FakeSession()
         self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
-        self.calls = Calls(self.relay, Limits(1, max_queued, max_queued), write_timeout_s=1.0)
+        self.calls = Calls(self.relay, Limits(1, max_queued, max_queued))
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.may_write = asyncio.Event()
         self.may_write.set()
-        self.cut = False
         self.task = asyncio.create_task(self.answer("chatcmpl-1", n=n, stream=stream, usage=usage))
 
     async def answer(self, call_id: str, *, n: int = 1, stream: bool = True, usage: bool = False) -> None:
         options = StreamOptions(include_usage=True) if usage else None
-        body = ChatBody(messages=[ChatMessage("user", "Hi")], stream=stream, stream_options=options)
-        call = Call(call_id, [FACTORY.make([5, 6, 7], SamplingParams(n=n, max_tokens=100, seed=1), call_id)])
+        logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": self.logprobs} if self.logprobs else {}
+        body = ChatBody(messages=[ChatMessage("user", "Hi")], stream=stream, stream_options=options, **logprobs)
+        params = SamplingParams(n=n, max_tokens=100, seed=1, logprobs=self.logprobs)
+        call = Call(call_id, [FACTORY.make([5, 6, 7], params, call_id)])
         shape = ChatShape(call, body, "demo", Spelling(TOKENIZER))
-        scope = {"type": "http", "extensions": {ABORT: {"abort": self._abort}}}
         response = Answer(call, shape, self.calls.run, stream=stream, headers={})
-        await response(scope, self._receive, self._send)  # type: ignore[arg-type]
-
-    def _abort(self) -> None:
-        self.cut = True
-        self.gone.set()
-        self.may_write.set()
+        await response({"type": "http"}, self._receive, self._send)  # type: ignore[arg-type]
 
     async def _receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -163,7 +165,7 @@ def test_one_write_for_all_that_one_message_brings() -> None:
     ("event", "status"),
     [
         (Finished("chatcmpl-1", 0, [], "error", error="max_tokens is wrong"), 400),
-        (Failure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 500),
+        (Failure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 503),
     ],
 )
 def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
@@ -190,7 +192,7 @@ def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
         await talk.writes(1)
         talk.session.say(Failure("chatcmpl-1", EngineDeadError("it died")))
         (error,) = told(await talk.writes(2))
-        assert error == {"error": {"message": "it died", "type": "InternalServerError", "param": None, "code": 500}}
+        assert error == {"error": {"message": "it died", "type": "ServiceUnavailableError", "param": None, "code": 503}}
         assert talk.sent[-1]["more_body"] is False
         await talk.ended()
 
@@ -236,17 +238,14 @@ def test_what_comes_while_a_client_does_not_read_is_one_write() -> None:
     run(main)
 
 
-def test_a_silent_stream_gets_a_comment_and_a_blocked_one_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_gets_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         talk = Talk()
         watch = asyncio.create_task(talk.calls.watch())
         await talk.until(lambda: len(talk.sent) > 3)
         assert told(talk.sent[1]["body"])[0]["choices"][0]["delta"]["role"] == "assistant"
         assert {sent["body"] for sent in talk.sent[2:]} == {b": ping\n\n"}
-        assert not talk.cut
-        talk.calls._write_timeout_s = 0.0
-        talk.may_write.clear()
-        await talk.until(lambda: talk.cut)
+        talk.gone.set()
         await talk.ended()
         watch.cancel()
 
@@ -273,6 +272,77 @@ def test_the_queue_has_an_end() -> None:
         await other
         talk.calls.check()
 
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun: bool) -> None:
+    """Before the engine says anything; what has begun gets what there is."""
+
+    async def main() -> None:
+        talk = Talk(stream=stream)
+        await talk.started()
+        if begun:
+            talk.session.say(tokens(0, 1))
+            if stream:
+                await talk.writes(1)
+            await talk.until(lambda: bool(talk.calls.get("chatcmpl-1").streams[0].num_tokens))
+        talk.calls.abort_all()
+        assert talk.session.aborted == ["chatcmpl-1"]
+        if not begun:
+            with pytest.raises(ApiError, match="had not begun") as caught:
+                await talk.ended()
+            assert caught.value.status == 503
+            assert talk.sent == []
+            return
+        talk.session.say(Finished("chatcmpl-1", 1, [], "abort"))
+        await talk.ended()
+        assert talk.sent[0]["status"] == 200
+        assert b'"finish_reason":"abort"' in talk.sent[-1]["body"]
+
+    run(main)
+
+
+def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status has been sent with a comment, before there was a token."""
+
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        talk.calls.get("chatcmpl-1").wake()
+        await talk.until(lambda: len(talk.sent) > 1)
+        talk.calls.abort_all()
+        talk.session.say(Finished("chatcmpl-1", 0, [], "abort"))
+        await talk.ended()
+        assert b"[DONE]" in talk.sent[-1]["body"]
+
+    monkeypatch.setattr(answer_module, "PING_S", 0.0)
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        talk = Talk(stream=stream, logprobs=2)
+        await talk.started()
+        (sample,) = talk.calls.get("chatcmpl-1").streams[0].samples
+        entries = [TokenLogprobs(-1.0, 1, ((5, -1.0), (6, -2.0)))] * 1000
+        talk.session.say(Finished("chatcmpl-1", 0, [5] * 1000, "length", logprobs=entries))
+        await talk.ended()
+        assert len(sample.token_ids) == 1000
+        assert threads == {False}
+        body = b"".join(sent["body"] for sent in talk.sent[1:])
+        assert body.count(b'"top_logprobs":[{') == 1000
+
+    threads: set[bool] = set()
+    of_chat = logprobs_module.of_chat
+
+    def seen(*args: Any) -> Any:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return of_chat(*args)
+
+    monkeypatch.setattr(logprobs_module, "of_chat", seen)
     run(main)
 
 

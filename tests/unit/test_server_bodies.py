@@ -1,9 +1,12 @@
 """What a request may say: what is passed on, refused, ignored, and how it is told."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import bodies
@@ -27,18 +30,38 @@ def test_unknown_fields_are_ignored_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tools", [{}]), ("suffix", "x"), ("chat_template", "x"), ("guided_json", {"a": 1})]
+    ("name", "value"),
+    [
+        *(("tools", [{}]), ("suffix", "x"), ("chat_template", "x"), ("guided_json", {"a": 1}), ("regex", "[ab]")),
+        *(("logprob_token_ids", [5]), ("return_tokens_as_token_ids", True), ("truncation_side", "right")),
+        *(("structured_outputs", {"choice": ["a"]}), ("thinking_token_budget", 0), ("typical_p", 0.5)),
+    ],
 )
 def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as caught:
         completion(**{name: value})
     assert (caught.value.status, caught.value.param) == (400, name)
+    with pytest.raises(ApiError, match=f"^{name} is not supported"):
+        bodies.read(msgspec.json.encode({"token_ids": [1], "sampling_params": {name: value}}), GenerateBody)
 
 
 @pytest.mark.parametrize("name", sorted(bodies.REFUSED))
 def test_what_changes_nothing_is_not(name: str) -> None:
     for value in (None, *bodies.REFUSED[name]):
         assert completion(**{name: value})[1] == []
+
+
+def test_the_documentation_names_all_that_is_refused() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    section = text[text.index("A field that would change the answer") : text.index("Any other field")]
+    assert set(re.findall(r"`(\w+)`", section)) - {"left"} == bodies.REFUSED.keys()
+
+
+def test_zero_is_a_value_where_it_says_something() -> None:
+    assert completion(typical_p=1, tfs=1.0, mirostat=0, dry_multiplier=0.0, thinking_token_budget=-1)[1] == []
+    for name, value in (("thinking_token_budget", 0), ("typical_p", 0), ("tfs", True)):
+        with pytest.raises(ApiError, match=f"^{name} is not supported"):
+            completion(**{name: value})
 
 
 def test_a_body_has_only_so_many_fields() -> None:
@@ -55,10 +78,10 @@ def test_a_body_has_only_so_many_fields() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": "five"}, "max_tokens"),
         ({"max_tokens": 5.5}, "max_tokens"),
         ({"stop": [1]}, "stop"),
-        ({"stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"stream_options": {"include_usage": 2}}, "stream_options"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [{}]}, "prompt"),
         ({"request_id": "mine\n"}, "request_id"),
@@ -69,6 +92,71 @@ def test_a_wrong_type_names_its_field(fields: dict[str, Any], param: str) -> Non
     with pytest.raises(ApiError) as caught:
         completion(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+NUMBERS = [
+    *("16", "16.0", "1e1", '"16"', '"16.0"', '"-3"', '"0.5"', "0.5", "true", "false", "null"),
+    *('"true"', '""', '"x"', '"nan"', "[]", "[16]", "{}", '{"a": 1}'),
+]
+FLAGS = [
+    *("true", "false", "1", "0", "1.0", "0.0", '"true"', '"FALSE"', '"1"', '"0"', '"yes"', '"No"', '"on"', '"off"'),
+    *('"t"', '"F"', '"y"', '"n"', "null", "2", "0.5", '"x"', '""', '"2"', "[]", "[true]", "{}"),
+]
+TEXTS = ['"a"', '"16"', '"null"', '"true"', "16", "1.0", "true", "null", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("field", "kind", "value"),
+    [
+        *((field, int | None, value) for field in ("max_tokens", "logprobs") for value in NUMBERS),
+        *(("temperature", float | None, value) for value in NUMBERS),
+        *((field, bool | None, value) for field in ("stream", "ignore_eos", "echo") for value in FLAGS),
+        *(("user", str | None, value) for value in TEXTS),
+        *(("stop_token_ids", list[int] | None, value) for value in ("[1, 2.0]", '["1", 2]', '"1"', "[1.5]", '["x"]')),
+        *(("logit_bias", dict[str, float] | None, value) for value in ('{"5": "1"}', '{"5": "x"}', "[]")),
+    ],
+)
+def test_values_are_taken_as_pydantic_takes_them(field: str, kind: Any, value: str) -> None:
+    """Servers built on it are what clients were tried with."""
+    body = f'{{"prompt": "x", "{field}": {value}}}'.encode()
+    try:
+        expected = TypeAdapter(kind).validate_json(value)
+    except ValidationError:
+        with pytest.raises(ApiError) as caught:
+            bodies.read(body, CompletionBody)
+        assert (caught.value.status, caught.value.param) == (400, field)
+        return
+    found = getattr(bodies.read(body, CompletionBody)[0], field)
+    assert type(found) is type(expected)
+    if field == "logit_bias":
+        expected = {int(token): bias for token, bias in expected.items()}
+    assert repr(found) == repr(expected)  # NaN included
+
+
+def test_values_inside_a_value_are_taken_so_too() -> None:
+    data = b"""{"token_ids": [1, 2.0], "sampling_params": {"n": "2", "max_tokens": true, "ignore_eos": "on", "new": 1},
+        "stream": "yes", "stream_options": {"include_usage": 1}}"""
+    body, ignored = bodies.read(data, GenerateBody)
+    assert ignored == ["new"]
+    params = body.sampling_params
+    assert (params.n, params.max_tokens, params.ignore_eos, body.token_ids) == (2, 1, True, [1, 2])
+    assert body.stream is True
+    assert body.stream_options is not None
+    assert body.stream_options.include_usage is True
+
+
+def test_texts_are_never_read_as_something_else() -> None:
+    parts = [{"type": "text", "text": "null"}, {"type": "text", "text": "1"}]
+    messages = [
+        {"role": "user", "content": "null"},
+        {"role": "user", "content": "5"},
+        {"role": "user", "content": parts},
+    ]
+    body = bodies.read(msgspec.json.encode({"messages": messages, "stop": ["null", "1"]}), ChatBody)[0]
+    assert [message.content for message in body.messages[:2]] == ["null", "5"]
+    assert [part.text for part in body.messages[2].content or [] if isinstance(part, bodies.Part)] == ["null", "1"]
+    assert body.stop == ["null", "1"]
+    assert completion(prompt=["null", "12"])[0].prompt == ["null", "12"]
 
 
 def test_what_a_body_says_wins_over_the_models_defaults() -> None:

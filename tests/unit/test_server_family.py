@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite import supervise
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError
@@ -57,7 +58,7 @@ def make(count: int = 2, close: Callable[[], None] = lambda: None) -> Family:
     )
 
 
-async def up(_number: int) -> bool:
+async def up(_number: int, _timeout_s: float) -> bool:
     return True
 
 
@@ -97,6 +98,53 @@ def test_deaths_far_apart_do_not_add_up(born: list[FakeChild], monkeypatch: pyte
         assert family.look() is None
 
 
+@pytest.mark.parametrize("has_been_up", [True, False])
+def test_one_that_does_not_answer_is_killed_and_started_again(
+    born: list[FakeChild], monkeypatch: pytest.MonkeyPatch, has_been_up: bool
+) -> None:
+    """Asked twice in vain; one that is still starting has its time for that."""
+    now_s, hangs = 0.0, False
+    asked: list[tuple[int, float]] = []
+
+    async def answers(number: int, timeout_s: float) -> bool:
+        nonlocal now_s
+        await asyncio.sleep(0)
+        if number == 2 and hangs:
+            asked.append((number, timeout_s))
+            now_s += timeout_s
+            return False
+        return True
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (12, signal.SIGKILL)
+        assert now_s > (0 if has_been_up else family_module.READY_S)
+        born[1].die()
+
+    monkeypatch.setattr(family_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(family_module, "WATCH_S", 0.0)
+    monkeypatch.setattr(os, "kill", kill)
+    family = make(2)
+
+    async def main() -> None:
+        nonlocal hangs
+        await family.start(answers)
+        born[0].pid, born[1].pid = 11, 12
+        hangs = not has_been_up
+        watching = asyncio.ensure_future(family.watch(answers))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        hangs = True
+        async with asyncio.timeout(scaled(10.0)):
+            while born[1].reason is None:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)
+        assert family.look() is None
+        watching.cancel()
+
+    asyncio.run(main())
+    assert asked[:2] == [(2, EngineConfig().heartbeat_timeout_s), (2, family_module.AGAIN_S)]
+    assert [child.number for child in born] == [1, 2, 2]
+
+
 def test_the_end_is_not_a_death(born: list[FakeChild]) -> None:
     closed: list[int] = []
     family = make(2, lambda: closed.append(1))
@@ -134,7 +182,7 @@ def test_only_who_hurries_them_signals_again(born: list[FakeChild], monkeypatch:
 
 
 def test_one_that_does_not_start_is_an_error(born: list[FakeChild]) -> None:
-    async def down(number: int) -> bool:
+    async def down(number: int, _timeout_s: float) -> bool:
         if not born[number - 1].reason:
             born[number - 1].die()
         return False

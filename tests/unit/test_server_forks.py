@@ -9,13 +9,18 @@ import pytest
 from tests.unit.test_server_answer import FACTORY, WORDS, FakeSession
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream
-from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens
+from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.answer import _as_answer
+from vllm_lite.server.bodies import ForkBody
 from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls, Limits
 from vllm_lite.server.errors import ApiError
+from vllm_lite.server.reading import Reader
 from vllm_lite.server.relay import Relay
+from vllm_lite.server.requests import Requests
+from vllm_lite.server.siblings import Siblings
 
 REFUSED = "request 'parent' is not running"
 
@@ -37,13 +42,20 @@ class Session2(FakeSession):
         return request_id in self.sinks and request_id not in self.ended
 
 
+class Alone:
+    """No other server."""
+
+    async def know(self, _: str) -> bool:
+        return False
+
+
 class Desk:
     """Calls of one server."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self.session = Session2()
         self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
-        self.calls = Calls(self.relay, Limits(9, 9, 9, max_tokens), write_timeout_s=1.0)
+        self.calls = Calls(self.relay, Limits(9, 9, 9, max_tokens))
 
     def call(self, name: str, num_tokens: int = 3, n: int = 1) -> Call:
         return Call(name, [FACTORY.make([5] * num_tokens, SamplingParams(n=n, max_tokens=50, seed=1), name)])
@@ -112,6 +124,102 @@ def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) -> Non
     run(main)
 
 
+def test_what_the_engine_refuses_is_the_forks_fault() -> None:
+    """Its first tokens are its parent's."""
+
+    async def main() -> None:
+        desk = Desk()
+        parent = desk.call("parent")
+        with desk.calls.run(parent):
+            desk.session.say(Tokens("parent", 0, WORDS[:2]))
+            await settle()
+            for own, status in ([], 400), (WORDS[2:3], 500):
+                child = forked(desk, parent.streams[0])
+                with desk.calls.run(child):
+                    desk.session.sinks["child"]([Tokens("child", 2, own)])
+                    desk.session.sinks["child"]([Finished("child", 2 + len(own), [], "error", error="max_tokens")])
+                    await settle()
+                    assert _as_answer(child).status == status
+
+    run(main)
+
+
+def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() -> None:
+    async def main() -> None:
+        desk = Desk()
+        parent = desk.call("parent")
+        with desk.calls.run(parent):
+            desk.session.say(Tokens("parent", 0, WORDS[:2]))
+            await settle()
+            child = forked(desk, parent.streams[0])
+            with desk.calls.run(child):
+                desk.calls.abort_all()
+                assert (parent.was_cut, child.was_cut) == (False, True)
+                assert _as_answer(child).status == 503
+                child.was_cut = False
+                desk.session.sinks["child"]([Tokens("child", 2, WORDS[2:3])])
+                await settle()
+                desk.calls.abort_all()
+                assert not child.was_cut
+
+    run(main)
+
+
+@pytest.mark.parametrize(("max_tokens", "status"), [(2048, None), (2049, 400), (10**9, 400)])
+def test_a_fork_may_ask_for_the_context_and_no_more(max_tokens: int, status: int | None) -> None:
+    """Like any request; what does not fit behind the prompt is cut by the engine."""
+
+    async def main() -> None:
+        desk = Desk()
+        parent = desk.call("parent")
+        requests = Requests(desk.calls, FACTORY, cast(Reader, None), cast(Siblings, Alone()))
+        with desk.calls.run(parent):
+            desk.session.say(Tokens("parent", 0, WORDS[:2]))
+            await settle()
+            if status is None:
+                call = await requests._branches(parent, ForkBody(max_tokens=max_tokens))
+                assert call.streams[0].params.max_tokens == max_tokens
+                return
+            with pytest.raises(ApiError, match="maximum context length is 2048 tokens") as caught:
+                await requests._branches(parent, ForkBody(max_tokens=max_tokens))
+            assert (caught.value.status, caught.value.param) == (status, "max_tokens")
+            assert caught.value.code == "context_length_exceeded"
+
+    run(main)
+
+
+# ---- how many may wait
+
+
+def test_every_sample_of_a_request_counts() -> None:
+    async def main() -> None:
+        desk = Desk()
+        desk.calls = Calls(desk.relay, Limits(2, 4, 4))
+        many = Call("many", [FACTORY.make([5], SamplingParams(seed=1), f"many-{place}") for place in range(7)])
+        says = "7 sequences, n for each prompt; at most 6 may run and wait here .--max-num-queued-reqs 4.: send fewer"
+        for call in (many, desk.call("many", n=7)):
+            with pytest.raises(ApiError, match=says) as refused, desk.calls.run(call):
+                pass
+            assert refused.value.status == 400
+        with desk.calls.run(desk.call("a", n=4)):
+            with (
+                pytest.raises(ApiError, match="as may wait are waiting") as refused,
+                desk.calls.run(desk.call("b", n=3)),
+            ):
+                pass
+            assert refused.value.status == 429
+            with desk.calls.run(desk.call("c", n=2)):
+                assert desk.relay.num_sequences == 6
+        desk.calls = Calls(desk.relay, Limits(9, 4, 4))
+        with desk.calls.run(desk.call("a", n=5)):
+            desk.calls._num_waiting = 3  # for blocks, not for a place in the batch
+            desk.calls.check(1)
+            with pytest.raises(ApiError, match="as may wait are waiting"):
+                desk.calls.check(2)
+
+    run(main)
+
+
 # ---- queued tokens
 
 
@@ -159,7 +267,7 @@ def test_streams_of_several_servers_have_names_of_their_own() -> None:
         relay = Relay(cast(Session, FakeSession()), asyncio.get_running_loop())
         names = []
         for number in range(3):
-            calls = Calls(relay, Limits(9, 9, 9), write_timeout_s=1.0, number=number)
+            calls = Calls(relay, Limits(9, 9, 9), number=number)
             names += calls.stream_ids("cmpl-x", 1) + calls.stream_ids("cmpl-x", 2)
         assert names[:3] == ["cmpl-x", "cmpl-x-0", "cmpl-x-1"]
         assert len(set(names)) == 9
@@ -170,12 +278,28 @@ def test_streams_of_several_servers_have_names_of_their_own() -> None:
 def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
     async def main() -> None:
         desk = Desk()
-        desk.calls = Calls(desk.relay, Limits(4, 2, 2), write_timeout_s=1.0)
+        desk.calls = Calls(desk.relay, Limits(4, 2, 2))
         desk.calls._num_waiting = 5  # they have gone since
         with desk.calls.run(desk.call("a", n=2)), desk.calls.run(desk.call("b")):
             desk.calls.check()
             desk.calls._num_waiting = 2
             with pytest.raises(ApiError, match="max-num-queued-reqs 2"):
                 desk.calls.check()
+
+    run(main)
+
+
+def test_a_sample_that_met_a_stop_string_is_ended_in_the_engine() -> None:
+    async def main() -> None:
+        desk = Desk()
+        params = SamplingParams(n=2, max_tokens=50, seed=1, stop=("bear",))
+        call = Call("call", [FACTORY.make([5], params, "call")])
+        with desk.calls.run(call):
+            desk.session.say(Tokens("call", 0, WORDS, index=1), Tokens("call", 0, WORDS[:1]))
+            await settle()
+            desk.session.say(Tokens("call", 1, WORDS[1:2]))
+            await settle()
+            assert desk.session.heard == [Abort("call", stopped=True, samples=(1,))]
+            assert [sample.finish_reason for sample in call.streams[0].samples] == [None, "stop"]
 
     run(main)

@@ -1,7 +1,9 @@
 """Log-probabilities as OpenAI tells them: tokens that are parts of characters, offsets, what JSON cannot say."""
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.tokenizers_for_tests import byte_fallback, byte_level
@@ -42,13 +44,17 @@ def candidates(*ids: int) -> dict[int, Logprob]:
     return {token: Logprob(-float(token), token, None) for token in ids}
 
 
+def _decoded(told: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(told))
+
+
 def test_a_chat_has_the_likeliest_in_order() -> None:
     spelling = Spelling(None)
     entries = [candidates(3, 1, 2), candidates(1, 2)]
-    content = logprobs.of_chat(entries, 2, spelling)["content"]
+    content = _decoded(logprobs.of_chat(entries, 2, spelling))["content"]
     assert [entry["logprob"] for entry in content] == [-3, -1]
     assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in content] == [[-1, -2], [-1, -2]]
-    assert [entry["top_logprobs"] for entry in logprobs.of_chat(entries, 0, spelling)["content"]] == [[], []]
+    assert [entry["top_logprobs"] for entry in _decoded(logprobs.of_chat(entries, 0, spelling))["content"]] == [[], []]
 
 
 def test_a_completion_has_lists_side_by_side() -> None:
@@ -61,6 +67,6 @@ def test_a_completion_has_lists_side_by_side() -> None:
 
 
 def test_those_of_a_prompt_are_by_token_id() -> None:
-    told = logprobs.as_objects([None, candidates(2)])
+    told = _decoded(logprobs.as_objects([None, candidates(2)]))
     assert told == [None, {"2": {"logprob": -2.0, "rank": 2, "decoded_token": None}}]
     assert logprobs.as_objects(None) is None

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 EXPORTED = {metric.name + suffix for metric in METRICS for suffix in SERIES[metric.kind]}
 HISTOGRAM = Histogram([1.0, 2.5], [3, 0, 1], 7.5)
-MEASURED = Measured({"stop": 4, "length": 3, "abort": 2, "error": 1}, *[HISTOGRAM] * 13)
+MEASURED = Measured({"stop": 4, "length": 3, "abort": 2, "error": 1}, *[HISTOGRAM] * 14)
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
 def look(stats: Stats | None) -> str:
     async def main() -> str:
         relay = Relay(cast(Session, Engine(stats)), asyncio.get_running_loop())
-        calls = Calls(relay, Limits(1, 1, 1), write_timeout_s=1.0)
+        calls = Calls(relay, Limits(1, 1, 1))
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, welcome(), "name", server="3")

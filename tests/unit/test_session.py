@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
@@ -301,8 +302,8 @@ def test_last_words_win_over_the_end_of_the_connection() -> None:
 
 
 def test_silence_is_death_only_while_something_is_asked() -> None:
-    with FakeEngine() as engine, session_with(engine, heartbeat_timeout_s=0.2) as session:
-        threading.Event().wait(0.4)  # longer than the timeout, but nobody waits for tokens
+    with FakeEngine() as engine, session_with(engine, heartbeat_timeout_s=scaled(0.2)) as session:
+        threading.Event().wait(scaled(0.4))  # longer than the timeout, but nobody waits for tokens
         for _ in range(2):  # the second is sent after a look at the clock
             session.request_stats()
             engine.expect(GetStats)
@@ -315,10 +316,11 @@ def test_silence_is_death_only_while_something_is_asked() -> None:
 
 
 def test_heartbeats_keep_a_stream_alive() -> None:
-    with FakeEngine() as engine, session_with(engine, heartbeat_timeout_s=0.5) as session:
+    beat_s = scaled(0.1)
+    with FakeEngine() as engine, session_with(engine, heartbeat_timeout_s=5 * beat_s) as session:
         sinks = running(session, engine, 1)
         for _ in range(8):
-            threading.Event().wait(0.1)
+            threading.Event().wait(beat_s)
             engine.send(Heartbeat(1, 1))
         assert session.dead is None
         assert sinks[0].is_empty()

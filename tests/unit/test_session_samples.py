@@ -104,3 +104,26 @@ def test_a_fork_is_a_request_of_its_own() -> None:
         assert child.next() == Tokens("b", 2, [7])
         assert parent.next() == Finished("a", 0, [8], "length")
         assert (session.is_live("a"), session.is_live("b")) == (False, True)
+
+
+def test_samples_are_aborted_by_name_and_end_when_the_engine_says_so() -> None:
+    with FakeEngine() as engine, session_with(engine) as session:
+        sink = Sink()
+        start_samples(session, engine, 3, sink)
+        engine.finish("a", 0, 5, index=1)
+        settle(session, engine)
+        session.abort("a", (1,))  # it has ended
+        session.abort("b", (0,))
+        session.abort("a", (0, 1), stopped=True)
+        assert engine.expect(Abort) == Abort("a", stopped=True, samples=(0,))
+        engine.tokens("a", 0, 6)
+        engine.finish("a", 1, reason="abort")
+        engine.finish("a", 0, 7, index=2)
+        assert [sink.next() for _ in range(4)] == [
+            Finished("a", 0, [5], "length", index=1),
+            Tokens("a", 0, [6]),
+            Finished("a", 1, [], "abort"),
+            Finished("a", 0, [7], "length", index=2),
+        ]
+        settle(session, engine)
+        assert not session.is_live("a")

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -41,16 +40,15 @@ def test_round_trip() -> None:
 def test_a_long_text_lets_other_threads_go_on() -> None:
     """Its ids are those that the library gives otherwise."""
     tokenizer = Tokenizer(made.byte_level())
-    text = "the cat sat on naïve 🙂 猫 " * 100_000
+    text = "the cat sat on naïve 🙂 猫 " * 20_000
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(tokenizer.encode(text)))
-    begun_s = time.monotonic()
     thread.start()
-    thread.join(0.001)
-    free_s = time.monotonic() - begun_s
-    thread.join(DEADLINE_S)
-    whole_s = time.monotonic() - begun_s
-    assert free_s < whole_s / 2
+    num_turns = 0
+    while thread.is_alive():
+        thread.join(0.001)  # and takes the interpreter's lock again
+        num_turns += 1
+    assert num_turns > 10
     assert found == [tokenizer._library.encode(text).ids]
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite import transport
 from vllm_lite.errors import EngineError
-from vllm_lite.transport import Connection, Delivery, Listener, Wakeup
+from vllm_lite.transport import Connection, Delivery, Listener, Wakeup, interface
 
-DEADLINE_S = 10.0
+DEADLINE_S = scaled(30.0)
 
 
 @pytest.fixture(params=["inproc", "ipc"])
@@ -47,6 +48,43 @@ def test_what_is_sent_before_anybody_listens_arrives(address: str) -> None:
     listener = transport.bind(address)
     assert receive(listener) == (b"early", b"hello")
     connection.close()
+    listener.close()
+
+
+def test_what_is_left_unread_ends_the_next_wait(address: str) -> None:
+    """A loop that reads a part of what has come must not sleep over the rest."""
+    listener = transport.bind(address)
+    connections = [transport.connect(address, name) for name in (b"me", b"other")]
+    poller = interface.poller(listener)
+    for number in range(100):
+        connections[number % 2].send(b"x")
+    for _ in range(100):
+        assert poller.poll(int(1000 * DEADLINE_S)), "what is there is not seen"
+        receive(listener)
+    assert not poller.poll(0)
+    for connection in connections:
+        connection.close()
+    listener.close()
+
+
+def test_peers_are_read_in_turn(address: str) -> None:
+    listener = transport.bind(address)
+    many, few = transport.connect(address, b"many"), transport.connect(address, b"few")
+    for channel in (many, few):
+        channel.send(b"here")
+    assert {receive(listener), receive(listener)} == {(b"many", b"here"), (b"few", b"here")}
+
+    def last() -> bytes:
+        """Who was read last. A message may take its time on the way, so that one round proves nothing."""
+        for _ in range(900):
+            many.send(b"x")
+        few.send(b"y")
+        return [receive(listener)[0] for _ in range(901)][-1]
+
+    rounds = (last() for _ in range(10))
+    assert b"many" in rounds, "the one with one message waited each time until the other had said all"
+    many.close()
+    few.close()
     listener.close()
 
 

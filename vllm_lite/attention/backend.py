@@ -68,6 +68,10 @@ class AttentionBackend(Protocol):
     Under a CUDA graph `write_kv` and `attend` are captured; the other methods run outside of it.
     """
 
+    graph_safe: bool
+    """Whether graphs of its device may replay it for other steps than the one it was captured with: what changes from
+    step to step is read from memory by what was recorded, and never by Python."""
+
     def __init__(self, shape: AttentionShape) -> None: ...
 
     @classmethod

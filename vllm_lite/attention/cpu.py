@@ -38,6 +38,8 @@ class _Plan:
 class CpuBackend:
     """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types or in float8."""
 
+    graph_safe = True
+
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
         in_float8 = shape.cache_dtype.itemsize == 1

@@ -50,6 +50,8 @@ class CudaBackend:
     A decoded row's bits do not depend on its batch. `launcher` is the process's own unless one is given.
     """
 
+    graph_safe = True
+
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
         launcher = launcher or default_launcher()
         if launcher is None:

@@ -53,7 +53,9 @@ class _Plan:
 
 
 class ReferenceBackend:
-    """Attention for any shape and device that torch has. `prepare` waits for the device: not for CUDA graphs."""
+    """Attention for any shape and device that torch has. `prepare` reads lengths and tables into Python lists."""
+
+    graph_safe = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

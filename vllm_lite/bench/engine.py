@@ -17,6 +17,7 @@ from vllm_lite.engine.block_pool import BlockPool
 from vllm_lite.engine.kv_cache_manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.kv_groups import make_groups
 from vllm_lite.engine.plan import Options
+from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.process import made_to_last
 from vllm_lite.engine.request import Request
@@ -44,6 +45,7 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
         ("client_rss_mb", client_rss_mb),
         ("round_trip_us", round_trip_us),
         ("schedule_update_us", lambda: {str(size): schedule_update_us(size) for size in SIZES}),
+        ("schedule_10000_waiting_us", lambda: {policy: schedule_waiting_us(policy, 10_000) for policy in BUILT_IN}),
         ("message_bytes", lambda: {str(size): message_bytes(size) for size in SIZES}),
         ("codec_us", lambda: {str(size): codec_us(size) for size in SIZES}),
         ("block_alloc_free_us", block_alloc_free_us),
@@ -159,6 +161,37 @@ def schedule_update_us(num_requests: int) -> float:
         times.append(middle - start + time.perf_counter() - resumed)
     gc.unfreeze()
     scheduler.check_integrity()
+    return round(statistics.median(times[20:]) * 1e6, 1)
+
+
+def schedule_waiting_us(policy: str, num_waiting: int) -> float:
+    """schedule() of a step with one decode, while so many requests of 100 users wait for blocks."""
+    kv = KVCacheManager(BlockPool(64), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+    options = Options(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1000)
+    scheduler = Scheduler(kv, options, load(policy))
+
+    def add(number: int, num_prompt: int) -> None:
+        params = SamplingParams(max_tokens=400, priority=number % 7, user=str(number % 100))
+        message = Generate(f"request-{number}", pack_tokens(range(number, number + num_prompt)), params)
+        request = Request(message, b"client", num_prompt + 400, frozenset((0,)))
+        request.deadline_s = 1e9 + number % 13
+        scheduler.add(request)
+
+    with made_to_last():
+        add(0, 600)  # before all others under every policy
+        scheduler.schedule()
+        scheduler.update(ModelOutput(0, 1, pack_tokens([1])))
+        for number in range(1, num_waiting + 1):
+            add(number, 500)
+    times = []
+    for _ in range(320):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        times.append(time.perf_counter() - start)
+        if plan is None or len(scheduler.waiting) != num_waiting:
+            raise RuntimeError("one sequence should run, and all others wait")
+        scheduler.update(ModelOutput(0, plan.step, pack_tokens([1])))
+    gc.unfreeze()
     return round(statistics.median(times[20:]) * 1e6, 1)
 
 

@@ -1,9 +1,10 @@
-"""`vllm-lite bench startup`: from the command `serve` to the first streamed token, and where the time goes.
+"""`vllm-lite bench startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
 
 Server, engine and workers note what they have done in a file (`vllm_lite.log.moment`); they share the machine's clock.
 """
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -11,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from vllm_lite import log
@@ -32,6 +34,20 @@ END_S = 30.0
 ANSWER_S = 300.0
 PROMPT = Request([5, 6, 7, 8], 4, 16)
 """Token ids, which need no tokenizer."""
+SCRIPT = """
+import json, sys, time
+from vllm_lite import LLM, SamplingParams
+settings, prompt, max_tokens = json.loads(sys.argv[1])
+with LLM(**settings) as llm:
+    times = [time.monotonic()]
+    for _ in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
+        times += [output.metrics.arrival_time, output.metrics.first_token_time]
+    print(json.dumps(times))
+"""
+"""What is measured in place of a server: a script as a user would write it, which tells when it was ready and, for two
+requests, when they began and had their first token."""
 SPAWNED_BY = {"engine": ("server", SPAWNS_ENGINE), "worker": ("engine", SPAWNS_WORKERS)}
 """Where the first part of a process begins: with this part's end."""
 _BAR = 40
@@ -55,18 +71,27 @@ class Start(msgspec.Struct, frozen=True):
     parts: list[Part]
 
 
-def run(serve_words: Sequence[str], num_iters: int, *, show_progress: bool = False) -> dict[str, Any]:
-    """Start `vllm-lite serve` with `serve_words` again and again. The parts are those of the median start.
+def run(
+    command: Sequence[str],
+    measure: Callable[[], Start],
+    num_iters: int,
+    *,
+    idle_s: float = 0.0,
+    show_progress: bool = False,
+) -> dict[str, Any]:
+    """Measure a start again and again, each after `idle_s` of nothing. The parts are those of the median start.
 
-    Raises EngineError for a server that does not come up, or does not answer.
+    Raises EngineError for one that does not come up, or does not answer.
     """
-    starts = [
-        measure(serve_words) for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True)
-    ]
+    starts = []
+    for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True):
+        time.sleep(idle_s)
+        starts.append(measure())
     ordered = sorted(starts, key=lambda start: start.first_token_s)
     median = ordered[num_iters // 2]
     return {
-        "command": ["vllm-lite", "serve", *serve_words],
+        "command": list(command),
+        "idle_s": idle_s,
         "ready_s": median.ready_s,
         "first_token_s": median.first_token_s,
         "again_s": median.again_s,
@@ -76,7 +101,7 @@ def run(serve_words: Sequence[str], num_iters: int, *, show_progress: bool = Fal
     }
 
 
-def measure(serve_words: Sequence[str]) -> Start:
+def serve_start(serve_words: Sequence[str]) -> Start:
     """One start of a server on a free port, two requests, its end."""
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
         moments = Path(folder, "moments")
@@ -108,6 +133,30 @@ def measure(serve_words: Sequence[str]) -> Start:
     return Start(ready_s - begin_s, first_token_s, again.ttft_s, parts)
 
 
+def llm_start(settings: dict[str, Any]) -> Start:
+    """One start of a script that makes LLM(**settings), two requests, its end."""
+    request = json.dumps([settings, PROMPT.prompt, PROMPT.output_len])
+    with tempfile.TemporaryDirectory(prefix="vl-") as folder:
+        moments = Path(folder, "moments")
+        begin_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, request],
+            env={**os.environ, log.MOMENTS_VARIABLE: str(moments)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise EngineError(f"the script did not come to its end; its last words: {_last_line(done.stderr)}")
+        parts = read_parts(moments.read_text(), begin_s)
+    ready_s, asked_s, first_s, asked_again_s, again_s = json.loads(done.stdout)
+    parts = [replace(part, process="script") if part.process == "server" else part for part in parts]
+    parts.append(Part("script", "first request, first token", first_s - begin_s, first_s - asked_s))
+    return Start(ready_s - begin_s, first_s - begin_s, again_s - asked_again_s, parts)
+
+
 def _wait_until_ready(process: "subprocess.Popen[str]", errors: str) -> str:
     """The address. Raises EngineError with the last thing that the server said."""
     for line in process.stdout or ():
@@ -115,8 +164,11 @@ def _wait_until_ready(process: "subprocess.Popen[str]", errors: str) -> str:
             if not found.group(1).startswith("http"):
                 raise EngineError(f"the start is measured over TCP, this server listens at {found.group(1)}; no --uds")
             return found.group(1)
-    said = Path(errors).read_text().strip().splitlines()
-    raise EngineError("the server did not start" + (f"; its last words: {said[-1]}" if said else ""))
+    raise EngineError(f"the server did not start; its last words: {_last_line(Path(errors).read_text())}")
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["none"])[-1]
 
 
 async def _ask(url: str) -> tuple[Outcome, Outcome]:
@@ -167,8 +219,9 @@ def _fields(line: str) -> tuple[str, str, str]:
 
 def table(figures: dict[str, Any]) -> str:
     times, ready = sorted(figures["all_first_token_s"]), sorted(figures["all_ready_s"])
+    idle = f" after {figures['idle_s']:g} s of nothing each" if figures["idle_s"] else ""
     lines = [
-        " ".join(figures["command"]) + f": {len(times)} starts, medians (least to most), in seconds",
+        " ".join(figures["command"]) + f": {len(times)} starts{idle}, medians (least to most), in seconds",
         f"  ready         {figures['ready_s']:7.3f}  ({ready[0]:.3f} to {ready[-1]:.3f})",
         f"  first token   {figures['first_token_s']:7.3f}  ({times[0]:.3f} to {times[-1]:.3f})",
         f"  the same request a second time takes {1000 * figures['again_s']:.1f} ms to its first token",

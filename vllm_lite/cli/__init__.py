@@ -75,6 +75,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
+        supervise = import_module("vllm_lite.supervise")  # slower than all that a command without processes needs
+        supervise.open_standard_files()
     words = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)

@@ -2,6 +2,8 @@
 
 tokenizer.py      text -> token ids -> text, over the `tokenizers` library
 chat_template.py  messages -> text, by the checkpoint's template in a sandbox
+template_source.py   where a template lies
+template_process.py  the same in a process that the kernel bounds, for servers
 detokenizer.py    token ids one at a time -> text, exactly the same text; stop strings
 outputs.py        what a user gets
 prompt.py         what a user may give, checked

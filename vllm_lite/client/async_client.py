@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -188,9 +188,12 @@ class AsyncClient:
             raise
         return forks
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its iterator ends with finish_reason "abort". Unknown ids are ignored."""
-        self._connected().session.abort(request_id)
+    async def abort(self, request_id: str, samples: Sequence[int] = ()) -> None:
+        """End a request, or those of its `samples`, which end with finish_reason "abort" while the others go on.
+
+        Unknown ids are ignored; beams end together only.
+        """
+        self._connected().session.abort(request_id, samples)
 
     async def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in time."""
@@ -227,9 +230,7 @@ class AsyncClient:
                         session.submit(stream.message(), self._arrive)
                     else:
                         stream.apply(event)
-                if stream.finished:
-                    # before its reader takes the end; nothing to drop if the engine ended it
-                    session.drop(request_id, stopped=stream.error is None)
+                stream.settle(session)  # before its reader takes the news
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):

@@ -1,7 +1,8 @@
 """A checkpoint's chat template: messages in, the text of a prompt out. The text transformers would make of them.
 
 The template comes with the model, so it runs in a sandbox that lets it change nothing it is given; a request cannot
-bring one. What a request may bring, values for the template's variables, is plain data.
+bring one. What a request may bring, values for the template's variables, is plain data. How long a template may take is
+not bounded here: the server renders in a process that is (template_process.py).
 """
 
 import json
@@ -12,20 +13,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vllm_lite.client.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
-TOKENS_FILE = "special_tokens_map.json"
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables that a template gets from the server, besides the names of special tokens."""
-MAX_TEMPLATE_BYTES = 1024 * 1024
 
 Scalar = str | int | float | bool | None
 Message = Mapping[str, Any]
@@ -41,23 +38,14 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
             raise ModelError(f"{name}: the chat template cannot be read: {error}") from error
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
-        """The template of the checkpoint in `folder`, or `template`, Jinja or a file with it, with that checkpoint's
-        special tokens; None if there is none. Raises ModelError."""
-        folder = Path(folder)
-        config = _read_json(folder / CONFIG_FILE)
-        tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
-        if isinstance(template, str) and any(mark in template for mark in ("{{", "{%")):
-            return cls(template, tokens)
-        path = folder / TEMPLATE_FILE if template is None else Path(template)
-        if template is not None or path.is_file():
-            return cls(_read(path).decode(errors="replace"), tokens, str(path))
-        source = _default(config.get("chat_template"))
-        return None if source is None else cls(source, tokens, str(folder / CONFIG_FILE))
+        """The template that TemplateSource.load finds, compiled; None if there is none. Raises ModelError."""
+        found = TemplateSource.load(folder, template)
+        return None if found is None else cls(found.source, found.special_tokens, found.name)
 
     def render(
         self,
@@ -157,41 +145,3 @@ def _cut(text: str, mark: str) -> str:
         raise RequestError("continue_final_message: the model's chat template leaves the last message out")
     kept = text[place + len(mark) :].startswith(" ")
     return text[:place] if kept else text[:place].rstrip()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} for a file that does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(_read(path), type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TEMPLATE_BYTES * 64 + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return data
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of a tokenizer's config that are tokens: texts, or objects that hold one."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                found[name] = token
-    return found
-
-
-def _default(template: Any) -> str | None:
-    """A config has one template, or several with names."""
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

@@ -17,8 +17,10 @@ from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.machine import memory_limit_bytes
 from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
+from vllm_lite.sizing import KV_BYTES, check_sizes
 from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
@@ -164,11 +166,15 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     spec = ModelSpec.load(path)
-    return config.resolve(
+    resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),
         model_path=path,
+        kv=spec,
     )
+    block_bytes = spec.kv_block_bytes(resolved.block_size, KV_BYTES[resolved.kv_cache_dtype])
+    check_sizes(resolved, block_bytes, memory_limit_bytes())
+    return resolved
 
 
 def _check_free(address: str | None) -> None:

@@ -255,9 +255,8 @@ class LLM:
             before = stream.num_tokens
             stream.apply(event)
             progress.tokens(stream.num_tokens - before)
+            stream.settle(self._launched.session)
             if stream.finished:
-                # nothing to drop if the engine ended it
-                self._launched.session.drop(stream.request_id, stopped=stream.error is None)
                 del running[stream.request_id]
                 progress.request()
 

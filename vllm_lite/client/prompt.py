@@ -1,11 +1,11 @@
 """What a user may ask, checked before anything is sent. Each error names the wrong value and what would be right."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from vllm_lite.client.tokenizer import Tokenizer
-from vllm_lite.errors import RequestError
+from vllm_lite.client.tokenizer import SLICE_CHARS, Tokenizer
+from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.protocol.params import SamplingParams
 
@@ -21,6 +21,12 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str | None]
 
 
+MIN_TEXT_BYTES = 512 * 1024
+"""What may always be tokenized at once: the library takes about 180 bytes of memory for a byte of text."""
+BYTES_PER_TOKEN = 32
+"""On the average of a whole prompt: a text of more bytes for each token of the context is not looked at."""
+USUAL_BYTES_PER_TOKEN = 4
+
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
@@ -33,24 +39,95 @@ class Prompt:
     token_ids: list[int]
 
 
-def read_prompt(given: PromptLike, tokenizer: Tokenizer | None, limits: Welcome, num_kept: int | None = None) -> Prompt:
-    """Tokenize and check one prompt. Of one that is longer than `num_kept` tokens only the last ones count, together
-    with those that a tokenizer puts at the ends of a text. Raises RequestError."""
+def read_prompt(
+    given: PromptLike,
+    tokenizer: Tokenizer | None,
+    limits: Welcome,
+    params: SamplingParams,
+    check: Callable[[], None] = lambda: None,
+) -> Prompt:
+    """Tokenize and check one prompt, behind which at least one token has to fit.
+
+    `max_tokens` says how many there may be at most; where fewer fit the engine ends with these. If `params` cut the
+    prompt, only its last tokens count, together with those that a tokenizer puts at the ends of a text. Raises
+    RequestError, or what `check` raises, which is called now and then while a long text is tokenized.
+    """
     plain, text = _unwrap(given)
+    most, kept = limits.max_model_len, _num_kept(params, limits)
     if isinstance(plain, str):
-        prompt = Prompt(plain, encode(plain, tokenizer, num_kept=num_kept))
+        check_text(plain, tokenizer, most, params, check)
+        prompt = Prompt(plain, encode(plain, tokenizer, num_kept=kept))
     else:
+        if kept is None and len(plain) >= most:
+            raise ContextLengthError(most, len(plain), params.max_tokens)
         checked = _checked_ids(plain, limits.vocab_size)
-        prompt = Prompt(text, checked if num_kept is None else checked[-num_kept:])
+        prompt = Prompt(text, checked if kept is None else checked[-kept:])
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
-    length = len(prompt.token_ids)
-    if length >= limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {length} tokens, but {limits.max_model_len} is the most for prompt and output together; "
-            f"shorten it to {limits.max_model_len - 1} or fewer"
-        )
+    if len(prompt.token_ids) >= most:
+        raise ContextLengthError(most, len(prompt.token_ids), params.max_tokens)
     return prompt
+
+
+def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:
+    """How many tokens of a prompt are kept, None = all."""
+    if params.truncate_prompt_tokens != -1:
+        return params.truncate_prompt_tokens
+    return max(1, limits.max_model_len - (params.max_tokens or 1))
+
+
+def max_text_bytes(max_model_len: int) -> int:
+    """The longest text that is tokenized for a context of `max_model_len` tokens."""
+    return max(MIN_TEXT_BYTES, BYTES_PER_TOKEN * max_model_len)
+
+
+def check_text(
+    text: str,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    params: SamplingParams | None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Raise RequestError for a text that is too long to be tokenized, ContextLengthError if it exceeds the context.
+
+    One of a usual length for the context passes, as it will be tokenized whole, and so many bytes are too many in any
+    case. In between, slices of it are tokenized, one after the other, until their tokens are too many. If `params` cut
+    it only a part of the tokens has to fit, and without `params` none; then it is memory that bounds them.
+    """
+    num_bytes = _num_bytes(text)
+    if num_bytes > max_text_bytes(max_model_len):
+        raise too_many_bytes(num_bytes, max_model_len, params)
+    is_cut = _is_cut(params)
+    usual = MIN_TEXT_BYTES if is_cut else min(MIN_TEXT_BYTES, USUAL_BYTES_PER_TOKEN * max_model_len)
+    if tokenizer is None or num_bytes <= max(SLICE_CHARS, usual):
+        return
+    most = max(max_model_len, MIN_TEXT_BYTES) if is_cut else max_model_len
+    if tokenizer.is_longer(text, most, check):
+        if params is not None and not is_cut:
+            raise ContextLengthError(max_model_len, most + 1, params.max_tokens)
+        raise RequestError(f"the prompt has more than {most} tokens, too many to keep only the last of them")
+
+
+def too_many_bytes(num_bytes: int, max_model_len: int, params: SamplingParams | None) -> RequestError:
+    """What is said of a text of more than max_text_bytes; of how many tokens it would have, these tell enough."""
+    if params is not None and not _is_cut(params):
+        return ContextLengthError(max_model_len, num_bytes // BYTES_PER_TOKEN, params.max_tokens)
+    most = f"{max_text_bytes(max_model_len)} are tokenized for a context of {max_model_len} tokens"
+    return RequestError(f"the prompt has {num_bytes} bytes; at most {most}")
+
+
+def _is_cut(params: SamplingParams | None) -> bool:
+    return params is None or params.truncate_prompt_tokens is not None
+
+
+def _num_bytes(text: str) -> int:
+    """In UTF-8. Raises RequestError for what is not Unicode."""
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
+        raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: Welcome) -> None:
@@ -69,6 +146,13 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: We
         params.check_vocabulary(limits.vocab_size)
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def check_room(prompts: Iterable[Prompt], max_tokens: int | None, max_model_len: int) -> None:
+    """Refuse a `max_tokens` that no prompt leaves room for; a smaller one is cut to what fits. Raises
+    ContextLengthError."""
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise ContextLengthError(max_model_len, max(len(prompt.token_ids) for prompt in prompts), max_tokens)
 
 
 def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> None:
@@ -108,14 +192,13 @@ def encode(
     """Token ids of a text that a user gave. Raises RequestError."""
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
-        raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
+    _num_bytes(text)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, num_kept=num_kept)
 
 
 def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return list(token_ids)
     for place, token_id in enumerate(token_ids):
         if type(token_id) is not int:
             raise RequestError(f"token ids must be integers, got {token_id!r} at position {place}")

@@ -110,5 +110,5 @@ def candidates(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs)
 
 
 def _logprob(tokenizer: Tokenizer | None, token_id: int, logprob: float, rank: int) -> Logprob:
-    text = None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    text = None if tokenizer is None else tokenizer.spelled(token_id)
     return Logprob(logprob, rank, text)

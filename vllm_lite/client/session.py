@@ -153,11 +153,16 @@ class Session:
         with self._lock:
             return request_id in self._live
 
-    def abort(self, request_id: str) -> None:
-        """Ask the engine to end a request; its stream ends when the engine says so. Unknown ids are ignored."""
+    def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
+        """Ask the engine to end a request, or some `samples` of it; their stream ends when the engine says so. Unknown
+        ids, and samples that have ended, are ignored. `stopped`: they have had all that was wanted."""
         with self._lock:
-            if request_id in self._live:
-                self._post(Abort(request_id))
+            live = self._live.get(request_id)
+            if live is None:
+                return
+            named = [sample for sample in samples if sample in live.have]
+            if named or not samples:
+                self._post(Abort(request_id, stopped, tuple(named)))
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request whose events nobody wants any more: its sink hears no more of it. `stopped`: it has had all

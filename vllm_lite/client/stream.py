@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +20,9 @@ from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:  # it hands out the events that are defined here
+    from vllm_lite.client.session import Session
 
 logger = log.get(__name__)
 
@@ -47,9 +51,9 @@ def shows(event: Event) -> bool:
 class RequestStream:
     """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
 
-    `error` is set when it ended without a result. It may end here before it does in the engine, which knows nothing of
-    stop strings: then whoever reads it drops it there. A sample that meets one while others go on is over for the user,
-    but the engine, which can end whole requests only, computes it to its end; that is ignored.
+    `error` is set when it ended without a result. It, or one of its samples, may end here before it does in the engine,
+    which knows nothing of stop strings: whoever reads it calls settle() after events. What comes after a sample's end
+    is ignored.
 
     With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
     """
@@ -79,6 +83,8 @@ class RequestStream:
         """There is nothing to show before the end."""
         self._num_cached_tokens: int | None = None
         self._told_prompt = False
+        self._stopped: list[int] = []
+        """Samples that have met a stop string, of which the engine has not heard yet."""
 
     def message(self) -> Generate | ForkRequest:
         """What starts this request in an engine, behind the tokens that it has inherited, if any."""
@@ -122,6 +128,14 @@ class RequestStream:
         else:
             self._pass(event)
 
+    def settle(self, session: "Session") -> None:
+        """Have the engine end what has ended here: the request, or the samples that met a stop string."""
+        if self.finished:  # nothing to drop if the engine ended it
+            session.drop(self.request_id, stopped=self.error is None)
+        elif self._stopped:
+            session.abort(self.request_id, self._stopped, stopped=True)
+        self._stopped = []
+
     def output(self) -> RequestOutput:
         """A snapshot, which later events do not change."""
         shown = self._best() if len(self.samples) > self.params.n else self.samples
@@ -159,9 +173,12 @@ class RequestStream:
         if event.prompt is not None and self.prompt_scores is not None:
             self.prompt_scores.take(event.prompt)
         sample = self.samples[event.index]
+        had_ended = sample.finish_reason is not None
         sample.apply(event)
         if isinstance(event, Finished):
             self._num_cached_tokens = max(self._num_cached_tokens or 0, event.num_cached_tokens)
+        elif sample.finish_reason is not None and not had_ended:
+            self._stopped.append(event.index)
         if sample.finish_reason is not None:
             self._end(all(sample.finish_reason is not None for sample in self.samples))
 
@@ -195,10 +212,16 @@ class StreamFactory:
         """With the tokenizer in that folder, or with the one the engine names if there is one. Raises ModelError."""
         return cls(limits, load_tokenizer(tokenizer, limits.tokenizer or limits.model))
 
-    def make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
-        """Check and tokenize one prompt. Raises RequestError."""
+    def make(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None,
+        request_id: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> RequestStream:
+        """Check and tokenize one prompt. Raises RequestError, or what `check` raises: see read_prompt."""
         params = self._checked(SamplingParams() if params is None else params)
-        checked = read_prompt(prompt, self.tokenizer, self.limits, num_kept(params, self.limits))
+        checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
         scores = None if params.prompt_logprobs is None else PromptScores(self.tokenizer, checked.token_ids)
         return RequestStream(request_id, checked, with_seed(params), samples, scores)
@@ -281,13 +304,6 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingP
         return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
     except ValueError as error:
         raise RequestError(f"bad_words: {error}") from error
-
-
-def num_kept(params: SamplingParams, limits: Welcome) -> int | None:
-    """How many tokens of a prompt are kept, None = all."""
-    if params.truncate_prompt_tokens != -1:
-        return params.truncate_prompt_tokens
-    return max(1, limits.max_model_len - (params.max_tokens or 1))
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Text to token ids and back, over the `tokenizers` library: the ids transformers.AutoTokenizer would give."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from vllm_lite.errors import ModelError
 TOKENIZER_FILE = "tokenizer.json"
 LONG_TEXT_CHARS = 16_384
 """The library lets other threads go on while it encodes longer ones, so a thread is the place for them."""
+SLICE_CHARS = 65_536
+CUT_TOKENS = 256
+"""A cut through a text changes tokens only near it; a slice may have at most so many more than it adds to the whole."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
 
@@ -38,6 +41,7 @@ class Tokenizer:
         self._library.no_padding()
         self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
         added = self._library.get_added_tokens_decoder()
+        self._spelled: dict[int, str] = {}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
@@ -70,6 +74,20 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids if num_kept is None else ids[-num_kept:]
 
+    def is_longer(self, text: str, num_tokens: int, check: Callable[[], None] = lambda: None) -> bool:
+        """Whether `text` surely has more than `num_tokens` tokens, special ones not counted.
+
+        No more of it is looked at than that takes, slice by slice; `check` is called before each, and may raise.
+        """
+        count = 0
+        for place in range(0, len(text), SLICE_CHARS):
+            check()
+            (encoding,) = self._library.encode_batch_fast([text[place : place + SLICE_CHARS]], add_special_tokens=False)
+            count += max(0, len(encoding) - CUT_TOKENS)
+            if count > num_tokens:
+                return True
+        return False
+
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) <= LONG_TEXT_CHARS:
             return self._library.encode(text, add_special_tokens=add_special_tokens)
@@ -79,6 +97,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def spelled(self, token_id: int) -> str:
+        """Text of a single token. Remembered, as candidates of logprobs are asked for again and again."""
+        text = self._spelled.get(token_id)
+        if text is None:
+            text = self._spelled[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token(self, token_id: int) -> str | None:

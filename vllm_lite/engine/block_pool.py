@@ -121,15 +121,15 @@ class Observers:
 class BlockPool:
     """`num_blocks` blocks with ids 0 .. num_blocks - 1, of which 0 is the null block unless `has_null` is False.
 
-    `on_evict(block_id, block_hash)` is called when a cached block is about to be reused, before its content is lost:
-    the place where it can be demoted to another tier.
+    `on_evict([(block_id, block_hash), ...])` is called when cached blocks are about to be reused, before their contents
+    are lost: the place where they can be demoted to another tier. The least recently used comes first.
     """
 
     def __init__(
         self,
         num_blocks: int,
         enable_caching: bool = True,
-        on_evict: Callable[[int, bytes], None] | None = None,
+        on_evict: Callable[[list[tuple[int, bytes]]], None] | None = None,
         *,
         has_null: bool = True,
     ) -> None:
@@ -141,6 +141,10 @@ class BlockPool:
         self.observer: PoolObserver | None = None
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.peak_used = 0
+        self.num_revived = 0
+        """How often a free block was referenced again, since the start."""
+        self.num_cached = 0
+        """Blocks that a prefix hit can find, referenced or evictable. Counted as they change: metrics ask for it."""
         self.on_evict = on_evict
         self._free = FreeList()
         self._null = NULL_BLOCK if has_null else -1
@@ -165,11 +169,6 @@ class BlockPool:
         return self.num_usable - self._free.num_free
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that a prefix hit can find, referenced or evictable."""
-        return sum(len(entry) if isinstance(entry, dict) else 1 for entry in self._cached.values())
-
-    @property
     def usage(self) -> float:
         """Share of the usable blocks that live sequences reference, 0 to 1."""
         return self.num_used / self.num_usable if self.num_usable else 0.0
@@ -177,12 +176,14 @@ class BlockPool:
     def get_new_blocks(self, count: int) -> list[int]:
         """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
         blocks = self._free.popleft_n(count)
-        ids = []
+        ids, evicted = [], []
         for block in blocks:
             if block.block_hash is not None:
-                self._evict(block)
+                evicted.append((block.block_id, self._unindex(block)))
             block.ref_count = 1
             ids.append(block.block_id)
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
         used = self.num_usable - self._free.num_free
         if used > self.peak_used:
             self.peak_used = used
@@ -191,17 +192,27 @@ class BlockPool:
         return ids
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Add one reference to each block; an evictable one leaves the free list. The null block is not counted."""
+        """Add one reference to each block; an evictable one leaves the free list. The null block is not counted.
+
+        Raises ValueError at an id that no block has; those before it have been touched.
+        """
         blocks = self.blocks
         revived = []
-        for block_id in ids:
-            block = blocks[block_id]
-            if block.ref_count == 0:
-                if block_id == self._null:
-                    continue
-                revived.append(block)
-            block.ref_count += 1
-        self._free.remove_n(revived)
+        try:
+            for block_id in ids:
+                if block_id < 0:  # or it would count from the end
+                    raise self._unknown(block_id)
+                block = blocks[block_id]
+                if block.ref_count == 0:
+                    if block_id == self._null:
+                        continue
+                    revived.append(block)
+                block.ref_count += 1
+        except IndexError:
+            raise self._unknown(block_id) from None
+        finally:
+            self._free.remove_n(revived)
+        self.num_revived += len(revived)
         self.peak_used = max(self.peak_used, self.num_used)
         if self.observer is not None:
             self.observer.touched(ids)
@@ -209,31 +220,38 @@ class BlockPool:
     def free(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block, in the order given: what comes first is evicted first.
 
-        A sequence passes its table reversed, so that its tail is evicted before its prefix.
+        A sequence passes its table reversed, so that its tail is evicted before its prefix. Raises ValueError at a
+        block that is free, or an id that no block has; those before it have been freed.
         """
         blocks = self.blocks
         unreferenced: list[Block] = []
-        for block_id in ids:
-            block = blocks[block_id]
-            count = block.ref_count - 1
-            if count < 0:
-                if block_id == self._null:
-                    continue
-                self._free.append_n(unreferenced)
-                raise ValueError(f"Double free! {block} is already freed.")
-            block.ref_count = count
-            if count == 0:
-                unreferenced.append(block)
-        self._free.append_n(unreferenced)
+        try:
+            for block_id in ids:
+                if block_id < 0:
+                    raise self._unknown(block_id)
+                block = blocks[block_id]
+                count = block.ref_count - 1
+                if count < 0:
+                    if block_id == self._null:
+                        continue
+                    raise ValueError(f"Double free! {block} is already freed.")
+                block.ref_count = count
+                if count == 0:
+                    unreferenced.append(block)
+        except IndexError:
+            raise self._unknown(block_id) from None
+        finally:
+            self._free.append_n(unreferenced)
 
     def cache_block(self, block_id: int, block_hash: bytes) -> None:
         """Make a full block findable under the hash of its content and everything before it."""
         if not self.enable_caching or block_id == self._null:
             return
-        block = self.blocks[block_id]
+        block = self._block(block_id)
         if block.block_hash is not None:
             raise ValueError(f"{block} is cached already")
         block.block_hash = block_hash
+        self.num_cached += 1
         entry = self._cached.get(block_hash)
         if entry is None:
             self._cached[block_hash] = block
@@ -250,34 +268,38 @@ class BlockPool:
         return None if entry is None else entry.block_id
 
     def is_free(self, block_id: int) -> bool:
-        return self.blocks[block_id].ref_count == 0
+        return self._block(block_id).ref_count == 0
 
     def forget(self, ids: Iterable[int]) -> None:
         """Take blocks out of the cache index, e.g. because their content turned out to be unusable."""
         for block_id in ids:
-            if self.blocks[block_id].block_hash is not None:
-                self._unindex(self.blocks[block_id])
+            block = self._block(block_id)
+            if block.block_hash is not None:
+                self._unindex(block)
+
+    def forget_contents(self, hashes: Iterable[bytes]) -> None:
+        """Likewise every block with one of these contents, whoever computed it."""
+        for block_hash in hashes:
+            while (block_id := self.get_cached_block(block_hash)) is not None:
+                self.forget((block_id,))
 
     def reset_cache(self) -> int:
         """Forget every cached block, and return how many there were. One that is referenced stays allocated."""
-        num_cached = self.num_cached
-        for block in self.blocks:
-            block.block_hash = None
+        num_cached, self.num_cached = self.num_cached, 0
+        for entry in self._cached.values():
+            for block in entry.values() if isinstance(entry, dict) else (entry,):
+                block.block_hash = None
         self._cached.clear()
         if self.observer is not None:
             self.observer.cleared()
         return num_cached
-
-    def _evict(self, block: Block) -> None:
-        block_hash = self._unindex(block)
-        if self.on_evict is not None:
-            self.on_evict(block.block_id, block_hash)
 
     def _unindex(self, block: Block) -> bytes:
         block_hash = block.block_hash
         if block_hash is None:
             raise RuntimeError(f"{block} is not cached")
         block.block_hash = None
+        self.num_cached -= 1
         entry = self._cached[block_hash]
         if isinstance(entry, dict):
             del entry[block.block_id]
@@ -288,6 +310,14 @@ class BlockPool:
         if self.observer is not None:
             self.observer.evicted(block.block_id, block_hash)
         return block_hash
+
+    def _block(self, block_id: int) -> Block:
+        if not 0 <= block_id < self.num_blocks:
+            raise self._unknown(block_id)
+        return self.blocks[block_id]
+
+    def _unknown(self, block_id: int) -> ValueError:
+        return ValueError(f"block {block_id} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
 
     def snapshot(self) -> list[tuple[int, int, str | None]]:
         """(id, reference count, hash as hex or None) of every block that is referenced or cached."""
@@ -301,8 +331,8 @@ class BlockPool:
         """Raise RuntimeError if an invariant is broken. `tables` are all block tables that hold references.
 
         The invariants: the null block is neither free, referenced nor cached. Every other block is in the free list
-        if and only if nobody references it, and in it once. The index holds exactly the hashed blocks. A block's
-        reference count is the number of table entries that name it.
+        if and only if nobody references it, and in it once. The index holds exactly the hashed blocks, and num_cached
+        counts them. A block's reference count is the number of table entries that name it.
         """
         listed = [block.block_id for block in self._free]
         usable = self.blocks[self.num_blocks - self.num_usable :]
@@ -311,12 +341,15 @@ class BlockPool:
         _require(sorted(listed) == unreferenced, "free list and unreferenced blocks differ")
         for null in self.blocks[: self.num_blocks - self.num_usable]:
             _require(null.ref_count == 0 and null.block_hash is None, f"the null block was used: {null}")
+        num_indexed = 0
         for block_hash, entry in self._cached.items():
             found = list(entry.values()) if isinstance(entry, dict) else [entry]
             _require(not isinstance(entry, dict) or len(entry) > 1, "a duplicate entry with one block is left")
             _require(all(block.block_hash == block_hash for block in found), "the index names a block of other content")
+            num_indexed += len(found)
         hashed = sum(block.block_hash is not None for block in self.blocks)
-        _require(hashed == self.num_cached, "a hashed block is missing from the index")
+        _require(hashed == num_indexed, "a hashed block is missing from the index")
+        _require(num_indexed == self.num_cached, "cached blocks and their count differ")
         if tables is not None:
             counts = [0] * self.num_blocks
             for table in tables:

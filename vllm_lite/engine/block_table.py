@@ -52,6 +52,11 @@ class BlockTable:
             self.pool.free(reversed(dropped))
             self.num_trimmed = last
 
+    def cut(self, num_blocks: int) -> None:
+        """Give back the blocks behind the first `num_blocks`, last first."""
+        self.pool.free(reversed(self.ids[num_blocks:]))
+        del self.ids[num_blocks:]
+
     def free(self) -> None:
         """Give all blocks back, last first, so that tails are evicted before prefixes."""
         self.pool.free(reversed(self.ids))

@@ -4,13 +4,15 @@ Works on the scheduler's queues; kept apart so that a plain request never meets 
 """
 
 from array import array
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from vllm_lite.engine.beam import Beam
 from vllm_lite.engine.plan import Produced
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import FinishReason, TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Entry, Fork, LogitRules, SetToken
@@ -20,15 +22,68 @@ if TYPE_CHECKING:
     from vllm_lite.engine.scheduler import Scheduler
 
 
-def fork_samples(scheduler: "Scheduler", first: Sequence, entries: list[Entry]) -> None:
+MAX_BEAM_EXCESS = 2
+"""Beams share most of what they have, so a search may take this many times the pool if they shared nothing but the
+prompt. Beyond that it would live on preemption: every token of one beam would compute the others again."""
+
+
+def check_beams(scheduler: "Scheduler", request: Request) -> None:
+    """Raise RequestError, with the numbers, if the beams of `request` can hardly be there at the same time."""
+    if request.beam is None:
+        return
+    width, kv, options = request.beam.width, scheduler.kv, scheduler.options
+    if width > options.max_num_seqs:
+        raise RequestError(f"beam search over {width} beams, but max_num_seqs is {options.max_num_seqs}")
+    shared = request.num_prompt // kv.block_size * len(kv.groups)
+    each = kv.num_blocks(request.max_len, options.max_num_batched_tokens)
+    required = each + (width - 1) * max(0, each - shared)
+    room = kv.pool.num_usable - kv.watermark_blocks
+    if kv.groups and required > MAX_BEAM_EXCESS * room:
+        raise RequestError(
+            f"beam search over {width} beams of up to {request.max_len} tokens, {request.num_prompt} of them shared, "
+            f"takes up to {required} KV blocks, but {room} can be had ({kv.pool.num_usable} of {kv.block_size} tokens, "
+            f"{kv.watermark_blocks} kept free); ask for fewer beams or a smaller max_tokens"
+        )
+
+
+def fork_samples(scheduler: "Scheduler", first: Sequence, entries: list[Entry]) -> list[Sequence]:
     """The step whose `entries` these are completes the prompt of `first`: its other samples come into being, and share
-    its blocks."""
+    its blocks. Returns them; some may have to wait for a seat."""
     request = first.request
-    for index in range(request.num_samples - request.num_unborn, request.num_samples):
+    born = []
+    unborn, request.unborn = request.unborn, []
+    for index in unborn:
         child = Sequence(request, index, first.tokens[: request.num_prompt])
         request.sequences.append(child)
+        born.append(child)
         spawn(scheduler, first, child, entries)
-    request.num_unborn = 0
+    return born
+
+
+def end_samples(
+    scheduler: "Scheduler", request: Request, samples: Seq[int], reason: FinishReason
+) -> list[tuple[int, int]]:
+    """End those of `samples` that are open, and with the last one the request; none means all. Returns those that have
+    ended, with the number of output tokens of each. Beams end together only."""
+    still_open = request.open_samples()
+    ended = [item for item in still_open if not samples or item[0] in samples]
+    if len(ended) == len(still_open):
+        scheduler.abort(request.request_id, reason)
+        return ended
+    if request.beam is not None:
+        return []
+    request.unborn = [index for index in request.unborn if index not in samples]
+    prompt = request.sequences[0].tokens[: request.num_prompt]
+    for sequence in [sequence for sequence in request.sequences if sequence.index in samples]:
+        scheduler.leave_queue(sequence)
+        scheduler.finish(sequence)
+        request.sequences.remove(sequence)
+    if not request.sequences:  # it was to compute the prompt for those to come: the next one does, and finds its blocks
+        heir = Sequence(request, request.unborn.pop(0), prompt)
+        request.sequences.append(heir)
+        scheduler.kv.register(heir, request.extra_keys)
+        scheduler.wait(heir)
+    return ended
 
 
 def fork_request(scheduler: "Scheduler", request: Request, child: Request) -> None:
@@ -39,8 +94,6 @@ def fork_request(scheduler: "Scheduler", request: Request, child: Request) -> No
     spawn(scheduler, parent, sequence, scheduler.changes)
     if sequence.status is Status.RUNNING:
         child.admitted_s = child.queued_s
-    if scheduler.waiting and scheduler.waiting[0] is sequence:  # it comes behind those who came before it
-        scheduler.waiting.rotate(-1)
 
 
 def spawn(scheduler: "Scheduler", parent: Sequence, child: Sequence, entries: list[Entry]) -> None:
@@ -50,7 +103,7 @@ def spawn(scheduler: "Scheduler", parent: Sequence, child: Sequence, entries: li
     if not seat or parent.status is not Status.RUNNING or not scheduler.kv.can_fork(parent, child):
         scheduler.kv.register(child)
         child.hash_root = parent.hash_root
-        scheduler.waiting.appendleft(child)
+        scheduler.wait(child)
         return
     scheduler.introduce(child)
     scheduler.kv.fork(parent, child)

@@ -6,7 +6,9 @@ slow reader later tokens are merged into its next message; past a deadline it is
 noticed by the send that cannot reach it: outputs, or the heartbeat that every client with requests gets.
 """
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -33,6 +35,14 @@ from vllm_lite.transport.interface import Pollable
 HEARTBEAT_S = 0.5
 GATHER_S = 0.004
 SLOW_READER_S = 30.0
+MAX_TURN_MESSAGES = 64
+MAX_TURN_S = 0.001
+"""How much clients may say in one turn of the loop, and for how long: everybody's tokens wait for the end of it. The
+transport takes a message of each client in turn, so whoever says much waits, and not the others."""
+MAX_REFUSAL_S = 1.0
+"""The same for all those that came while an engine tried to start."""
+MAX_OWED = 1 << 16
+"""Samples with outputs for a client that does not read: who starts requests and reads no answer is given up before."""
 MIN_LOOK = 64
 """With fewer clients nobody asks whether those that want nothing are still there."""
 
@@ -74,15 +84,18 @@ class Outbox:
         """Whether what is owed is to be sent with what comes next."""
         return not self.urgent and now_s - self.sent_s < GATHER_S
 
-    def __bool__(self) -> bool:
-        return bool(self.open)
+    def __len__(self) -> int:
+        return len(self.open) + len(self.ended)
 
 
 class ClientPort:
     """All clients of one engine."""
 
-    def __init__(self, address: str, epoch: int, tcp: Tcp | None = None) -> None:
+    def __init__(
+        self, address: str, epoch: int, tcp: Tcp | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.listener = transport.bind(address, tcp)
+        self._clock = clock
         self.malformed = 0
         self._epoch = epoch
         self._welcome: Welcome | None = None
@@ -98,9 +111,18 @@ class ClientPort:
         for peer, hello in early.items():
             self._greet(peer, hello)
 
-    def receive(self) -> Iterator[tuple[bytes, FromClient]]:
-        """Messages of clients that have shaken hands. The handshake itself and garbage are dealt with here."""
-        while (item := self.listener.recv()) is not None:
+    def receive(
+        self, max_messages: int = MAX_TURN_MESSAGES, max_s: float = MAX_TURN_S
+    ) -> Iterator[tuple[bytes, FromClient]]:
+        """One turn's messages of clients that have shaken hands; there may be more. The handshake itself and garbage
+        are dealt with here, and count."""
+        until_s = self._clock() + max_s
+        for number in range(max_messages):
+            if number and self._clock() >= until_s:
+                return
+            item = self.listener.recv()
+            if item is None:
+                return
             peer, payload = item
             try:
                 message = client_to_engine.decode(payload)
@@ -143,7 +165,7 @@ class ClientPort:
 
     def refuse_all(self, reason: str, *, bad_input: bool) -> bool:
         """The engine cannot start: tell everybody who asked so far. False if nobody has."""
-        for _ in self.receive():
+        for _ in self.receive(sys.maxsize, MAX_REFUSAL_S):
             pass
         asked = list(self._early)
         for peer in asked:
@@ -173,6 +195,9 @@ class ClientPort:
             if delivery is Delivery.SENT:
                 outbox.sent(now_s)
             elif delivery is Delivery.GONE:
+                lost.append(peer)
+            elif len(outbox) > MAX_OWED:
+                logger.warning("a client has not read %d ends of its requests; the others are aborted", len(outbox))
                 lost.append(peer)
             elif outbox.busy_since_s is None:
                 outbox.busy_since_s = now_s

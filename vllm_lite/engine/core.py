@@ -3,12 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
-from vllm_lite import __version__
+from vllm_lite import __version__, log
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
@@ -16,12 +17,13 @@ from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.describe import describe
 from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
+from vllm_lite.engine.prefill_rate import PrefillRate
 from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.recording import Recorder
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.codec import unpack_tokens
@@ -30,19 +32,20 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.trace.records import Header
 
-MIN_TIMED_TOKENS = 32
-"""Smaller steps say nothing of the rate at which prompts are computed."""
-RATE_WEIGHT = 0.2
 MAX_PROMPT_SCORES = 1 << 21
 """Logprobs of one prompt, so that a message holds them: about 32 MiB."""
 
+logger = log.get(__name__)
+
 
 class Attached(NamedTuple):
-    """An accepted Generate. `resend` are the tokens the client lacks; `done` is set if nothing is left to generate."""
+    """An accepted Generate. `resend` are the tokens the client lacks; `done` is set if nothing is left to generate;
+    `replaced` is the client whose stream this one took over."""
 
     request: Request
     resend: list[int]
     done: Produced | None
+    replaced: bytes | None = None
 
 
 class Sizes(NamedTuple):
@@ -51,14 +54,6 @@ class Sizes(NamedTuple):
     num_blocks: int
     num_host_blocks: int = 0
     swap_blocks_per_s: float = 0.0
-
-
-class _Step(NamedTuple):
-    """One that is under way."""
-
-    sent_s: float
-    num_tokens: int
-    only_decodes: bool
 
 
 class EngineCore:
@@ -77,13 +72,18 @@ class EngineCore:
         self._vocab_size = ready.vocab_size
         self._eos = frozenset(ready.eos_token_ids)
         self._clock = clock
-        self._steps_sent: deque[_Step] = deque()
+        self._only_decodes: deque[bool] = deque()
+        """Of each step under way."""
         self._unsent: list[SchedulerOutput] = []
         self._pace = Pace()
+        self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
         header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
         self.scheduler = assemble(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
+        self.scheduler.on_policy_fault = lambda what: logger.error(
+            "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
+        )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
         self.recorder = Recorder(config.record, header, self.scheduler) if config.record else None
@@ -97,17 +97,19 @@ class EngineCore:
         known = self.scheduler.requests.get(message.request_id)
         if known is not None:
             return self._attach(known, client, message)
-        prompt, output = (
-            self._checked_tokens("prompt", message.prompt),
-            self._checked_tokens("output", message.output),
-        )
-        if not prompt:
+        num_prompt, num_output = _num_tokens("prompt", message.prompt), _num_tokens("output", message.output)
+        if not num_prompt:
             raise RequestError("the prompt is empty; at least one token is needed")
-        if len(output) != message.have:
-            raise RequestError(f"output must hold the {message.have} tokens the client has, got {len(output)}")
-        if output and (message.params.n > 1 or message.params.use_beam_search):
+        if num_output != message.have:
+            raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
+        if num_output and (message.params.n > 1 or message.params.use_beam_search):
             raise RequestError("a request with several samples starts from its prompt; send no output with it")
-        request = self._make_request(client, message, len(prompt))
+        self._check_length(
+            num_prompt, num_output, message.params.max_tokens
+        )  # before anything reads millions of tokens
+        self._check_tokens("prompt", message.prompt)
+        output = self._check_tokens("output", message.output)
+        request = self._make_request(client, message, num_prompt)
         reason = check_stop(request.sequences[0], output[-1]) if output else None
         if reason is not None:  # the client lacks nothing but the end
             return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
@@ -146,13 +148,19 @@ class EngineCore:
             self.recorder.forked(parent, child, self._clock())
         return child
 
-    def abort(self, request_id: str, *, stopped: bool = False) -> Request | None:
-        """`stopped`: its client has all it wanted."""
-        self.meter.now_s = self._clock()
-        request = self.scheduler.abort(request_id, "stop" if stopped else "abort")
-        if request is not None and self.recorder is not None:
-            self.recorder.aborted(request, self._clock())
-        return request
+    def abort(self, request_id: str, samples: Seq[int] = (), *, stopped: bool = False) -> list[tuple[int, int]]:
+        """End a request, or those of its `samples`. `stopped`: its client has all it wanted.
+
+        Returns (sample, number of its output tokens) of all that have ended by this.
+        """
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return []
+        self.meter.now_s = now_s = self._clock()
+        ended = branching.end_samples(self.scheduler, request, samples, "stop" if stopped else "abort")
+        if ended and self.recorder is not None:
+            self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
+        return ended
 
     def describe(self, request_ids: tuple[str, ...]) -> Descriptions:
         return describe(self.scheduler, request_ids, self._clock())
@@ -173,9 +181,8 @@ class EngineCore:
             raise RequestError("bad_words must come to the engine as bad_words_token_ids")
         if params.extra_args is not None:
             raise RequestError("extra_args are the client's own; the engine takes none")
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=_seed_of(message.request_id))
-            message = msgspec.structs.replace(message, params=params)
+        params = _with_seed(message)
+        message = msgspec.structs.replace(message, params=params)
         if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
             raise RequestError(
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
@@ -198,40 +205,44 @@ class EngineCore:
         sequence: Sequence = request.sequences[0]
         if sequence.tokens[: request.num_prompt].tobytes() != message.prompt:
             raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
+        other = _difference(request.params, _with_seed(message))
+        if other is not None:
+            raise RequestError(
+                f"request id {message.request_id!r} is in use with another {other}; send the same parameters to attach "
+                "to it, or choose another id"
+            )
         if request.num_samples > 1 or request.beam or request.params.prompt_logprobs is not None:
             raise RequestError(
                 f"request {message.request_id!r} has several samples or prompt_logprobs and cannot be attached to again"
             )
         if message.have > sequence.num_output:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
+        replaced = None if request.client == client else request.client
         request.client = client
-        return Attached(request, sequence.tokens[request.num_prompt + message.have :].tolist(), None)
+        resend = sequence.tokens[request.num_prompt + message.have :].tolist()
+        return Attached(request, resend, None, replaced)
 
-    def _checked_tokens(self, what: str, data: bytes) -> list[int]:
-        if len(data) % 4:
-            raise RequestError(f"{what} must be u32 token ids, got {len(data)} bytes, which is not a multiple of 4")
+    def _check_tokens(self, what: str, data: bytes) -> list[int]:
+        """The token ids of `data`."""
         tokens = unpack_tokens(data)
         if tokens and max(tokens) >= self._vocab_size:
             raise RequestError(f"token ids must be below {self._vocab_size}, the {what} holds {max(tokens)}")
         return tokens
 
-    def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
-        """Where the sequence ends at the latest."""
+    def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self.max_model_len
         if num_prompt >= longest:
+            raise ContextLengthError(longest, num_prompt, max_tokens)
+        if num_prompt + num_output > longest:
             raise RequestError(
-                f"the prompt has {num_prompt} tokens; at most {longest - 1} leave room for one of output "
-                f"(context and KV cache hold {longest})"
+                f"the prompt's {num_prompt} tokens and the {num_output} of output that came with it are more than "
+                f"the {longest} that fit"
             )
-        if params.max_tokens is None:
-            return longest
-        if num_prompt + params.max_tokens > longest:
-            raise RequestError(
-                f"the prompt's {num_prompt} tokens and max_tokens={params.max_tokens} are "
-                f"{num_prompt + params.max_tokens - longest} more than the {longest} that fit; "
-                f"ask for at most {longest - num_prompt}"
-            )
-        return num_prompt + params.max_tokens
+
+    def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
+        """Where the sequence ends at the latest: context and KV cache hold no more, whatever `max_tokens` says."""
+        longest = self.max_model_len
+        return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
 
     # ---- the step
 
@@ -255,10 +266,12 @@ class EngineCore:
             only_decodes = num_tokens <= len(self.scheduler.running)
             self._unsent.append(plan)
             self.num_in_flight += 1
-            self._steps_sent.append(_Step(now_s, num_tokens, only_decodes))
+            self._only_decodes.append(only_decodes)
+            self._prefill_rate.scheduled(plan, num_tokens, only_decodes=only_decodes)
         if self._unsent and (plan is None or not only_decodes or len(self._unsent) >= self._pace.steps):
             unsent, self._unsent = self._unsent, []
             self._executor.submit(*unsent)
+            self._prefill_rate.sent(now_s)
         return plan is not None
 
     def _may_begin(self) -> bool:
@@ -275,22 +288,20 @@ class EngineCore:
         """Apply the result of the oldest step in flight."""
         self.num_in_flight -= 1
         now_s = self.meter.now_s = self._clock()
-        step = self._steps_sent.popleft()
-        self._measure(now_s - step.sent_s, step.num_tokens)
+        only_decodes = self._only_decodes.popleft()
+        if self._prefill_rate.ended(now_s):
+            self._learn(self._prefill_rate.tokens_per_s)
         if self.max_in_flight > 1:
-            self._pace.ended(now_s, steady=step.only_decodes and self.num_in_flight > 0)
+            self._pace.ended(now_s, steady=only_decodes and self.num_in_flight > 0)
         if self.recorder is not None:
             return self.recorder.update(output, now_s)
         return self.scheduler.update(output)
 
-    def _measure(self, took_s: float, num_tokens: int) -> None:
-        """Learn how fast prompts are computed, from steps that ran alone."""
-        if num_tokens >= MIN_TIMED_TOKENS and not self.num_in_flight and took_s > 0:
-            old, new = self.scheduler.rates.prefill_tokens_per_s, num_tokens / took_s
-            rate = new if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * new
-            self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=rate)
-            if self.recorder is not None:
-                self.recorder.measured(self.scheduler.rates)
+    def _learn(self, prefill_tokens_per_s: float) -> None:
+        """Let the scheduler choose by a new rate; a trace must know of it."""
+        self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=prefill_tokens_per_s)
+        if self.recorder is not None:
+            self.recorder.measured(self.scheduler.rates)
 
     def close(self) -> None:
         """End the trace, if there is one."""
@@ -371,6 +382,28 @@ def _options(config: EngineConfig, ready: Ready, epoch: int) -> Options:
     )
 
 
-def _seed_of(request_id: str) -> int:
+def _with_seed(message: Generate) -> SamplingParams:
     """A client that draws no seed still gets the same tokens when it sends the same request again."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little")
+    if message.params.seed is not None:
+        return message.params
+    seed = int.from_bytes(blake2b(message.request_id.encode(), digest_size=8).digest(), "little")
+    return msgspec.structs.replace(message.params, seed=seed)
+
+
+def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
+    """The first parameter that is not the same, in words. Only numbers are shown: others may be long, or a secret."""
+    if known == asked:
+        return None
+    for name in known.__struct_fields__:
+        values = getattr(known, name), getattr(asked, name)
+        if values[0] != values[1]:
+            are_numbers = all(value is None or isinstance(value, int | float) for value in values)
+            return f"{name} ({values[0]}, not {values[1]})" if are_numbers else name
+    return None
+
+
+def _num_tokens(what: str, data: bytes) -> int:
+    """How many token ids `data` holds. Raises RequestError if that is no whole number."""
+    if len(data) % 4:
+        raise RequestError(f"{what} must be u32 token ids, got {len(data)} bytes, which is not a multiple of 4")
+    return len(data) // 4

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from vllm_lite.engine.block_pool import NULL_BLOCK
 from vllm_lite.engine.kv_cache_manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.swapping import num_held
 from vllm_lite.protocol import api
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def describe(scheduler: "Scheduler", request_ids: tuple[str, ...], now_s: float) -> api.Descriptions:
     """Those of the requests that live."""
-    found = [scheduler.requests.get(request_id) for request_id in request_ids]
+    found = [scheduler.requests.get(request_id) for request_id in dict.fromkeys(request_ids)]
     known = [request for request in found if request is not None and request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
@@ -28,7 +29,7 @@ def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], n
         request_id=request.request_id,
         admission=_admission(scheduler, first, places),
         samples=[_sample(sequence, places) for sequence in request.sequences],
-        num_unborn=request.num_unborn,
+        num_unborn=len(request.unborn),
         num_prompt=request.num_prompt,
         num_cached=request.num_cached_at_start or 0,
         num_preemptions=request.num_preemptions,
@@ -45,26 +46,23 @@ def _sample(sequence: Sequence, places: dict[int, int]) -> api.SampleState:
         place=places.get(id(sequence)),
         num_computed=sequence.num_computed,
         num_output=sequence.num_output,
-        num_blocks=_num_blocks(sequence),
-        num_host_blocks=sum(block_id != NULL_BLOCK for ids in sequence.host_ids or () for block_id in ids),
+        num_blocks=num_held(sequence),
+        num_host_blocks=sum(len(ids) - ids.count(NULL_BLOCK) for ids in sequence.host_ids or ()),
     )
-
-
-def _num_blocks(sequence: Sequence) -> int:
-    return sum(block_id != NULL_BLOCK for table in sequence.tables for block_id in table.ids)
 
 
 def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int]) -> api.Admission:
     kv = scheduler.kv
     if sequence.status is Status.RUNNING:
         pool = kv.pool
-        held = _num_blocks(sequence)
+        held = num_held(sequence)
         return api.Admission("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
     chunk = scheduler.options.max_num_batched_tokens
-    if sequence.status is Status.SWAPPED:
+    if sequence.host_ids is not None:
         found = kv.swap_in_admission(sequence, chunk)
     else:
-        is_hashed = len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
+        # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
+        is_hashed = not places[id(sequence)] and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
         hit = kv.find_cached(sequence) if is_hashed else PrefixHit([[] for _ in kv.groups], 0)
         found = kv.admission(sequence, hit, chunk)
     reason = _reason(scheduler, sequence, found, places[id(sequence)])
@@ -82,8 +80,9 @@ def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place:
     if len(scheduler.running) >= options.max_num_seqs:
         return "waits_for_seat"
     if found.verdict is not Verdict.OK:
-        fits = found.free - found.required >= found.watermark
-        return "waits_for_swap" if fits else "waits_for_blocks"
+        return "waits_for_blocks"
+    if sequence.host_ids is not None and num_held(sequence):
+        return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens
     is_full = scheduler.step_awaited > 0 and scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
     return "waits_for_budget" if is_full else "waits_for_step"

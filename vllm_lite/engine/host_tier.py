@@ -36,15 +36,22 @@ class HostTier:
         """Last first: a sequence's tail is dropped before its beginning."""
         self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Their content is not to be found any more; whoever holds such a block keeps it."""
-        found = [self.pool.get_cached_block(key) for key in keys]
-        self.pool.forget([block_id for block_id in found if block_id is not None])
+    def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
+        """Places for at most `limit` cached blocks that the device drops, as (key, global id), while there is room.
 
-    def demote(self, key: bytes) -> int | None:
-        """A place for a cached block that the device drops, or None if there is none or it is here already."""
-        if self.pool.num_free == 0 or self.pool.get_cached_block(key) is not None:
-            return None
-        ids = self.new_blocks([key])
-        self.unpin(ids)
-        return ids[0]
+        The first come first, and are dropped last. What is here already takes no place, and counts as newly used.
+        """
+        places: list[tuple[bytes, int]] = []
+        kept = []
+        for key in keys:
+            host_id = self.find(key)
+            if host_id is not None:
+                self.pin((host_id,))
+            elif len(places) < limit and self.pool.num_free:
+                (host_id,) = self.new_blocks((key,))
+                places.append((key, host_id))
+            else:
+                break
+            kept.append(host_id)
+        self.unpin(kept)
+        return places

@@ -6,7 +6,7 @@ down.
 
 Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
 null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; the host's
-pinned blocks are those of swapped sequences; nobody who waits holds device blocks.
+pinned blocks are those of parked sequences; of those who wait only these hold device blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ from vllm_lite.engine.block_table import BlockTable
 from vllm_lite.engine.host_tier import HostTier
 from vllm_lite.engine.kv_groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.prefix_hash import PrefixHasher
-from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.step import BlockOp
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.swapping import Place, Swapping, num_held
 
 
 class Verdict(Enum):
@@ -46,20 +46,22 @@ class PrefixHit(NamedTuple):
     num_tokens: int
 
 
+class Lookup(NamedTuple):
+    """What was found of a waiting sequence when it could not come in, so that not every step has to look again."""
+
+    admission: Admission
+    num_cached: int
+    next_keys: list[bytes]
+    """Per group, what the next block of the cached prefix would be found under."""
+    supply: int
+    """The pool's free blocks and those ever revived: admission lacks less only by as much as this grows."""
+
+
 class Growth(NamedTuple):
     """What a sequence got: new block ids per group ([] if none), and shared blocks (group, index, id) replaced."""
 
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
-
-
-class KVStats:
-    """Totals since the start, in blocks unless named otherwise."""
-
-    __slots__ = ("copied", "demoted", "promoted", "swapped_in", "swapped_out")
-
-    def __init__(self) -> None:
-        self.copied = self.demoted = self.promoted = self.swapped_in = self.swapped_out = 0
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:
@@ -95,13 +97,10 @@ class KVCacheManager:
         self.host = host
         self.block_size = hasher.block_size
         self.watermark_blocks = int(watermark * pool.num_blocks)
-        self.stats = KVStats()
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
         """Told of every logical block of a sequence that has become findable on the device."""
-        self._max_swap_blocks = max_swap_blocks_per_step
-        self._swap_budget = max_swap_blocks_per_step
-        self._block_ops: list[tuple[int, int, int]] = []
-        pool.on_evict = self._demote if host is not None else None
+        self._swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
+        self.stats = self._swapping.stats
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
@@ -113,12 +112,16 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """A step is about to be made: it may move blocks again."""
-        self._swap_budget = self._max_swap_blocks
+        self._swapping.begin_step()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the step being made moves or copies any block."""
+        return self._swapping.is_moving
 
     def take_block_ops(self) -> list[tuple[int, int, int]]:
         """The block program of the step that has been made; the next one starts empty."""
-        ops, self._block_ops = self._block_ops, []
-        return ops
+        return self._swapping.take_ops()
 
     # ---- coming in
 
@@ -136,14 +139,11 @@ class KVCacheManager:
             return PrefixHit([[] for _ in self.groups], 0)
         self._hash_tokens(sequence, sequence.num_tokens)
         hashes, found = sequence.block_hashes, dict[tuple[int, int], int | None]()
-        promotions = self._swap_budget
 
         def find(group: KVGroup, index: int) -> int | None:
-            nonlocal promotions
             place = (group.index, index)
             if place not in found:
-                found[place] = block_id = self._find(hashes[index] + group.key, promotions > 0)
-                promotions -= block_id is not None and block_id >= self.pool.num_blocks
+                found[place] = self._find(hashes[index] + group.key)
             return found[place]
 
         length = common_hit(self.groups, len(hashes), sequence.num_tokens, find)
@@ -163,39 +163,61 @@ class KVCacheManager:
             required += max(0, group.num_blocks(sequence.num_tokens, chunk) - in_use)
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
-    def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int) -> None:
+    def remember(self, sequence: Sequence, hit: PrefixHit, admission: Admission) -> None:
+        """Keep what was found of a sequence that goes on waiting."""
+        index = hit.num_tokens // self.block_size
+        keys = [
+            block_hash + group.key for block_hash in sequence.block_hashes[index : index + 1] for group in self.groups
+        ]
+        num_cached = min(hit.num_tokens, sequence.num_tokens - 1)
+        sequence.lookup = Lookup(admission, num_cached, keys, self._supply())
+
+    def recall(self, sequence: Sequence) -> Lookup | None:
+        """What was found of a waiting sequence, if looking again would find no more cached. Its verdict is OK if that
+        may be another one by now.
+
+        Blocks of its prefix that are referenced cost it nothing. When one of them is freed, `free` and what it needs
+        grow by one; when a free one is revived, both fall: only the supply, in which the two cancel out, can help.
+        """
+        known = sequence.lookup
+        if known is None or any(self._find(key) is not None for key in known.next_keys):
+            return None
+        _, required, free, watermark, _ = known.admission
+        gained = self._supply() - known.supply
+        if free + gained - required < watermark:
+            return known
+        return known._replace(admission=known.admission._replace(verdict=Verdict.OK))
+
+    def _supply(self) -> int:
+        return self.pool.num_free + self.pool.num_revived
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int, *, in_parts: bool = True) -> bool:
         """Share the hit, and allocate for all the tokens the sequence has; in a window for the first `num_tokens`.
 
         Call after a verdict of OK. On a hit of the whole sequence every block is shared and the last token alone is
-        computed again, for its logits; its KV is in the cache already and is not written.
+        computed again, for its logits; its KV is in the cache already and is not written. False: the hit lies on the
+        host and a step moves only so many blocks; the sequence is parked, and swap_in() goes on with it. Unless
+        `in_parts`, nothing is changed then.
         """
         position = min(hit.num_tokens, sequence.num_tokens - 1)
         first_host_id = self.pool.num_blocks
-        on_host = [block_id for ids in hit.tables for block_id in ids if block_id >= first_host_id]
+        num_on_host = sum(block_id >= first_host_id for ids in hit.tables for block_id in ids)
+        if not (in_parts or self._swapping.may_move(num_on_host)):
+            return False
         # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
-        self.pool.touch([block_id for ids in hit.tables for block_id in ids if block_id < first_host_id])
-        if self.host is not None:
-            self.host.pin(on_host)
         for group, table, ids in zip(self.groups, sequence.tables, hit.tables, strict=True):
-            for index, block_id in enumerate(ids):
-                known = block_id < first_host_id
-                table.ids.append(block_id if known else self._promote(sequence, group, index, block_id))
+            table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
             table.num_trimmed = min(group.first_needed(position), len(ids))
-        if self.host is not None:
-            self.host.unpin(on_host)
+        sequence.lookup = None
         sequence.num_computed = position
         sequence.num_cached = hit.num_tokens
         sequence.num_hashed_blocks = hit.num_tokens // self.block_size
-        self._extend(sequence, num_tokens)
-
-    def _promote(self, sequence: Sequence, group: KVGroup, index: int, host_id: int) -> int:
-        """A new device block that gets the content of a cached host block."""
-        (block_id,) = self.pool.get_new_blocks(1)
-        self._block_ops.append((BlockOp.SWAP_IN, host_id, block_id))
-        self._cache(sequence, group, index, block_id)
-        self._swap_budget -= 1
-        self.stats.promoted += 1
-        return block_id
+        host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in hit.tables]
+        if num_on_host:
+            self._swapping.park(sequence, host_ids)
+            return self.swap_in(sequence, num_tokens)
+        self._extend(sequence, num_tokens, [])
+        return True
 
     # ---- growing
 
@@ -220,19 +242,27 @@ class KVCacheManager:
         replaced = []
         for index in shared:
             src, dst = sequence.tables[index].copy_on_write(first_written)
-            self._block_ops.append((BlockOp.COPY, src, dst))
+            self._swapping.copy(src, dst)
             replaced.append((index, first_written, dst))
-            self.stats.copied += 1
         new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
         self._set_slots(sequence)
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
         return Growth(new_ids if any(new_ids) else [], replaced)
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            end = sequence.num_tokens if group.window is None else num_tokens
-            table.append(self._num_missing(table, end))
+    def _extend(self, sequence: Sequence, num_tokens: int, places: Seq[Place]) -> None:
+        """Allocate what the sequence lacks, and load `places`. All in one go: of the blocks that are evicted for it,
+        those are demoted that are worth most."""
+        missing = [
+            self._num_missing(table, sequence.num_tokens if group.window is None else num_tokens)
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        ]
+        ids = self.pool.get_new_blocks(len(places) + sum(missing))
+        at = len(places)
+        self._swapping.load(sequence, places, ids[:at])
+        for table, count in zip(sequence.tables, missing, strict=True):
+            table.ids += ids[at : at + count]
+            at += count
         self._set_slots(sequence)
 
     def _num_missing(self, table: BlockTable, num_tokens: int) -> int:
@@ -282,51 +312,25 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. Cached ones stay findable until they are reused, unless told to `forget` them."""
-        for table in sequence.tables:
-            if forget:
-                self.pool.forget(table.ids)
-            table.free()
-        if forget and self.host is not None:
+        if forget:  # also what others computed alike, and what is left of it where the sequence has moved away from
             hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
-            self.host.forget(block_hash + group.key for group in self.groups for block_hash in hashes)
-        if sequence.host_ids is not None and self.host is not None:
-            for ids in sequence.host_ids:
-                self.host.unpin([block_id for block_id in ids if block_id != NULL_BLOCK])
-            sequence.host_ids = None
+            keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
+            for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
+                pool.forget_contents(keys)
+        for table in sequence.tables:
+            table.free()
+        self._swapping.leave(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
         sequence.num_slots = 0 if self.groups else sequence.max_len
 
     # ---- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Move what the sequence has computed to the host and take its device blocks. False, and nothing is changed,
-        if the host has no room or the step has moved enough already."""
-        if self.host is None:
+        """Begin to move what the sequence has computed to the host. What the step may not move any more stays on the
+        device until it is reclaimed. False, and nothing is changed, if the host has no room or the step has moved
+        enough already."""
+        if not self._swapping.swap_out(sequence, [self._needed(group, sequence) for group in self.groups]):
             return False
-        plan: list[tuple[KVGroup, int, bytes | None, int | None]] = []
-        for group in self.groups:
-            for index in self._needed(group, sequence):
-                key = self._key(sequence, group, index)
-                plan.append((group, index, key, self.host.find(key) if key else None))
-        num_new = sum(found is None for *_, found in plan)
-        pinned = [found for *_, found in plan if found is not None]
-        revived = sum(self.host.pool.is_free(block_id - self.host.first_id) for block_id in pinned)
-        if num_new > self._swap_budget or num_new + revived > self.host.pool.num_free:
-            return False
-        self.host.pin(pinned)
-        new = iter(self.host.new_blocks([key for _, _, key, found in plan if found is None]))
-        host_ids: list[list[int]] = [[NULL_BLOCK] * self._needed(group, sequence).start for group in self.groups]
-        for group, index, _, found in plan:
-            host_id = found
-            if host_id is None:
-                host_id = next(new)
-                self._block_ops.append((BlockOp.SWAP_OUT, sequence.tables[group.index].ids[index], host_id))
-            host_ids[group.index].append(host_id)
-        self._swap_budget -= num_new
-        self.stats.swapped_out += num_new
-        for table in sequence.tables:
-            table.free()
-        sequence.host_ids = host_ids
         # A fork's last block may be full and shared while its last position is still to be computed: never written.
         held = -(-sequence.num_computed // self.block_size) * self.block_size
         sequence.num_cached = max(sequence.num_computed, min(sequence.num_cached, held))
@@ -334,70 +338,39 @@ class KVCacheManager:
         sequence.num_slots = 0
         return True
 
+    def reclaim(self, keep: Sequence | None = None) -> bool:
+        """Take device blocks of a parked sequence other than `keep`: to the host, or if that is not possible now they
+        are given up and all of it has to be computed again. False if there are none."""
+        sequence = self._swapping.holder(keep)
+        if sequence is None:
+            return False
+        if not self._swapping.take_from(sequence):
+            self.release(sequence)
+            if sequence.status is Status.SWAPPED:
+                sequence.status = Status.PREEMPTED
+        return True
+
     def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
-        """May a swapped sequence come back? OK also asks that this step has not moved enough blocks already."""
-        required = self.num_blocks(sequence.num_tokens, chunk)
-        verdict = admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
-        moved = sum(len(ids) for ids in sequence.host_ids or ())
-        if verdict.verdict is Verdict.OK and moved > self._swap_budget and self._swap_budget < self._max_swap_blocks:
-            return verdict._replace(verdict=Verdict.LATER)
-        return verdict
+        """May a parked sequence come in?"""
+        required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
+        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
-    def swap_in(self, sequence: Sequence, num_tokens: int) -> None:
-        """Bring back what swap_out() moved, and make room for what comes next. Call after a verdict of OK."""
-        if self.host is None or sequence.host_ids is None:
-            raise RuntimeError(f"{sequence} is not swapped")
-        found = self._still_on_device(sequence)
-        for group, table, host_ids in zip(self.groups, sequence.tables, sequence.host_ids, strict=True):
-            for index, host_id in enumerate(host_ids):
-                block_id = found.get((group.index, index))
-                if host_id == NULL_BLOCK:
-                    table.num_trimmed += 1
-                    block_id = NULL_BLOCK
-                table.ids.append(self._load(sequence, group, index, host_id) if block_id is None else block_id)
-            self.host.unpin([host_id for host_id in host_ids if host_id != NULL_BLOCK])
-        sequence.host_ids = None
-        self._extend(sequence, num_tokens)
-
-    def _still_on_device(self, sequence: Sequence) -> dict[tuple[int, int], int]:
-        """Blocks of a swapped sequence that need no loading, by (group, logical block); each is held from now on."""
-        found = {}
-        for group in self.groups:
-            for index in self._needed(group, sequence):
-                key = self._key(sequence, group, index)
-                block_id = self.pool.get_cached_block(key) if key else None
-                if block_id is not None:
-                    found[group.index, index] = block_id
-        self.pool.touch(list(found.values()))
-        return found
-
-    def _load(self, sequence: Sequence, group: KVGroup, index: int, host_id: int) -> int:
-        """A new device block that gets what was swapped out."""
-        (block_id,) = self.pool.get_new_blocks(1)
-        self._block_ops.append((BlockOp.SWAP_IN, host_id, block_id))
-        self._swap_budget -= 1
-        self.stats.swapped_in += 1
-        if index < sequence.num_hashed_blocks:
-            self._cache(sequence, group, index, block_id)
-        return block_id
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """Load what a parked sequence has on the host, as much as the step may move, and make room for what comes next.
+        Call after a verdict of OK. False: it stays parked, and the next step goes on; unless `in_parts`, nothing is
+        changed then."""
+        places, is_all = self._swapping.next_in(sequence, in_parts=in_parts)
+        if not is_all:
+            self._swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
+            return False
+        self._extend(sequence, num_tokens, places)
+        self._swapping.leave(sequence)
+        return True
 
     def _needed(self, group: KVGroup, sequence: Sequence) -> range:
         """Logical blocks that hold KV which later positions read."""
         last = -(-sequence.num_computed // self.block_size)
         return range(min(group.first_needed(sequence.num_computed), last), last)
-
-    def _key(self, sequence: Sequence, group: KVGroup, index: int) -> bytes | None:
-        return sequence.block_hashes[index] + group.key if index < sequence.num_hashed_blocks else None
-
-    def _demote(self, block_id: int, key: bytes) -> None:
-        """The device is about to reuse a cached block: keep its content on the host if there is room."""
-        if self.host is None or self._swap_budget <= 0:
-            return
-        host_id = self.host.demote(key)
-        if host_id is not None:
-            self._block_ops.append((BlockOp.SWAP_OUT, block_id, host_id))
-            self._swap_budget -= 1
-            self.stats.demoted += 1
 
     # ---- inside
 
@@ -406,11 +379,9 @@ class KVCacheManager:
         if self.on_store is not None:
             self.on_store(sequence, group, index)
 
-    def _find(self, key: bytes, may_promote: bool) -> int | None:
+    def _find(self, key: bytes) -> int | None:
         block_id = self.pool.get_cached_block(key)
-        if block_id is None and self.host is not None and may_promote:
-            return self.host.find(key)
-        return block_id
+        return self.host.find(key) if block_id is None and self.host is not None else block_id
 
     def _hash_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         if num_tokens // self.block_size > len(sequence.block_hashes):
@@ -426,7 +397,4 @@ class KVCacheManager:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
                     raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
-        if self.host is not None:
-            first = self.host.first_id
-            pinned = [ids for sequence in sequences if sequence.host_ids for ids in sequence.host_ids]
-            self.host.pool.check_integrity([[i - first for i in ids if i != NULL_BLOCK] for ids in pinned])
+        self._swapping.check_integrity(sequences)

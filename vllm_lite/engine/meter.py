@@ -8,6 +8,7 @@ they share evenly the time since the results before them, or, if none were under
 from collections.abc import Sequence as Seq
 
 from vllm_lite.engine.kv_cache_manager import KVCacheManager, PrefixHit
+from vllm_lite.engine.plan import Counters
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.metrics import FIRST_TOKEN_S, REQUEST_S, SAMPLES, STEP_TOKENS, TOKEN_S, Histogram, one_two_five
@@ -18,8 +19,8 @@ from vllm_lite.protocol.api import FinishReason
 class Meter:
     """Totals since the start. `now_s` is the time of what is being told."""
 
-    def __init__(self, kv: KVCacheManager, max_len: int) -> None:
-        """No sequence is longer than `max_len`."""
+    def __init__(self, kv: KVCacheManager, max_len: int, counters: Counters) -> None:
+        """No sequence is longer than `max_len`; `counters` are the scheduler's."""
         self.now_s = 0.0
         self.ended_by: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.cache_queries = self.host_queries = self.host_hits = 0
@@ -34,10 +35,16 @@ class Meter:
         )
         self.prompt_tokens, self.output_tokens, self.max_tokens = (Histogram(one_two_five(max_len)) for _ in range(3))
         self.samples = Histogram(SAMPLES)
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.step_tokens, self.gained_tokens = Histogram(STEP_TOKENS), Histogram(STEP_TOKENS)
+        """Of each step, the tokens that it was given; of each that gave some, those tokens, with the prompt of every
+        request whose first was among them: the sum is that of all prompts and outputs."""
         self._kv = kv
-        self._turn: list[Seq[Sequence]] = []
-        """Of each step since the last turn, the sequences that got tokens."""
+        self._counters = counters
+        self._num_counted = counters.generated_tokens
+        self._num_begun = 0
+        """Prompt tokens of requests whose first token is not in `gained_tokens` yet."""
+        self._turn: list[tuple[Seq[Sequence], int]] = []
+        """Of each step since the last turn, the sequences that got tokens, and how many these were."""
         self._turn_s = self._from_s = 0.0
         """When its results came, and when the first of its steps began to run."""
         self._last: Seq[Sequence] = []
@@ -48,8 +55,9 @@ class Meter:
     def admitted(self, sequence: Sequence, hit: PrefixHit) -> None:
         """It comes in from the queue with what was found of it, maybe not for the first time."""
         request = sequence.request
-        if request.admitted_s is None:
-            request.admitted_s = self.now_s
+        if request.admitted_s is not None:
+            return
+        request.admitted_s = self.now_s
         kv = self._kv
         if request.num_cached_at_start is not None or sequence.unscored or not kv.pool.enable_caching:
             return
@@ -96,6 +104,8 @@ class Meter:
         if request.first_token_s is None:
             request.first_token_s = now_s
             self.first_token_s.observe(now_s - request.queued_s)
+            if request.num_cached_at_start != request.num_prompt:  # a fork's prompt was its parent's
+                self._num_begun += request.num_prompt
 
     # ---- steps
 
@@ -111,7 +121,8 @@ class Meter:
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
-        self._turn.append(sampling)
+        before, self._num_counted = self._num_counted, self._counters.generated_tokens
+        self._turn.append((sampling, self._num_counted - before))
         self._turn_s = self.now_s
 
     def turn(self, now_s: float, *, idle: bool = False) -> None:
@@ -119,9 +130,12 @@ class Meter:
         self.now_s = now_s
         if self._turn:
             step_s = (self._turn_s - self._from_s) / len(self._turn)
-            for number, got in enumerate(self._turn, 1):
+            for number, (got, num_gained) in enumerate(self._turn, 1):
                 if got:
                     self._got(got, self._from_s + number * step_s)
+                if num_gained:
+                    self.gained_tokens.observe(num_gained + self._num_begun)
+                    self._num_begun = 0
             self._turn, self._from_s = [], self._turn_s
         if idle:
             self._from_s = now_s

@@ -1,7 +1,6 @@
 """Why the scheduler decided as it did: a code per decision, with its numbers. Without a listener nothing is made."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 
 from vllm_lite.engine.kv_cache_manager import Admission
 from vllm_lite.engine.sequence import Sequence
@@ -35,10 +34,10 @@ def waits_for_budget(note: Note | None, sequence: Sequence, budget: int) -> None
         note("waits_for_budget", sequence, {"budget": budget})
 
 
-def queue_waits(note: Note | None, waiting: Seq[Sequence], budget: int, max_num_seqs: int) -> None:
-    """The step has no seat or no budget left for whoever is first in the queue."""
-    if note is not None and waiting:
+def queue_waits(note: Note | None, sequence: Sequence, budget: int, max_num_seqs: int) -> None:
+    """The step has no seat or no budget left for the sequence whose turn it would be."""
+    if note is not None:
         if budget > 0:
-            note("waits_for_seat", waiting[0], {"seats": max_num_seqs})
+            note("waits_for_seat", sequence, {"seats": max_num_seqs})
         else:
-            waits_for_budget(note, waiting[0], budget)
+            waits_for_budget(note, sequence, budget)

@@ -80,15 +80,46 @@ class Handles:
 
 
 class Plan:
-    """The step that is being made."""
+    """The step that is being made.
 
-    __slots__ = ("budget", "entries", "prefilled", "sampling")
+    budget         tokens that are left of it
+    room           as many of them are for others than the first prompt under way
+    shortest       what the shortest of those others lacks, if one is left: no newcomer that lacks as much is cut
+    prompts        running sequences that lack more than one token
+    born           samples of the prompts that it completes; each gets its first token from it, too, if it can
+    draftable      sequences that got one token, with the places of their entries, and may guess more
+    is_cut         the waiting sequence looked at last does not come in because it would be cut
+    num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
+    """
+
+    __slots__ = (
+        "born",
+        "budget",
+        "draftable",
+        "entries",
+        "is_cut",
+        "num_looked_up",
+        "num_preempted",
+        "prompts",
+        "room",
+        "sampling",
+        "shortest",
+    )
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.budget = self.room = budget
+        self.shortest: int | None = None
+        self.is_cut = False
         self.entries: list[Entry] = []
         self.sampling: list[Sequence] = []
-        self.prefilled: list[Sequence] = []
+        self.prompts: list[Sequence] = []
+        self.born: list[Sequence] = []
+        self.draftable: list[tuple[int, Sequence]] = []
+        self.num_looked_up = self.num_preempted = 0
+
+    def take(self, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        self.room = max(0, self.room - num_tokens)
 
 
 def prefers_swap(mode: str, rates: Rates, kv: KVCacheManager, victim: Sequence) -> bool:

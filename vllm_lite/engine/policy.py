@@ -1,10 +1,13 @@
 """Who is served next, who gives way, how much a step may compute: policies, and the guard that checks them.
 
-A policy is a class with any of these three methods (what it lacks is first come, first served). It may read the
-sequences it is given and must not change them:
+A policy is a class with any of these methods (what it lacks is first come, first served). It may read the sequences it
+is given and must not change them:
 
-    order(self, waiting, view) -> the same sequences, in the order in which to admit them
-    victim(self, candidates, view) -> the running sequence to preempt; the last candidate came last
+    key(self, sequence) -> a tuple of numbers that never changes for a sequence: lower is served first and gives way
+        last, equal ones are served as they came. The cheap way: O(log n) when a sequence enters or leaves the queue
+    order(self, sequences, view) -> the same sequences, in the order in which to serve them. Asked in every step for
+        those that run, and for all that wait: O(n)
+    victim(self, candidates, view) -> the running sequence to preempt; without it the last of them by the order
     budget(self, view) -> tokens of the next step, 1 to view.max_num_batched_tokens
     charged(self, sequence, num_tokens) -> None, told of every token that a step computes
 
@@ -12,14 +15,14 @@ sequences it is given and must not change them:
 scheduler goes on with first come, first served and says so.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from heapq import heapify, heappop, heapreplace
 from importlib import import_module
+from math import isnan
 from typing import Any, NamedTuple
 
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.waiting_queue import FairQueue, Key, SortedQueue, WaitingQueue
 from vllm_lite.errors import ConfigError
 
 
@@ -33,80 +36,41 @@ class View(NamedTuple):
     max_num_batched_tokens: int
 
 
+def arrival_key(sequence: Sequence) -> Key:
+    return (sequence.request.arrival, sequence.index)
+
+
 class Fcfs:
-    """First come, first served; who came last gives way."""
+    """First come, first served; the sequence that came last gives way."""
 
 
 class Priority:
     """Lower `priority` first, then first come; the highest number that came last gives way."""
 
-    @staticmethod
-    def _key(sequence: Sequence) -> tuple[int, int, int]:
-        return (sequence.request.params.priority, sequence.request.arrival, sequence.index)
-
-    def order(self, waiting: Seq[Sequence], view: View) -> Seq[Sequence]:  # noqa: ARG002
-        return sorted(waiting, key=self._key)
-
-    def victim(self, candidates: Seq[Sequence], view: View) -> Sequence:  # noqa: ARG002
-        return max(candidates, key=self._key)
+    def key(self, sequence: Sequence) -> Key:
+        return (sequence.request.params.priority,)
 
 
 class Deadline:
-    """The earliest deadline first; who has most time, or no deadline, gives way."""
+    """The earliest deadline first; the sequence with most time, or without a deadline, gives way."""
 
-    @staticmethod
-    def _key(sequence: Sequence) -> tuple[float, int, int]:
+    def key(self, sequence: Sequence) -> Key:
         deadline_s = sequence.request.deadline_s
-        return (float("inf") if deadline_s is None else deadline_s, sequence.request.arrival, sequence.index)
-
-    def order(self, waiting: Seq[Sequence], view: View) -> Seq[Sequence]:  # noqa: ARG002
-        return sorted(waiting, key=self._key)
-
-    def victim(self, candidates: Seq[Sequence], view: View) -> Sequence:  # noqa: ARG002
-        return max(candidates, key=self._key)
+        return (float("inf") if deadline_s is None else deadline_s,)
 
 
 class Fair:
-    """Deficit round robin between tenants (`user`): what a tenant's sequences compute is taken from its deficit, every
-    round gives all tenants the same again, and whoever has most is served. Nobody's share grows by asking more.
-
-    A tenant counts as long as it was seen in the last two steps, waiting or running; who wants nothing saves nothing up
-    and forgets debts.
-    """
+    """Fair shares of tokens between tenants (`user`): the tenant that was served least comes first, and nobody's share
+    grows by asking more. FairQueue says who counts, and from when."""
 
     def __init__(self) -> None:
-        self.deficits: dict[str | None, float] = defaultdict(float)
-        self._seen: dict[str | None, int] = {}
-        self._view: View | None = None
-        self._step = 0
+        self.queue = FairQueue(arrival_key)
 
-    def order(self, waiting: Seq[Sequence], view: View) -> Seq[Sequence]:
-        if view is not self._view:  # one view a step: running and waiting sequences are ordered with the same one
-            self._view, self._step = view, self._step + 1
-        queues: dict[str | None, deque[Sequence]] = {}
-        for sequence in waiting:
-            queues.setdefault(sequence.request.params.user, deque()).append(sequence)
-        self._seen |= dict.fromkeys(queues, self._step)
-        self._seen = {tenant: step for tenant, step in self._seen.items() if step >= self._step - 2}
-        most = max((self.deficits[tenant] for tenant in self._seen), default=0.0)
-        # As many rounds as it takes until somebody owes nothing.
-        self.deficits = defaultdict(float, {tenant: self.deficits[tenant] - most for tenant in self._seen})
-        left = [(-self.deficits[tenant], place, tenant) for place, tenant in enumerate(queues)]
-        heapify(left)
-        ordered = []
-        while left:
-            owes, place, tenant = left[0]
-            ordered.append(queues[tenant].popleft())
-            if queues[tenant]:
-                heapreplace(left, (owes + ordered[-1].num_tokens, place, tenant))
-            else:
-                heappop(left)
-        return ordered
+    def order(self, sequences: Seq[Sequence], view: View) -> Seq[Sequence]:  # noqa: ARG002
+        return sorted(sequences, key=lambda each: (self.queue.served(each.request.params.user), *arrival_key(each)))
 
     def charged(self, sequence: Sequence, num_tokens: int) -> None:
-        tenant = sequence.request.params.user
-        self.deficits[tenant] -= num_tokens
-        self._seen[tenant] = self._step
+        self.queue.charge(sequence, num_tokens)
 
 
 BUILT_IN: dict[str, type] = {"fcfs": Fcfs, "priority": Priority, "deadline": Deadline, "fair": Fair}
@@ -126,25 +90,66 @@ def load(name: str) -> Any:
 
 
 class GuardedPolicy:
-    """A policy whose answers are checked. `on_fault(what)` is called once, when it is replaced by fcfs."""
+    """A policy whose answers are checked, and the queue that it sorts. `on_fault(what)` is called once, when it is
+    replaced by fcfs."""
 
     def __init__(self, policy: Any, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
+        self.queue: WaitingQueue = SortedQueue(arrival_key)
         self._use(policy)
 
     def _use(self, policy: Any) -> None:
-        self.order_by = getattr(policy, "order", None)
+        self._key = getattr(policy, "key", None)
+        self._order = getattr(policy, "order", None)
         self.choose_victim = getattr(policy, "victim", None)
         self.choose_budget = getattr(policy, "budget", None)
         self.charged = getattr(policy, "charged", None)
+        waiting = list(self.queue)
+        self.queue = policy.queue if isinstance(policy, Fair) else SortedQueue(self._checked_key)
+        for sequence in waiting:
+            self.queue.add(sequence)
 
-    def order(self, waiting: Seq[Sequence], view: View) -> Seq[Sequence]:
-        ordered = self._ask(self.order_by, list(waiting), view)
-        if ordered is not None and _is_permutation(ordered, waiting):
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
+        queue = self.queue
+        queue.add(sequence)
+        if self.queue is not queue:  # its key was at fault, so that the queue is another one now
+            self.queue.add(sequence)
+
+    def waiting(self, view: View) -> Iterable[Sequence]:
+        """Those that wait, in the order in which to admit them."""
+        if self._order is None or isinstance(self.queue, FairQueue):
+            return self.queue
+        return self._ordered(list(self.queue), view)
+
+    def sorted_running(self, running: list[Sequence], view: View) -> list[Sequence]:
+        """Those that run, in the order in which to serve them."""
+        if self._order is not None:
+            return self._ordered(running, view)
+        if self._key is not None:
+            running.sort(key=self._checked_key)
+        return running
+
+    def may_pass(self, sequence: Sequence, blocked: Sequence) -> bool:
+        """Whether `sequence` may come in before `blocked`, which cannot yet: only if nothing but arrival parts them."""
+        return self._key is None or self._checked_key(sequence)[:-2] == self._checked_key(blocked)[:-2]
+
+    def _checked_key(self, sequence: Sequence) -> Key:
+        if self._key is not None:
+            key = self._ask(self._key, sequence)
+            if isinstance(key, tuple) and all(isinstance(part, int | float) and not isnan(part) for part in key):
+                return key + arrival_key(sequence)
+            if self._key is not None:
+                self._fault(f"key() must return a tuple of numbers, got {key!r}")
+        return arrival_key(sequence)
+
+    def _ordered(self, sequences: list[Sequence], view: View) -> list[Sequence]:
+        ordered = self._ask(self._order, list(sequences), view)
+        if ordered is not None and _is_permutation(ordered, sequences):
             return list(ordered)
-        if self.order_by is not None:
+        if self._order is not None:
             self._fault("order() must return the sequences it was given, each once")
-        return waiting
+        return sequences
 
     def victim(self, candidates: Seq[Sequence], view: View) -> Sequence:
         victim = self._ask(self.choose_victim, list(candidates), view)
@@ -175,7 +180,7 @@ class GuardedPolicy:
             return None
 
     def _fault(self, what: str) -> None:
-        if self.order_by or self.choose_victim or self.choose_budget or self.charged:
+        if self._key or self._order or self.choose_victim or self.choose_budget or self.charged:
             self._use(Fcfs())
             self._on_fault(what)
 

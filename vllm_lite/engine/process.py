@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.kv_events import KVEventStream
 from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.multiproc import MultiprocExecutor
@@ -146,17 +148,7 @@ class EngineProcess:
         try:
             while not self._stop.is_set():
                 watched.poll(self._patience_ms(core))
-                for peer, message in self._port.receive():
-                    self._handle(core, peer, message)
-                produced = core.expire()
-                # All there are: with the last of them out of the socket, nothing would end the next wait early.
-                while (output := executor.poll()) is not None:
-                    produced += core.finish(output)
-                try:
-                    while core.begin():  # before the clients are told: workers should not wait for that
-                        pass
-                finally:
-                    self._publish(core, produced)
+                self._turn(core, executor)
                 if events is not None:
                     events.turn(time.time())
         except (EngineDeadError, ProtocolError) as error:
@@ -170,6 +162,21 @@ class EngineProcess:
         self._abort_all(core)
         return 0
 
+    def _turn(self, core: EngineCore, executor: Executor) -> None:
+        """Read, compute, answer. What clients' messages cost a turn is bounded; what is left of them ends the next wait
+        at once."""
+        for peer, message in self._port.receive():
+            self._handle(core, peer, message)
+        produced = core.expire()
+        # All there are: with the last of them out of the socket, nothing would end the next wait early.
+        while (output := executor.poll()) is not None:
+            produced += core.finish(output)
+        try:
+            while core.begin():  # before the clients are told: workers should not wait for that
+                pass
+        finally:
+            self._publish(core, produced)
+
     def _patience_ms(self, core: EngineCore) -> int:
         """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
         if self._port.gathers():
@@ -182,7 +189,9 @@ class EngineProcess:
         elif isinstance(message, ForkRequest):
             self._fork(core, peer, message)
         elif isinstance(message, Abort):
-            self._abort(core, message.request_id, stopped=message.stopped)
+            request = core.scheduler.requests.get(message.request_id)
+            if request is not None and request.client == peer:  # who lost it to another client does not end it there
+                self._abort(core, request, message.samples, stopped=message.stopped)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
@@ -199,6 +208,10 @@ class EngineProcess:
             core.meter.rejected += 1
             self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
+        if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
+            start = accepted.request.sequences[0].num_output
+            reason = f"another client took over request {message.request_id!r} by sending it again"
+            self._port.push(accepted.replaced, Finished(message.request_id, start, [], "error", error=reason))
         if accepted.resend:
             self._port.push(peer, Tokens(message.request_id, message.have, accepted.resend))
         if accepted.done is not None:
@@ -211,14 +224,10 @@ class EngineProcess:
             core.meter.rejected += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
-    def _abort(self, core: EngineCore, request_id: str, *, stopped: bool = False) -> None:
-        """Every sample that has not ended gets its terminal message."""
-        request = core.scheduler.requests.get(request_id)
-        if request is None:
-            return
-        for index, start in request.open_samples():
-            self._port.push(request.client, Finished(request_id, start, [], "abort", index=index))
-        core.abort(request_id, stopped=stopped)
+    def _abort(self, core: EngineCore, request: Request, samples: Seq[int] = (), *, stopped: bool = False) -> None:
+        """Every sample that ends by this gets its terminal message."""
+        for index, start in core.abort(request.request_id, samples, stopped=stopped):
+            self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
@@ -238,8 +247,8 @@ class EngineProcess:
 
     def _abort_all(self, core: EngineCore) -> None:
         """Exactly one terminal message for every unfinished request."""
-        for request_id in list(core.scheduler.requests):
-            self._abort(core, request_id)
+        for request in list(core.scheduler.requests.values()):
+            self._abort(core, request)
         self._port.flush(time.monotonic(), at_once=True)
 
 

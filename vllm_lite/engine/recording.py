@@ -24,6 +24,8 @@ from vllm_lite.trace.writer import TraceWriter
 FLUSH_S = 1.0
 """At most this much of the trace is lost when the engine is killed."""
 MAX_FAULT_CHARS = 200
+MAX_WAITS = 1024
+"""Waiting sequences whose last reason is kept, to give it once."""
 
 _encode = msgspec.msgpack.Encoder().encode
 logger = log.get(__name__)
@@ -61,7 +63,7 @@ class Reasons:
     def __init__(self, scheduler: Scheduler) -> None:
         self._requests = scheduler.requests
         self._notes: list[Note] = []
-        self._last_wait: Note | None = None
+        self._last_waits: dict[tuple[int, int], Note] = {}
         self.faults: list[str] = []
 
     def add(self, code: str, sequence: Sequence | None, numbers: dict[str, int | str]) -> None:
@@ -73,9 +75,12 @@ class Reasons:
         note: Note = [kind, sequence.request.arrival, sequence.index]
         note += [self._number(name, numbers[name]) for name in FIELDS[kind]]
         if kind in WAITS:
-            if note == self._last_wait:
+            sample = sequence.request.arrival, sequence.index
+            if self._last_waits.get(sample) == note:
                 return
-            self._last_wait = note
+            if len(self._last_waits) >= MAX_WAITS:
+                self._last_waits.clear()
+            self._last_waits[sample] = note
         self._notes.append(note)
 
     def ends(self, produced: list[Produced]) -> list[Note]:
@@ -170,8 +175,8 @@ class Recorder:
     def forked(self, parent: Request, child: Request, now_s: float) -> None:
         self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
 
-    def aborted(self, request: Request, now_s: float) -> None:
-        self._write(records.Aborted(request.arrival, now_s))
+    def aborted(self, request: Request, samples: Seq[int], now_s: float) -> None:
+        self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
 
     def expired(self, produced: list[Produced], now_s: float) -> None:
         if produced:

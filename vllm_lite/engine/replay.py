@@ -148,7 +148,9 @@ class Replay:
             case records.Forked():
                 self._fork(record)
             case records.Aborted():
-                scheduler.abort(self._ids[record.number])
+                self._hasher.give(record.hashes)
+                branching.end_samples(scheduler, scheduler.requests[self._ids[record.number]], record.samples, "abort")
+                self._hasher.check_used_up()
             case records.Expired():
                 self._expire(record)
             case records.CacheReset():

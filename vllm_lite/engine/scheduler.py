@@ -1,16 +1,20 @@
 """The scheduler: what every step computes. Sockets, tensors and text may not enter here, nor a clock: time is given.
 
 There are no phases. A sequence's `num_computed` chases its tokens, and a step gives each sequence a number of them:
-a whole prompt, a chunk of it, one decode token, one and some drafts. Running sequences come first, then waiting ones
-while the token budget lasts. When blocks run out somebody gives way: to the host, or to be computed again.
+a whole prompt, a chunk of it, one decode token, one and some drafts. Running sequences that lack one token get it
+first, so that no stream stops for a prompt. Of what is left, the prompt that is under way longest has half, and also
+what shorter prompts and newcomers leave of the other half. Drafts take what nobody else wants, in equal parts. When
+blocks run out somebody gives way: to the host, or to be computed again.
 
 Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`.
 """
 
 from collections import deque
+from collections.abc import Callable
+from itertools import zip_longest
 
 from vllm_lite.engine import branching, notes
-from vllm_lite.engine.kv_cache_manager import Growth, KVCacheManager, Verdict
+from vllm_lite.engine.kv_cache_manager import Admission, Growth, KVCacheManager, Verdict
 from vllm_lite.engine.meter import Meter
 from vllm_lite.engine.notes import Note
 from vllm_lite.engine.plan import Counters, Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
@@ -19,6 +23,7 @@ from vllm_lite.engine.prompt_scores import PromptScores
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.stop import check_stop
+from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.step import (
@@ -35,6 +40,13 @@ from vllm_lite.protocol.step import (
     SchedulerOutput,
 )
 
+MAX_PASSED = 32
+"""So many may be admitted before a sequence that came earlier and does not fit yet; then nobody passes it any more."""
+MAX_BLOCKED = 16
+"""A step looks no further behind so many that do not fit, ..."""
+MAX_LOOKED_UP_TOKENS = 32_768
+"""... or once it has looked up so many tokens in the prefix cache in vain."""
+
 
 class Scheduler:
     """Owns every unfinished request and, through the KV manager, every block."""
@@ -46,6 +58,8 @@ class Scheduler:
         self.options = options
         self.policy = GuardedPolicy(policy or Fcfs(), self._policy_fault)
         self.note = note
+        self.on_policy_fault: Callable[[str], None] | None = None
+        """Called once, with what was wrong, when the policy is replaced by first come, first served."""
         self.step = 0
         self.num_scheduled_tokens = 0
         """Of the latest step, drafts included."""
@@ -53,11 +67,10 @@ class Scheduler:
         if not options.chunked_prefill:  # a sequence comes in whole, however often it is preempted
             longest = min(longest, options.max_num_batched_tokens)
         self.max_len = kv.max_tokens(longest, options.max_num_batched_tokens)
-        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}
         self.counters = Counters()
-        self.meter = Meter(kv, self.max_len)
+        self.meter = Meter(kv, self.max_len, self.counters)
         self.num_arrived = 0
         self.rates = Rates()
         self._sent: deque[Sent] = deque()
@@ -66,6 +79,10 @@ class Scheduler:
         self._hurried: dict[str, Request] = {}  # those with a deadline
         self._prompt_scores = PromptScores()
         self._handles = Handles()
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.policy.queue
 
     # ---- requests come and go
 
@@ -78,13 +95,11 @@ class Scheduler:
                 f"{self.max_len} ({self.kv.pool.num_usable} blocks of {self.kv.block_size}, "
                 f"{self.kv.watermark_blocks} kept free)"
             )
-        if request.beam is not None and request.beam.width > self.options.max_num_seqs:
-            raise RequestError(
-                f"beam search over {request.beam.width} beams, but max_num_seqs is {self.options.max_num_seqs}"
-            )
+        if request.beam is not None:
+            branching.check_beams(self, request)
         self.kv.register(sequence, request.extra_keys)
         self.enter(request)
-        self.waiting.append(sequence)
+        self.wait(sequence)
 
     def enter(self, request: Request) -> None:
         """Put a request on the books; its sequences are queued by the caller."""
@@ -142,18 +157,18 @@ class Scheduler:
         if self.policy.choose_budget is not None and self.options.chunked_prefill:  # else prompts cannot be cut to it
             budget = self.policy.budget(view)
         plan = Plan(budget)
-        num_preempted = self.counters.preemptions
-        if self.policy.order_by is not None and len(self.running) > 1:
-            self.running = list(self.policy.order(self.running, view))
-        self._schedule_running(plan, view)
-        if self.waiting and self.counters.preemptions == num_preempted:
-            self._schedule_waiting(plan, view)
-        while plan.budget == budget and not self._sent and self.running and self.waiting:
+        self.running = self.policy.sorted_running(self.running, view)
+        self._schedule_decodes(plan, view)
+        self._schedule_prompts(plan, view)
+        if plan.draftable:
+            self._add_drafts(plan)
+        while plan.budget == budget and not (self._sent or self.kv.is_moving) and self.running and self.waiting:
             # Beams that wait for another of theirs hold the blocks it needs to come in.
             victim = self.running.pop()
-            self._preempt(victim, self.waiting[0], plan)
+            self._preempt(victim, next(iter(self.waiting)), plan)
+            plan.room, plan.shortest = plan.budget, None
             self._schedule_waiting(plan, view)
-        if plan.budget == budget:
+        if plan.budget == budget and not self.kv.is_moving:
             self.changes += plan.entries
             return None
         self.step += 1
@@ -163,8 +178,8 @@ class Scheduler:
         changes, self.changes = self.changes, []
         return SchedulerOutput(self.options.epoch, self.step, self.kv.take_block_ops(), changes + plan.entries)
 
-    def _schedule_running(self, plan: Plan, view: View) -> None:
-        """Give every running sequence its tokens.
+    def _schedule_decodes(self, plan: Plan, view: View) -> None:
+        """Give one token to every running sequence that lacks one, and put those that lack more on `plan.prompts`.
 
         This loop runs once per sequence and step: it allocates nothing for a decode that needs no block.
         """
@@ -172,120 +187,246 @@ class Scheduler:
         running = self.running
         num_drafts = self.options.num_drafts
         index = 0
-        while index < len(running) and budget > 0:  # preemption takes from behind `index`, forking adds at the end
+        while index < len(running):  # preemption takes from behind `index`, forking adds at the end
             sequence = running[index]
             index += 1
             pending = sequence.num_pending
-            future = sequence.num_tokens + pending
-            if pending and (future >= sequence.max_len or num_drafts or sequence.request.beam):
+            end = sequence.num_tokens + pending
+            if pending and (end >= sequence.max_len or num_drafts or sequence.request.beam):
                 continue  # its last token is on its way, or what comes next depends on it
-            computed = sequence.num_computed
-            count = future - computed
-            if count > budget:
-                count = budget
-            end = computed + count
-            drafts = 0
-            if num_drafts and count == 1 and end == future and sequence.may_draft(end):
-                drafts = max(0, min(num_drafts, sequence.max_len - future - 1, budget - 1))
-            new_ids: list[list[int]] = []
-            if end + drafts > sequence.num_slots:
-                growth = self.kv.grow(sequence, end + drafts)
-                if growth is None:  # nobody gives way for guesses
-                    drafts = 0
-                    growth = self._grow_or_preempt(sequence, end, index - 1, plan, view)
+            if end - sequence.num_computed > 1:
+                plan.prompts.append(sequence)
+                continue
+            if budget == 0:
+                continue
+            entry: Entry = sequence.decode_entry  # type: ignore[assignment]
+            if end > sequence.num_slots:
+                growth = self._grow_or_preempt(sequence, end, running[index - 1 :], plan, view)
                 if growth is None:
                     index -= 1  # it is gone; what stood behind it has moved up
                     continue
-                for group, place, block_id in growth.replaced:
-                    entries.append(ReplaceBlock(sequence.handle, group, place, block_id))
-                new_ids = growth.new_ids
-            if drafts > 0:
-                entries.append(Draft(sequence.handle, drafts, new_ids))
-            elif count == 1 and not new_ids:
-                entries.append(sequence.decode_entry)  # type: ignore[arg-type]
-            else:
-                entries.append(Continue(sequence.handle, count, new_ids))
-                if count > 1:
-                    plan.prefilled.append(sequence)
+                if growth.new_ids:
+                    entry = Continue(sequence.handle, 1, growth.new_ids)
+            if num_drafts and sequence.may_draft(end) and not sequence.request.unborn:
+                plan.draftable.append((len(entries), sequence))
+            entries.append(entry)
             sequence.num_computed = end
-            budget -= count + drafts
-            if end == future:
-                sequence.num_pending = pending + 1
-                sampling.append(sequence)
-                if sequence.request.num_unborn:
-                    branching.fork_samples(self, sequence, entries)
-            elif self.note is not None:
-                self.note("chunked", sequence, {"tokens": count, "left": future - end})
+            budget -= 1
+            sequence.num_pending = pending + 1
+            sampling.append(sequence)
+            if sequence.request.unborn:
+                branching.fork_samples(self, sequence, entries)
             if self.policy.charged is not None:
-                self.policy.charge(sequence, count)
+                self.policy.charge(sequence, 1)
         plan.budget = budget
-        for sequence in plan.prefilled:  # after the last preemption: no block is cached whose step is not sent
-            self.kv.cache_blocks(sequence, min(sequence.num_computed, sequence.num_tokens))
+
+    def _schedule_prompts(self, plan: Plan, view: View) -> None:
+        """Share what decodes leave among the prompts under way and newcomers.
+
+        The first prompt has half of it, and what nobody else takes. The other half goes to the others under way that
+        it completes, to newcomers, and to the other that lacks least: a short prompt does not wait for long ones, and
+        no prompt stands still for ever, since in time each becomes the first. It takes blocks for its half before
+        anybody: served last, it would give way to those behind it, and each of them to it in turn.
+        """
+        unserved = list(plan.prompts)
+        plan.room = plan.budget
+        growth: Growth | None = None
+        if unserved and plan.budget:
+            first = unserved[0]
+            share = min(first.num_missing(), plan.budget - plan.budget // 2)
+            plan.room -= share
+            growth = self._grow_or_preempt(first, first.num_computed + share, unserved, plan, view)
+            if growth is None:
+                plan.room = plan.budget
+            else:
+                unserved.remove(first)
+        others = sorted((each for each in unserved if each is not plan.prompts[0]), key=Sequence.num_missing)
+        while others and others[0].num_missing() <= plan.room:
+            self._schedule_chunk(others.pop(0), plan.room, unserved, plan, view)
+            others = [sequence for sequence in others if sequence.status is Status.RUNNING]
+        if self.waiting and not plan.num_preempted:
+            plan.shortest = others[0].num_missing() if others else None
+            self._schedule_waiting(plan, view)
+        for sequence in others:
+            self._schedule_chunk(sequence, plan.room, unserved, plan, view)
+        if growth is not None:
+            first = plan.prompts[0]
+            end = first.num_computed + min(first.num_missing(), plan.budget)
+            more = self.kv.grow(first, end)  # for what nobody wants; nobody gives way for it
+            if more is None:
+                end = min(end, first.num_slots)
+            self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids if more is not None else []), plan)
+        unserved = list(plan.born)
+        for sequence in plan.born:
+            self._schedule_chunk(sequence, plan.budget, unserved, plan, view)
+        for sequence in plan.prompts:  # after the last preemption: no block is cached whose step is not sent
+            if sequence.status is Status.RUNNING:
+                self.kv.cache_blocks(sequence, sequence.num_computed)
+
+    def _schedule_chunk(self, sequence: Sequence, most: int, unserved: list[Sequence], plan: Plan, view: View) -> None:
+        """Give a running sequence its next tokens, at most `most`. If it lacks blocks, one of `unserved` gives way."""
+        count = min(sequence.num_missing(), most)
+        if count <= 0 or sequence.status is not Status.RUNNING:
+            return
+        end = sequence.num_computed + count
+        new_ids: list[list[int]] = []
+        if end > sequence.num_slots:
+            growth = self._grow_or_preempt(sequence, end, unserved, plan, view)
+            if growth is None:
+                return
+            new_ids = growth.new_ids
+        unserved.remove(sequence)
+        self._serve_chunk(sequence, end, new_ids, plan)
+
+    def _serve_chunk(self, sequence: Sequence, end: int, new_ids: list[list[int]], plan: Plan) -> None:
+        """Have the step compute the tokens of a running sequence up to `end`; it has the blocks."""
+        count = end - sequence.num_computed
+        plan.entries.append(Continue(sequence.handle, count, new_ids))
+        plan.take(count)
+        sequence.num_computed = end
+        if end == sequence.num_tokens:
+            self._completes_prompt(sequence, plan)
+        elif self.note is not None:
+            self.note("chunked", sequence, {"tokens": count, "left": sequence.num_tokens - end})
+        if self.policy.charged is not None:
+            self.policy.charge(sequence, count)
+
+    def _completes_prompt(self, sequence: Sequence, plan: Plan) -> None:
+        """The step computes the last of its known tokens, so it samples the next one."""
+        sequence.num_pending = 1
+        plan.sampling.append(sequence)
+        if sequence.request.unborn:
+            plan.born += branching.fork_samples(self, sequence, plan.entries)
 
     def _grow_or_preempt(
-        self, sequence: Sequence, num_tokens: int, index: int, plan: Plan, view: View
+        self, sequence: Sequence, num_tokens: int, candidates: list[Sequence], plan: Plan, view: View
     ) -> Growth | None:
-        """Room for `sequence`, taken if need be from those this step has not served yet. None: it gave up its own."""
+        """Room for `sequence`, taken if need be from `candidates`, which this step has not served yet, itself among
+        them. None: it gave up its own."""
         while (growth := self.kv.grow(sequence, num_tokens)) is None:
-            candidates = self.running[index:]
+            if self.kv.reclaim():
+                continue
             victim = candidates[-1] if self.policy.choose_victim is None else self.policy.victim(candidates, view)
+            candidates.remove(victim)
             self.running.remove(victim) if victim is not self.running[-1] else self.running.pop()
             self._preempt(victim, sequence, plan)
             if victim is sequence:
                 return None
+        plan.entries += (ReplaceBlock(sequence.handle, *replaced) for replaced in growth.replaced)
         return growth
 
-    def _schedule_waiting(self, plan: Plan, view: View) -> None:
-        """Admit waiting sequences in order while budget, seats and blocks last. Nobody is preempted for them."""
-        if self.policy.order_by is not None and len(self.waiting) > 1:
-            self.waiting = deque(self.policy.order(self.waiting, view))
-        while plan.budget > 0 and len(self.running) < self.options.max_num_seqs:
-            sequence = next((sequence for sequence in self.waiting if not sequence.num_pending), None)
-            if sequence is None or not self._admit(sequence, plan):
-                break
-        else:
-            notes.queue_waits(self.note, self.waiting, plan.budget, self.options.max_num_seqs)
+    def _add_drafts(self, plan: Plan) -> None:
+        """Have sequences that decode guess as well, with tokens that are left; nobody gives way for guesses."""
+        share = min(self.options.num_drafts, plan.budget // len(plan.draftable))
+        for place, sequence in plan.draftable:
+            count = min(share, sequence.max_len - sequence.num_tokens - 1)
+            if count <= 0 or sequence.status is not Status.RUNNING:
+                continue
+            entry = plan.entries[place]
+            new_ids = entry.new_block_ids if isinstance(entry, Continue) else []
+            if sequence.num_tokens + count > sequence.num_slots:
+                sequence.num_computed -= 1  # the step still reads what its one token needs
+                growth = self.kv.grow(sequence, sequence.num_tokens + count)
+                sequence.num_computed += 1
+                if growth is None:
+                    continue
+                new_ids = _joined(new_ids, growth.new_ids)
+            plan.entries[place] = Draft(sequence.handle, count, new_ids)
+            plan.take(count)
 
-    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
-        """Let a waiting sequence in. False: it has to wait, and everybody behind it."""
+    def _schedule_waiting(self, plan: Plan, view: View) -> None:
+        """Admit waiting sequences while room, seats and blocks last. Nobody is preempted for them.
+
+        Those behind one that does not fit yet may pass it. At most MAX_PASSED pass one that waits for blocks, which
+        they take from it. A prompt that waits behind shorter ones under way loses nothing to those that pass it.
+        """
+        blocked: list[Sequence] = []
+        passed: list[Sequence] = []  # those of them that lose something to whoever passes them
+        for sequence in self.policy.waiting(view):
+            if plan.room <= 0 or len(self.running) >= self.options.max_num_seqs:
+                notes.queue_waits(self.note, sequence, plan.room, self.options.max_num_seqs)
+                break
+            if sequence.num_pending:
+                continue
+            if blocked and not self.policy.may_pass(sequence, blocked[0]):
+                break
+            is_in = self._admit(sequence, plan, in_parts=not passed)
+            # With nobody to wait for, the first may take the blocks that others hold and that wait behind it.
+            while not (is_in or blocked or self.running or self.kv.is_moving) and self.kv.reclaim(keep=sequence):
+                is_in = self._admit(sequence, plan, in_parts=True)
+            if is_in:
+                for other in passed:
+                    other.num_passed += 1
+            else:
+                blocked.append(sequence)
+                if not (plan.is_cut and self.options.chunked_prefill):
+                    passed.append(sequence)
+                    if sequence.status is not Status.WAITING:  # it would stand still meanwhile
+                        break
+                if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
+                    break
+            if any(other.num_passed >= MAX_PASSED for other in passed):
+                break
+
+    def _admit(self, sequence: Sequence, plan: Plan, *, in_parts: bool) -> bool:
+        """Let a waiting sequence in. False: it does not fit into this step, or into the free blocks.
+
+        `in_parts`: of what it has on the host, the step may load as much as it can. Not behind one that lacks blocks:
+        it would only hold what that one needs.
+        """
         kv = self.kv
-        hit = None if sequence.status is Status.SWAPPED else kv.find_cached(sequence)
+        known = kv.recall(sequence)
+        if known is not None and not self._fits(sequence, known.num_cached, known.admission, plan):
+            return False
+        is_swapped = sequence.status is Status.SWAPPED
+        hit = kv.find_cached(sequence) if sequence.host_ids is None else None
         if hit is None:
             computed = sequence.num_computed
             admission = kv.swap_in_admission(sequence, self.options.max_num_batched_tokens)
         else:
             computed = min(hit.num_tokens, sequence.num_tokens - 1)
             admission = kv.admission(sequence, hit, self.options.max_num_batched_tokens)
-        count = sequence.num_tokens - computed
-        if count > plan.budget:
-            if not self.options.chunked_prefill:
-                notes.waits_for_budget(self.note, sequence, plan.budget)
-                return False
-            count = plan.budget
-        if admission.verdict is not Verdict.OK:
+            plan.num_looked_up += sequence.num_tokens
+        if not self._fits(sequence, computed, admission, plan):
+            if hit is not None:
+                kv.remember(sequence, hit, admission)
+            return False
+        count = min(sequence.num_tokens - computed, plan.room)
+        if hit is None:
+            is_in = kv.swap_in(sequence, computed + count, in_parts=in_parts)
+        else:
+            is_in = kv.admit(sequence, hit, computed + count, in_parts=in_parts)
+            if is_in or sequence.host_ids is not None:
+                self.meter.admitted(sequence, hit)
+        if not is_in:
             notes.waits(self.note, sequence, admission)
             return False
         self.waiting.remove(sequence)
-        if hit is None:
-            kv.swap_in(sequence, computed + count)
-        else:
-            self.meter.admitted(sequence, hit)
-            kv.admit(sequence, hit, computed + count)
         plan.entries.append(self._arrival(sequence, count))
         sequence.num_computed += count
-        plan.budget -= count
+        plan.take(count)
         self.running.append(sequence)
-        # No preemption can come any more in this step, so its blocks may be shared at once: a layer writes the KV
+        # No preemption of it can come any more in this step, so its blocks may be shared at once: a layer writes the KV
         # of the whole batch before it reads any of it.
         kv.cache_blocks(sequence, sequence.num_computed)
         if sequence.num_computed == sequence.num_tokens:
-            sequence.num_pending = 1
-            plan.sampling.append(sequence)
-            if sequence.request.num_unborn:
-                branching.fork_samples(self, sequence, plan.entries)
+            self._completes_prompt(sequence, plan)
         if self.policy.charged is not None:
             self.policy.charge(sequence, count)
-        notes.came_in(self.note, sequence, admission, count, swapped=hit is None)
+        notes.came_in(self.note, sequence, admission, count, swapped=is_swapped)
+        return True
+
+    def _fits(self, sequence: Sequence, num_computed: int, admission: Admission, plan: Plan) -> bool:
+        """Whether a waiting sequence of which so much is computed may come in, now that admission said so much."""
+        count = sequence.num_tokens - num_computed
+        plan.is_cut = count > plan.room
+        if plan.is_cut and not (self.options.chunked_prefill and (plan.shortest is None or count < plan.shortest)):
+            notes.waits_for_budget(self.note, sequence, plan.room)
+            return False
+        plan.is_cut = False
+        if admission.verdict is not Verdict.OK:
+            notes.waits(self.note, sequence, admission)
+            return False
         return True
 
     def _arrival(self, sequence: Sequence, num_tokens: int) -> NewRequest | Resume:
@@ -306,7 +447,7 @@ class Scheduler:
         )
 
     def _preempt(self, victim: Sequence, winner: Sequence, plan: Plan) -> None:
-        """Take all device blocks; the victim, already out of `running`, waits at the head of the queue."""
+        """Take all device blocks; the victim, already out of `running`, waits again."""
         how = "recompute"
         victim.unscored = victim.unscored and victim.num_computed < victim.num_prompt - 1
         # What a new fork shares may be computed in this very step, behind the block program that would move it.
@@ -318,7 +459,8 @@ class Scheduler:
         else:
             self.kv.release(victim)
         victim.status = Status.SWAPPED if how == "swap" else Status.PREEMPTED
-        self.waiting.appendleft(victim)
+        self.wait(victim)
+        plan.num_preempted += 1
         plan.entries.append(Preempt(victim.handle))
         self.counters.preemptions += 1
         victim.request.num_preemptions += 1
@@ -388,7 +530,7 @@ class Scheduler:
         self.finish(sequence)
         request = sequence.request
         request.sequences.remove(sequence)
-        if not request.sequences and not request.num_unborn:
+        if not request.sequences and not request.unborn:
             self._close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
@@ -421,6 +563,11 @@ class Scheduler:
             self.changes.append(Finish(sequence.handle))
             self._handles.give_back(sequence.handle)  # changes precede arrivals in a step, so reuse is safe
 
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence into the queue, where the policy sorts it in: a preempted one comes before later arrivals."""
+        sequence.num_passed = 0
+        self.policy.enqueue(sequence)
+
     def leave_queue(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
@@ -428,12 +575,14 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _close(self, request: Request, reason: FinishReason) -> None:
-        request.num_unborn = 0
+        request.unborn = []
         self.meter.ended(request, reason)
         self.requests.pop(request.request_id, None)
         self._hurried.pop(request.request_id, None)
 
     def _policy_fault(self, what: str) -> None:
+        if self.on_policy_fault is not None:
+            self.on_policy_fault(what)
         if self.note is not None:
             self.note("policy_fault", None, {"what": what})
 
@@ -443,6 +592,11 @@ class Scheduler:
         members = [sequence for request in self.requests.values() for sequence in request.sequences]
         if sorted(map(id, queued)) != sorted(map(id, members)):
             raise RuntimeError("queues and requests differ")
-        if any(table.ids for sequence in self.waiting for table in sequence.tables):
+        if any(table.ids for sequence in self.waiting if sequence.host_ids is None for table in sequence.tables):
             raise RuntimeError("a waiting sequence holds device blocks")
         self.kv.check_integrity(members)
+
+
+def _joined(first: list[list[int]], then: list[list[int]]) -> list[list[int]]:
+    """Per group, the blocks of both."""
+    return [[*had, *more] for had, more in zip_longest(first, then, fillvalue=())]

@@ -8,6 +8,7 @@ from vllm_lite.engine.block_table import BlockTable
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
+    from vllm_lite.engine.kv_cache_manager import Lookup
     from vllm_lite.engine.request import Request
 
 
@@ -39,10 +40,12 @@ class Sequence:
         "host_ids",
         "index",
         "last_token_s",
+        "lookup",
         "max_len",
         "num_cached",
         "num_computed",
         "num_hashed_blocks",
+        "num_passed",
         "num_pending",
         "num_prompt",
         "num_slots",
@@ -70,11 +73,16 @@ class Sequence:
         self.decode_entry: Continue | None = None
         self.tables: list[BlockTable] = []
         self.host_ids: list[list[int]] | None = None
-        """Per group, global ids of the pinned blocks of a swapped sequence; the null block where the window is past."""
+        """Of a parked sequence, per group and logical block: the global id of its pinned block on the host, or the null
+        block for none. Its tables are as long, with the null block for what is not on the device."""
         self.hash_root = b""
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
         self.num_pending = 0
+        self.num_passed = 0
+        """How many were admitted before it that had come later, since it waits."""
+        self.lookup: Lookup | None = None
+        """What the prefix cache and the admission said last, while it waits."""
         self.num_computed = 0
         self.num_cached = 0
         self.num_slots = 0
@@ -85,6 +93,10 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    def num_missing(self) -> int:
+        """Tokens that are known here and not computed yet."""
+        return self.num_tokens - self.num_computed
 
     def may_draft(self, end: int) -> bool:
         """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""

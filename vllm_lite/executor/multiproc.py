@@ -166,7 +166,11 @@ class MultiprocExecutor:
             worker.started, worker.swap_blocks_per_s = True, message.swap_blocks_per_s
 
     def _check(self) -> None:
-        """Raise EngineDeadError for a worker that has ended, is silent, or makes no progress with its step."""
+        """Raise EngineDeadError for a worker that has ended, is silent, or makes no progress with its step.
+
+        Silence counts once a worker is ready: importing torch from a cold disk holds the GIL, and with it the thread of
+        its heartbeat, for as long as that takes. Until then there is the deadline of start().
+        """
         now_s = time.monotonic()
         limit_s = self._config.heartbeat_timeout_s
         for worker in self._workers:
@@ -174,7 +178,7 @@ class MultiprocExecutor:
             if reason is not None:
                 self._await_last_words()
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) died: {reason}")
-            if worker.pid and now_s - worker.last_heard_s > limit_s:
+            if worker.ready is not None and now_s - worker.last_heard_s > limit_s:
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) has been silent for {limit_s:.0f} s")
             if self._num_in_flight and now_s - worker.last_progress_s > limit_s:
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) is stuck: no layer in {limit_s:.0f} s")

@@ -170,7 +170,7 @@ def _damage(file: Path) -> str | None:
             header = json.loads(stream.read(header_size))
         ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         name = max(ends, key=ends.__getitem__)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     needed = 8 + header_size + ends[name]
     return f"tensor {name!r} ends at byte {needed} and the file at {size}; it is truncated" if needed > size else None

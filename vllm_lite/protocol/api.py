@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Four million tokens of four bytes."""
@@ -36,8 +36,9 @@ class Hello(_Message, tag="hello"):
 class Generate(_Message, tag="generate"):
     """Start a request, or attach to it again.
 
-    Idempotent: if the engine knows `request_id`, the stream goes on to this client from output token `have`. If not,
-    `output` (empty, or exactly `have` token ids) is what had been generated before, and generation goes on behind it.
+    Idempotent: if the engine knows `request_id`, with the same prompt and parameters, the stream goes on to this client
+    from output token `have`; a stream of another client ends with an error. If not, `output` (empty, or exactly `have`
+    token ids) is what had been generated before, and generation goes on behind it.
     """
 
     request_id: RequestId
@@ -60,10 +61,16 @@ class ForkRequest(_Message, tag="fork"):
 
 
 class Abort(_Message, tag="abort"):
-    """End a request. `stopped`: it has all it wanted, such as a stop string; only metrics tell the difference."""
+    """End a request of this client, or those of its `samples`; no `samples` means all. Others' requests go on.
+
+    Each of them that is still open gets its Finished, and with the last one the request ends. Beams end together only:
+    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics tell the
+    difference.
+    """
 
     request_id: RequestId
     stopped: bool = False
+    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)], ...], Meta(max_length=MAX_SAMPLES)] = ()
 
 
 class Ping(_Message, tag="ping"):
@@ -194,7 +201,8 @@ class Measured(_Message):
 
     `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
     request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
-    `inference_s`, which is `prefill_s` until its first token and `decode_s` from there.
+    `inference_s`, which is `prefill_s` until its first token and `decode_s` from there. `step_tokens` are those that
+    each step computed, `gained_tokens` those that it generated, with the prompts of requests that got their first.
     """
 
     ended_by: dict[FinishReason, int]
@@ -211,6 +219,7 @@ class Measured(_Message):
     max_tokens: Histogram
     samples: Histogram
     step_tokens: Histogram
+    gained_tokens: Histogram
 
 
 class Stats(_Message, tag="stats"):
@@ -309,7 +318,7 @@ class RequestState(_Message):
 
 
 class Descriptions(_Message, tag="descriptions"):
-    """Of those requests that live, in the order in which they were asked for."""
+    """Of those requests that live, each once, in the order in which they were asked for."""
 
     requests: list[RequestState]
 

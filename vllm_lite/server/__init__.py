@@ -5,6 +5,8 @@ bodies.py         what a request may say, as structs; what is ignored, what is r
 errors.py         every answer that is an error, in OpenAI's shape
 reading.py        bodies: how much of them is read, for how long
 prompts.py        bodies to prompts: texts, token ids, messages through the chat template
+rendering.py      chats to texts, in a process that a template cannot hold for long
+workers.py        threads for what would hold the loop, for as long as the client is there
 relay.py          events of the engine's session, sorted to the calls of this loop
 pace.py           how often streams are told of news when there are many
 call.py           one call in flight: its streams, and what of them has been told

@@ -11,16 +11,19 @@ from contextlib import AbstractContextManager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.server.bodies import field_of
-from vllm_lite.server.call import Call
-from vllm_lite.server.connection import ABORT
+from vllm_lite.server.call import Call, Choice
 from vllm_lite.server.errors import ApiError, failed, refused
 from vllm_lite.server.shapes import Shape
+from vllm_lite.server.workers import until_gone
 
 PING = b": ping\n\n"
 PING_S = 15.0
 """A stream is never silent for longer: proxies end connections that are."""
+MANY_TOKENS = 256
+"""With logprobs, in one piece of a stream."""
 
 
 class Answer(Response):
@@ -43,10 +46,9 @@ class Answer(Response):
         self._run = run
         self._stream = stream
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         call = self._call
-        call.cut = scope.get("extensions", {}).get(ABORT, {}).get("abort", call.cut)
-        watch = asyncio.ensure_future(_until_gone(receive))
+        watch = asyncio.ensure_future(until_gone(receive))
         watch.add_done_callback(lambda _: call.leave())
         try:
             with self._run(call):
@@ -56,13 +58,13 @@ class Answer(Response):
 
     async def _tell_whole(self, send: Send) -> None:
         call = self._call
-        while not call.finished and not call.gone and call.error is None:
+        while not call.finished and not call.gone and call.error is None and not call.was_cut:
             await call.wait()
         if call.gone:
             return
-        if call.error is not None:
+        if call.error is not None or call.was_cut:
             raise _as_answer(call)
-        body = self._shape.whole()
+        body = await self._made(self._shape.whole, has_logprobs(call))
         headers = [*self._own_headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -70,7 +72,7 @@ class Answer(Response):
     async def _tell_pieces(self, send: Send) -> None:
         call, shape = self._call, self._shape
         await call.wait()
-        if call.error is not None:
+        if call.error is not None or call.was_cut:
             raise _as_answer(call)
         if call.gone:
             return
@@ -79,35 +81,47 @@ class Answer(Response):
         data = shape.opening()
         while not call.gone:
             ended = call.finished or call.error is not None
-            data += b"".join([shape.piece(choice, news) for choice, news in call.news()])
+            data += await self._pieces(list(call.news()))
             if ended:
                 data += shape.closing() if call.error is None else b"data: " + _as_answer(call).body() + b"\n\n"
             now_s = time.monotonic()
             if not data and now_s - call.quiet_since_s >= PING_S:
                 data = PING
             if data:
-                call.quiet_since_s, call.is_blocked = now_s, True
+                call.quiet_since_s = now_s
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})
-                call.is_blocked = False
             if ended:
                 return
             data = b""
             await call.wait()
 
+    async def _pieces(self, all_news: list[tuple[Choice, CompletionOutput]]) -> bytes:
+        """The news of some choices. They are many at once of one that has nothing to show before its end."""
+        many = sum(len(news.logprobs or ()) for _, news in all_news) > MANY_TOKENS
+        return await self._made(
+            lambda: b"".join([self._shape.piece(choice, news) for choice, news in all_news]), is_long=many
+        )
+
+    async def _made(self, make: Callable[[], bytes], is_long: bool) -> bytes:
+        """What `make` returns, in a thread if that takes long: the candidates of one token take 20 us or more."""
+        return await asyncio.to_thread(make) if is_long else make()
+
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
         return [header for header in self.raw_headers if header[0] != b"content-length"]
+
+
+def has_logprobs(call: Call) -> bool:
+    params = call.streams[0].params
+    return params.logprobs is not None or params.prompt_logprobs is not None
 
 
 def _as_answer(call: Call) -> ApiError:
     """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now."""
     error = call.error
+    if error is None and call.was_cut:
+        return ApiError(503, "the server is shutting down, and the request had not begun; ask another")
     if isinstance(error, RequestError) and call.is_late:
         return ApiError(408, str(error))
-    if isinstance(error, RequestError) and not any(stream.num_tokens for stream in call.streams):
+    if isinstance(error, RequestError) and not call.has_begun:
         return refused(error, field_of(str(error)))
     return failed(error or VllmLiteError("the request failed"))
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

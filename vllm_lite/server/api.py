@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite import __version__, log
-from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.prompt import PromptLike, check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
@@ -28,11 +28,12 @@ from vllm_lite.server.gate import OPEN_PATHS, Gate
 from vllm_lite.server.logprobs import Spelling
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics, Tally
-from vllm_lite.server.prompts import Prompts, are_long, text_of
-from vllm_lite.server.reading import Reader
+from vllm_lite.server.prompts import SLICE_TOKENS, Check, Prompts, text_of
 from vllm_lite.server.requests import Requests, as_json
 from vllm_lite.server.shapes import ChatShape, CompletionShape, TokensShape
 
+MAX_PROMPT_CANDIDATES = 1 << 18
+"""In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """By what ids begin with: where the prompt stands in the body."""
 
@@ -84,7 +85,7 @@ class Api:
         self._prompts = prompts
         self._requests = requests
         self._calls = requests.calls
-        self._reader = Reader(config)
+        self._reader = requests.reader
         self._spelling = Spelling(factory.tokenizer)
 
     # ---- generation
@@ -94,11 +95,11 @@ class Api:
         name = self._model.name(body.model)
         self._calls.check()
         params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
-        prompts = await self._prompts.of_completion(body)
+        prompts = await self._prompts.of_completion(body, params, request)
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
-        call = await self._call("cmpl", body.request_id, prompts, params)
-        echo = [self._text(stream) for stream in call.streams] if body.echo else None
+        call = await self._call("cmpl", body.request_id, prompts, params, request)
+        echo = await self._texts(call) if body.echo else None
         shape = CompletionShape(call, body, name, self._spelling, echo=echo)
         call.shape_fork = lambda fork, asked: CompletionShape(
             fork, asked.over(body), name, self._spelling, echo=echo and echo * len(fork.streams)
@@ -111,7 +112,8 @@ class Api:
         self._calls.check()
         changes = _chat_changes(body)
         params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, changes)
-        call = await self._call("chatcmpl", body.request_id, [await self._prompts.of_chat(body)], params)
+        prompt = await self._prompts.of_chat(body, params, request)
+        call = await self._call("chatcmpl", body.request_id, [prompt], params, request)
         last = body.messages[-1]
         echo = text_of(last) if body.echo and last.role == "assistant" else ""
         shape = ChatShape(call, body, name, self._spelling, echo=echo)
@@ -126,38 +128,50 @@ class Api:
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, self._model.defaults, changes)
-        call = await self._call("gen", body.request_id, [body.token_ids], params)
+        call = await self._call("gen", body.request_id, [body.token_ids], params, request)
         shape = TokensShape(call, body, name, self._spelling)
         call.shape_fork = lambda fork, asked: TokensShape(fork, asked.over(body), name, self._spelling)
         return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
 
     async def _call(
-        self, kind: str, request_id: str | None, prompts: Sequence[PromptLike], params: SamplingParams
+        self,
+        kind: str,
+        request_id: str | None,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams,
+        request: Request,
     ) -> Call:
         """Its streams, not started. Raises ApiError."""
         call_id = await self._requests.new_id(kind, request_id)
         ids = self._calls.stream_ids(call_id, len(prompts))
+
+        def made(check: Check) -> list[RequestStream]:
+            streams = []
+            for prompt, name in zip(prompts, ids, strict=True):
+                check()
+                streams.append(self._factory.make(prompt, params, name, check))
+            return streams
+
         try:
-            if are_long(prompts):
-                streams = await asyncio.to_thread(self._streams, prompts, params, ids)
-            else:
-                streams = self._streams(prompts, params, ids)
+            streams = await self._prompts.tokenized(made, prompts, request)
+            if params.max_tokens != self._model.defaults.get("max_tokens"):  # the model's own is cut without a word
+                check_room([stream.prompt for stream in streams], params.max_tokens, self._model.max_model_len)
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error), _PROMPT_FIELDS[kind])) from error
+        _check_scores(streams)
         if self._config.enable_log_requests:
             for stream in streams:
                 logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
         return Call(call_id, streams)
 
-    def _streams(
-        self, prompts: Sequence[PromptLike], params: SamplingParams, ids: Sequence[str]
-    ) -> list[RequestStream]:
-        return [self._factory.make(prompt, params, name) for prompt, name in zip(prompts, ids, strict=True)]
-
-    def _text(self, stream: RequestStream) -> str:
-        """Of its prompt."""
-        skip, prompt = stream.params.skip_special_tokens, stream.prompt
-        return self._prompts.decode(prompt.token_ids, skip_special_tokens=skip) if prompt.text is None else prompt.text
+    async def _texts(self, call: Call) -> list[str]:
+        """Of its prompts."""
+        texts = []
+        for stream in call.streams:
+            skip, text, ids = stream.params.skip_special_tokens, stream.prompt.text, stream.prompt.token_ids
+            texts.append(await self._prompts.decode(ids, skip_special_tokens=skip) if text is None else text)
+            await asyncio.sleep(0)
+        return texts
 
     # ---- tokens
 
@@ -166,20 +180,25 @@ class Api:
         self._model.name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either a prompt or messages", "prompt")
-        if body.prompt is not None:
-            ids = await self._prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        if body.prompt is None:
+            ids = await self._prompts.of_chat(body, None, request)
         else:
-            text = self._prompts.render(body)
-            ids = await self._prompts.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        words = self._prompts.tokenizer
-        spelled = [words.token(token) for token in ids] if body.return_token_strs and words is not None else None
+            is_special = body.add_special_tokens is not False
+            ids = await self._prompts.of_text(body.prompt, request, add_special_tokens=is_special)
+        words, spelled = self._prompts.tokenizer, None
+        if body.return_token_strs and words is not None:
+            spelled = []
+            for place in range(0, len(ids), SLICE_TOKENS):
+                spelled += [words.token(token) for token in ids[place : place + SLICE_TOKENS]]
+                await asyncio.sleep(0)
         length = self._model.max_model_len
         return as_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
 
     async def detokenize(self, request: Request) -> Response:
         body, headers = await self._reader.read(request, DetokenizeBody)
         self._model.name(body.model)
-        return as_json({"prompt": self._prompts.decode(body.tokens, skip_special_tokens=False)}, headers)
+        text = await self._prompts.decode(body.tokens, skip_special_tokens=False)
+        return as_json({"prompt": text}, headers)
 
     # ---- what is served, and whether
 
@@ -210,9 +229,22 @@ class Api:
         return Response(openapi.PAGE, media_type="text/html")
 
 
+def _check_scores(streams: Sequence[RequestStream]) -> None:
+    """Raises ApiError for more logprobs of prompts than one answer tells."""
+    wanted = streams[0].params.prompt_logprobs
+    if wanted is None:
+        return
+    length = sum(len(stream.prompt.token_ids) for stream in streams)
+    if length * (wanted + 1) > MAX_PROMPT_CANDIDATES:
+        text = f"prompt_logprobs of {wanted} for {length} prompt tokens are {length * (wanted + 1)} candidates"
+        raise ApiError(400, f"{text}; an answer has at most {MAX_PROMPT_CANDIDATES}", "prompt_logprobs")
+
+
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
     """What a completion calls by other names than SamplingParams. Raises ApiError."""
     changes: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.only_scores:  # the engine always draws a token: the shape leaves it out
+        changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise ApiError(400, "echo with logprobs is not supported in a stream", "echo")
@@ -255,7 +287,7 @@ def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics
         ("/detokenize", api.detokenize),
     ]
     routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-    routes += [Route(path, method, methods=["POST"]) for path, method in posts]
+    routes += [Route(path, requests.reader.holding(method), methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
     routes += requests.routes()
     routes.append(Route("/reset_prefix_cache", requests.reset_prefix_cache, methods=["POST"]))

@@ -6,12 +6,13 @@ value means nothing; any other is ignored, and the answer's Warning header names
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_BIASES, SamplingParams
 from vllm_lite.server.errors import ApiError
 
 MAX_PROMPTS = 1024
@@ -59,7 +60,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
@@ -88,6 +89,11 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the prompt is told, with its logprobs if they are asked for, and nothing behind it."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -122,6 +128,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    reasoning_effort: Name | None = None
 
 
 class GenerateParams(Sampling, frozen=True, kw_only=True):
@@ -184,24 +191,65 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
+    "custom_logit_processor": (),
     "documents": (),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "features": (),
     "function_call": ("none",),
     "functions": (),
+    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "json_schema": (),
     "logits_processors": (),
+    "logprob_token_ids": (),
+    "lora_path": (),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
     "modalities": (["text"],),
+    "no_repeat_ngram_size": (0,),
     "prediction": (),
+    "prompt_embeds": (),
+    "regex": (),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
+    "return_hidden_states": (),
+    "return_prompt_text": (),
+    "return_tokens_as_token_ids": (),
+    "smoothing_factor": (0,),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": (),
+    "tfs": (1,),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": (),
+    "top_a": (0,),
+    "truncation_side": ("left",),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
+    "watermarking": (),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
+
+_SPELLINGS = {
+    bool: {
+        **dict.fromkeys((b"1.0", b'"yes"', b'"y"', b'"on"', b'"t"'), msgspec.Raw(b"true")),
+        **dict.fromkeys((b"0.0", b'"no"', b'"n"', b'"off"', b'"f"'), msgspec.Raw(b"false")),
+    },
+    int: {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")},
+}
+_SPELLINGS[float] = _SPELLINGS[int]
+"""What pydantic takes besides what msgspec does, and what for; by the type of the field."""
+MAX_SPELLING = max(len(spelling) for known in _SPELLINGS.values() for spelling in known)
 
 B = TypeVar("B", bound=msgspec.Struct)
 _Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
@@ -211,19 +259,47 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     """The body and the names of the fields that are ignored. Raises ApiError."""
     fields = _decode(data, _Fields)
     ignored = _ignored(fields, kind)
-    body: B = _decode(data, kind)
-    if isinstance(body, GenerateBody) and "sampling_params" in fields:
-        ignored += _ignored(_decode(fields["sampling_params"], _Fields), GenerateParams)
+    respelled = _respelled(fields, kind)
+    if kind is GenerateBody and bytes(memoryview(fields.get("sampling_params", b""))[:1]) == b"{":
+        inner = _decode(fields["sampling_params"], _Fields)
+        ignored += _ignored(inner, GenerateParams)
+        if more := _respelled(inner, GenerateParams):
+            respelled["sampling_params"] = msgspec.Raw(msgspec.json.encode({**inner, **more}))
+    body: B = _decode(msgspec.json.encode({**fields, **respelled}) if respelled else data, kind)
     return body, ignored
+
+
+def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
+    """Those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
+    spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
+    for name, raw in fields.items():
+        known = spellings.get(name)
+        if known is not None and memoryview(raw).nbytes <= MAX_SPELLING:
+            respelled = known.get(bytes(raw).lower())
+            if respelled is not None:
+                found[name] = respelled
+    return found
+
+
+@cache
+def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]]:
+    """The spellings of the fields that are a flag or a number."""
+    hints = get_type_hints(kind)
+    return {name: known for name, hint in hints.items() for each, known in _SPELLINGS.items() if hint == each | None}
 
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
     """Those of `fields` that are. Raises ApiError for one that is refused."""
     known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
-        if name in REFUSED and _decode(fields[name], Any) not in (*NOTHING, *REFUSED[name]):
+        if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
             raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
     return sorted(fields.keys() - known - REFUSED.keys())
+
+
+def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """0 is not False here: as a limit it says something."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*NOTHING, *harmless))
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
@@ -239,8 +315,9 @@ def _reason(name: str) -> str:
 
 
 def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Numbers and flags may also be spelled as other servers take them: 16.0, "16", "true", 1."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
         place = re.search(r"`\$\.?((\w+)[^`]*)`", message)

@@ -60,6 +60,7 @@ class Call:
         self.created = int(time.time())
         self.streams = streams
         self._prompts = streams[:1] if are_forks else streams
+        self._num_inherited = self._num_tokens
         num = streams[0].params.n
         self.choices = [
             Choice(place * num + sample, stream, sample)
@@ -67,11 +68,9 @@ class Call:
             for sample in range(num)
         ]
         self.gone = False
+        self.was_cut = False
+        """The server ends before this had a single token of its own."""
         self.quiet_since_s = time.monotonic()
-        self.is_blocked = False
-        """Its client has not taken what it was sent before."""
-        self.cut: Callable[[], None] = lambda: None
-        """Ends the connection of its client."""
         self.shape_fork: Callable[[Call, ForkBody], Shape]
         """How a fork of this call is told: as it is itself. Set by whoever tells it."""
         self.was_woken = False
@@ -80,6 +79,20 @@ class Call:
     @property
     def finished(self) -> bool:
         return all(stream.finished for stream in self.streams)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a token of its own: a fork is made with its parent's."""
+        return self._num_tokens > self._num_inherited
+
+    @property
+    def num_sequences(self) -> int:
+        """Samples of all prompts, each of which the engine computes as a sequence."""
+        return sum(len(stream.samples) for stream in self.streams)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self.streams)
 
     @property
     def error(self) -> VllmLiteError | None:
@@ -109,6 +122,11 @@ class Call:
     def wake(self) -> None:
         self.was_woken = True
         self._news.set()
+
+    def cut_short(self) -> None:
+        """The server ends, and nobody need wait for the engine to know it."""
+        self.was_cut = not (self.finished or self.has_begun)
+        self.wake()
 
     def leave(self) -> None:
         """Its client has gone."""

@@ -1,5 +1,4 @@
-"""Calls: all that run on this server. Who may start one, who is told that it is over, and what is done about clients
-that do not read."""
+"""Calls: all that run on this server. Who may start one, and who is told that it is over."""
 
 import asyncio
 import time
@@ -8,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from vllm_lite import log
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
@@ -22,7 +20,6 @@ PROBE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1
 
 A = TypeVar("A")
-logger = log.get(__name__)
 
 
 class Limits(NamedTuple):
@@ -43,13 +40,12 @@ class Limits(NamedTuple):
 class Calls:
     """Every method is called on the loop."""
 
-    def __init__(self, relay: Relay, limits: Limits, *, write_timeout_s: float, number: int = 0) -> None:
+    def __init__(self, relay: Relay, limits: Limits, *, number: int = 0) -> None:
         """`number` is the server's among several."""
         self.relay = relay
         self._suffix = f"@{number}" if number else ""
         self.is_draining = False
         self._limits = limits
-        self._write_timeout_s = write_timeout_s
         self._num_waiting = self._num_waiting_last = 0
         self._running: dict[str, Call] = {}
 
@@ -69,17 +65,19 @@ class Calls:
             return self.death
         return "the server is shutting down" if self.is_draining else None
 
-    def check(self) -> None:
-        """Raises ApiError if no call may start now."""
+    def check(self, num_new: int = 1) -> None:
+        """Raises ApiError if no call of `num_new` sequences may start now."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
-        limits, share = self._limits, self._limits.max_queued
-        here = self.relay.num_sequences
-        if here <= share:  # the engine's count is some time old: those who waited have gone since
+        limits, here = self._limits, self.relay.num_sequences
+        flag, most = f"--max-num-queued-reqs {limits.max_queued_of_all}", limits.capacity + limits.max_queued
+        if num_new > most:
+            what = f"the request has {num_new} sequences, n for each prompt"
+            raise ApiError(400, f"{what}; at most {most} may run and wait here ({flag}): send fewer at a time")
+        if here <= limits.max_queued:  # the engine's count is some time old: those who waited have gone since
             self._num_waiting = 0
-        too_many_wait = self._num_waiting >= max(1, limits.max_queued_of_all)
-        if here >= limits.capacity + share or too_many_wait:
-            flag = f"--max-num-queued-reqs {limits.max_queued_of_all}"
+        waiting = self._num_waiting
+        if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
             raise _full(f"as many requests as may wait are waiting ({flag})")
 
     def _check_tokens(self, call: Call) -> None:
@@ -92,7 +90,7 @@ class Calls:
     @contextmanager
     def run(self, call: Call) -> Iterator[None]:
         """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
-        self.check()
+        self.check(call.num_sequences)
         self._check_tokens(call)
         if call.id in self._running or self.relay.has_one_of(call):
             raise in_use(call.id)
@@ -124,7 +122,9 @@ class Calls:
         return [name + self._suffix for name in names]
 
     def abort_all(self) -> None:
+        """The server ends. What has begun keeps what it has, what has not is refused."""
         for call in self._running.values():
+            call.cut_short()
             self.relay.abort(call)
 
     async def probe(self) -> Stats:
@@ -146,16 +146,12 @@ class Calls:
             raise ApiError(503, text) from error
 
     async def watch(self) -> None:
-        """For ever: comments where streams are silent, an end to clients that do not read, a look at the queue."""
+        """For ever: comments where streams are silent, a look at the queue."""
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
             for call in list(self._running.values()):
-                quiet_s = now_s - call.quiet_since_s
-                if call.is_blocked and quiet_s > self._write_timeout_s:
-                    logger.warning("the client of %s has not read for %.0f s; it is cut off", call.id, quiet_s)
-                    call.cut()
-                elif quiet_s >= PING_S:
+                if now_s - call.quiet_since_s >= PING_S:
                     call.wake()
             await self._look_at_queue()
 

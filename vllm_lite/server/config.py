@@ -62,7 +62,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="prompt tokens of requests without a first token yet; more are refused (429)"),
     ] = None
-    max_request_bytes: Annotated[int, Meta(ge=1, description="longest body of a request")] = 32 * 1024 * 1024
+    max_request_bytes: Annotated[
+        int, Meta(ge=1, description="longest body of a request; all that are on their way may have twice as much")
+    ] = 32 * 1024 * 1024
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0

@@ -5,7 +5,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-from vllm_lite.errors import EngineError, VllmLiteError
+from vllm_lite.errors import ContextLengthError, EngineError, VllmLiteError
 
 _ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
 TYPES = {
@@ -26,28 +26,35 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer with `status`; `param` names the field of the body that is at fault."""
+    """An answer with `status`; `param` names the field of the body that is at fault, `code` is the status unless
+    clients know the error by a name."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.headers = headers or {}
+        self.code = code
 
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param)
+        return error_body(self.status, self.message, self.param, self.code)
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """The JSON of an error."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
 
 
 def in_use(call_id: str) -> ApiError:
@@ -58,12 +65,13 @@ def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
     """`error`, met before anything was generated: the request's fault, or the engine's."""
     if isinstance(error, EngineError):
         return ApiError(503, told(error))
-    return ApiError(400, str(error), param)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    return ApiError(400, str(error), param, code=code)
 
 
 def failed(error: VllmLiteError) -> ApiError:
-    """`error`, met while a request was running: not its fault."""
-    return ApiError(500, told(error))
+    """`error`, met while a request was running and not its fault: the engine has died, or there is a fault of ours."""
+    return ApiError(503 if isinstance(error, EngineError) else 500, told(error))
 
 
 def told(error: VllmLiteError) -> str:

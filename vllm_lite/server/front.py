@@ -26,6 +26,12 @@ class Front:
 
     def run(self, launched: Launched, keys: Keys, listeners: Sequence[socket.socket], stop: threading.Event) -> int:
         """Serve until `stop`, or until the engine ends. Returns the exit status."""
+        try:
+            return self._run(launched, keys, listeners, stop)
+        finally:
+            self._loaded.close()
+
+    def _run(self, launched: Launched, keys: Keys, listeners: Sequence[socket.socket], stop: threading.Event) -> int:
         engine = Engine(launched.session, launched.config, lambda: launched.reason, launched.announce)
         place = Place(0, self._config.api_server_count, launched.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from vllm_lite.client.chat_template import ChatTemplate
 from vllm_lite.client.generation import generation_defaults
 from vllm_lite.client.stream import load_tokenizer
+from vllm_lite.client.template_source import TemplateSource
 from vllm_lite.client.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.rendering import Renderer
 
 
 class Loaded:
@@ -16,13 +17,18 @@ class Loaded:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self.tokenizer: Tokenizer | None = None
-        self.template: ChatTemplate | None = None
+        self.renderer: Renderer | None = None
         self.defaults: dict[str, Any] = {}
 
     def load(self, resolved: EngineConfig) -> None:
         """Raises ModelError."""
         wanted = self._config.tokenizer and resolved.tokenizer
         self.tokenizer = load_tokenizer(wanted, resolved.tokenizer or resolved.model)
-        self.template = ChatTemplate.load(resolved.tokenizer or resolved.model, self._config.chat_template)
+        template = TemplateSource.load(resolved.tokenizer or resolved.model, self._config.chat_template)
+        self.renderer = None if template is None else Renderer(template)
         if self._config.generation_config == "auto":
             self.defaults = generation_defaults(resolved.model)
+
+    def close(self) -> None:
+        if self.renderer is not None:
+            self.renderer.close()

@@ -4,6 +4,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from vllm_lite.client.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
 from vllm_lite.client.outputs import Logprob
 from vllm_lite.client.stream import RequestStream
@@ -49,13 +51,13 @@ class Offsets:
     """Where in its text each token of a choice begins, in characters."""
 
     def __init__(self, start: int) -> None:
-        self._place = start
+        self.place = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, data: bytes) -> int:
         """The place of the next token, which has these bytes."""
-        place = self._place
-        self._place += len(self._utf8.decode(data))
+        place = self.place
+        self.place += len(self._utf8.decode(data))
         return place
 
 
@@ -64,13 +66,16 @@ def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict
     return {"content": [_chat_token(candidates, top, spelling) for candidates in entries], "refusal": None}
 
 
-def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> dict[str, Any]:
+def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
+    """Encoded, so that what it is made of is there for one token at a time."""
     token_id = next(iter(candidates))
     likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
-    return {
-        **_candidate(token_id, candidates[token_id], spelling),
-        "top_logprobs": [_candidate(other, candidate, spelling) for other, candidate in likeliest],
-    }
+    return _encoded(
+        {
+            **_candidate(token_id, candidates[token_id], spelling),
+            "top_logprobs": [_candidate(other, candidate, spelling) for other, candidate in likeliest],
+        }
+    )
 
 
 def _candidate(token_id: int, candidate: Logprob, spelling: Spelling) -> dict[str, Any]:
@@ -102,19 +107,25 @@ def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
     return stream.output().prompt_logprobs
 
 
-def as_objects(entries: Sequence[Candidates | None] | None) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs` as vLLM answers them: by token id."""
+def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
+    """`prompt_logprobs` as vLLM answers them, by token id; each is encoded."""
     if entries is None:
         return None
     return [
         None
         if candidates is None
-        else {
-            str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
-            for token_id, it in candidates.items()
-        }
+        else _encoded(
+            {
+                str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
+                for token_id, it in candidates.items()
+            }
+        )
         for candidates in entries
     ]
+
+
+def _encoded(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _finite(logprob: float) -> float:

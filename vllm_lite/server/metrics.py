@@ -108,8 +108,12 @@ _HISTOGRAMS = (  # name, field of Measured, text
     ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
     ("vllm:request_params_n", "samples", "Samples that each asked for."),
     ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
-    ("vllm:iteration_tokens_total", "step_tokens", "Tokens scheduled in each step."),
-    ("vllm_lite:iteration_tokens", "step_tokens", "The same, by a name that is no counter's."),
+    (
+        "vllm:iteration_tokens_total",
+        "gained_tokens",
+        "Tokens that each step generated, with the prompts of requests whose first token it gave.",
+    ),
+    ("vllm_lite:iteration_tokens", "step_tokens", "Tokens scheduled in each step."),
 )
 _CACHE_LABELS = (
     *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),

@@ -35,7 +35,7 @@ _GETS = {
     "/v1/models": "what is served",
     "/v1/models/{model}": "one of them",
 }
-_WIDER = {"seed", "stop"}
+_WIDER = {"max_tokens", "seed", "stop"}
 """Fields of which a body takes more than SamplingParams does."""
 _OPEN = ("/health", "/health/live", "/health/ready", "/ping")
 _ERRORS = {
@@ -88,7 +88,8 @@ def document() -> dict[str, Any]:
         [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
     _add_bounds(schemas)
-    error_fields = {"message": {"type": "string"}, "type": {"type": "string"}, "code": {"type": "integer"}}
+    code = {"type": ["integer", "string"]}
+    error_fields = {"message": {"type": "string"}, "type": {"type": "string"}, "code": code}
     error = {"type": "object", "properties": {**error_fields, "param": {"type": ["string", "null"]}}}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
     paths: dict[str, Any] = {path: {"get": _route(path, summary)} for path, summary in _GETS.items()}

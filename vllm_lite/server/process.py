@@ -18,8 +18,8 @@ def main(settings: ApiSettings, stop: Wakeup) -> int:
     config = settings.config
     log.setup(f"server {settings.number}", *config.logging)
     session = Session.connect(settings.address, heartbeat_timeout_s=settings.engine.heartbeat_timeout_s)
+    loaded = Loaded(config)
     try:
-        loaded = Loaded(config)
         loaded.load(settings.engine)
         engine = Engine(session, settings.engine, lambda: str(session.dead))
         place = Place(settings.number, config.api_server_count, settings.run_dir)
@@ -28,6 +28,7 @@ def main(settings: ApiSettings, stop: Wakeup) -> int:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(service.run(stop, Family()))
     finally:
+        loaded.close()
         session.close()
         transport.finish()
 

@@ -9,7 +9,7 @@ import asyncio
 from vllm_lite import log
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure, RequestStream, shows
-from vllm_lite.errors import EngineError
+from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
 from vllm_lite.server.call import Call
 from vllm_lite.server.pace import Pace
@@ -78,11 +78,13 @@ class Relay:
                     stream.apply(event)
             except Exception as error:  # of one stream; the others' events are still to be sorted
                 logger.exception("request %s failed", event.request_id)
-                stream.apply(Failure(event.request_id, EngineError(f"the server failed: {error!r}")))
+                stream.apply(Failure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
             if event.request_id in self._queued and shows(event):
                 self._leave_queue(event.request_id)
             if stream.finished:  # at a stop string, perhaps, of which the engine does not know
                 self._forget(stream)
+            else:
+                stream.settle(self.session)
             woken[call] = woken.get(call, False) or not isinstance(event, Tokens) or stream.finished
         for call, at_once in woken.items():
             self._pace.wake(call, self.num_sequences, at_once=at_once)

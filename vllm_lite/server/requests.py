@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, RequestState, SampleState
@@ -22,7 +23,7 @@ from vllm_lite.server.call import Call
 from vllm_lite.server.calls import Calls
 from vllm_lite.server.errors import ApiError, in_use, refused
 from vllm_lite.server.gate import require_admin
-from vllm_lite.server.reading import Reader, decode
+from vllm_lite.server.reading import Reader, decoded
 from vllm_lite.server.siblings import Siblings
 
 _ORDER = ("running", "swapped", "preempted", "waiting")
@@ -45,7 +46,7 @@ class Requests:
         """`is_private`: it is the other servers that ask, and are told of this one alone."""
         self.calls = calls
         self._factory = factory
-        self._reader = reader
+        self.reader = reader
         self._siblings = siblings
         self._is_private = is_private
 
@@ -56,7 +57,7 @@ class Requests:
             Route("/load", self.load, methods=["GET"]),
             Route(path, self.state, methods=["GET"]),
             Route(path, self.abort, methods=["DELETE"]),
-            Route(path + "/fork", self.fork, methods=["POST"]),
+            Route(path + "/fork", self.reader.holding(self.fork), methods=["POST"]),
         ]
 
     async def new_id(self, kind: str, wanted: str | None) -> str:
@@ -111,11 +112,11 @@ class Requests:
 
     async def fork(self, request: Request) -> Response:
         """Branches of a request that runs: each begins with what it has generated so far."""
-        data = await self._reader.receive(request)
+        data = await self.reader.receive(request)
         parent = self._find(request)
         if parent is None:
             return self._siblings.passed_on(request, data)
-        body, headers = decode(data, ForkBody)
+        body, headers = await decoded(data, ForkBody)
         self.calls.check()
         call = await self._branches(parent, body)
         call.shape_fork = parent.shape_fork
@@ -148,12 +149,12 @@ class Requests:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
         call_id = await self.new_id(parent.id.split("-")[0], body.request_id)
         params = _params(trunk.params, body)
-        streams = []
-        for number, stream_id in enumerate(self.calls.stream_ids(call_id, count)):
-            try:
-                streams.append(self._factory.fork(trunk, params, stream_id, number))
-            except RequestError as error:
-                raise refused(error, bodies.field_of(str(error))) from error
+        ids = self.calls.stream_ids(call_id, count)
+        try:
+            check_room([trunk.prompt], body.max_tokens, self._factory.limits.max_model_len)
+            streams = [self._factory.fork(trunk, params, each, number) for number, each in enumerate(ids)]
+        except RequestError as error:
+            raise refused(error, bodies.field_of(str(error))) from error
         return Call(call_id, streams, are_forks=True)
 
 

@@ -1,5 +1,6 @@
 """`vllm-lite serve`: engine, workers and HTTP in one command, until SIGTERM, Ctrl-C, or the engine's end."""
 
+import errno
 import os
 import signal
 import socket
@@ -72,7 +73,7 @@ def _bind(config: ServeConfig) -> list[socket.socket]:
         first = _bound(family, kind, proto, address)
         if config.api_server_count == 1:
             return [first]
-        address = first.getsockname()  # nobody else has it: now it can be shared
+        address = first.getsockname()  # nobody else has it; now it can be shared
         first.close()
         return [_bound(family, kind, proto, address, shared=True) for _ in range(config.api_server_count)]
     except OSError as error:
@@ -81,12 +82,22 @@ def _bind(config: ServeConfig) -> list[socket.socket]:
 
 
 def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = False) -> socket.socket:
+    """A socket whose address nobody else can take, though it does not listen yet: with SO_REUSEADDR two could, and the
+    second would notice when its engine has started. The option is needed only, and only while binding, where
+    connections of a server that has ended linger; whoever listens sets it for the next one (`listen` of service.py).
+    """
     listener = socket.socket(family, kind, proto)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError:
         listener.close()
         raise

@@ -19,11 +19,11 @@ from vllm_lite import log
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.config import DEVICE_DEFAULTS, EngineConfig
-from vllm_lite.errors import EngineError
+from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.server.api import Api, Model, build, build_private
 from vllm_lite.server.calls import Calls, Limits
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.connection import limited
+from vllm_lite.server.connection import Connection, limited
 from vllm_lite.server.family import Family
 from vllm_lite.server.loaded import Loaded
 from vllm_lite.server.metrics import Metrics
@@ -34,6 +34,7 @@ from vllm_lite.server.requests import Requests
 from vllm_lite.server.siblings import Siblings, socket_path
 
 START_TIMEOUT_S = 10.0
+TICKS_TO_LOOK = 5
 ABORT_S = 2.0
 """How long what is aborted at the end may take to tell its clients so."""
 CLOSE_S = 1
@@ -64,7 +65,16 @@ class Stop(Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours."""
+    """Signals are ours, and so is a look at each connection whether its client reads."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s."""
+        if counter % TICKS_TO_LOOK == 0:
+            now_s = time.monotonic()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.look(now_s)
+        return await super().on_tick(counter)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -95,9 +105,10 @@ class Service:
         calls = self._calls()
         servers = self._servers(calls, siblings)
         serving: list[asyncio.Future[None]] = []
-        watching = asyncio.ensure_future(calls.watch())
+        watching = [asyncio.ensure_future(calls.watch())]
         try:
             await family.start(siblings.is_up)
+            watching.append(asyncio.ensure_future(family.watch(siblings.is_up)))
             if ended.is_set():
                 return 0
             for server, listener in servers:
@@ -111,7 +122,8 @@ class Service:
                     print(self._greeting(), flush=True)
             return await self._wait(calls, ended, family)
         finally:
-            watching.cancel()
+            for watch in watching:
+                watch.cancel()
             family.stop()
             for server, _ in servers:
                 server.should_exit = True
@@ -136,6 +148,7 @@ class Service:
         if len(calls):
             logger.info("%d requests have %g s to end", len(calls), self._config.shutdown_timeout)
         await _until(lambda: not len(calls) or self._num_signals > 1, self._config.shutdown_timeout)
+        self._loaded.close()
         calls.abort_all()
         await _until(lambda: not len(calls), ABORT_S)
         return 0
@@ -155,7 +168,7 @@ class Service:
             max_queued_tokens=None if tokens is None else -(-tokens // count),
         )
         relay = Relay(self._engine.session, asyncio.get_running_loop())
-        return Calls(relay, limits, write_timeout_s=config.write_timeout_s, number=self._place.number)
+        return Calls(relay, limits, number=self._place.number)
 
     def _private_listener(self) -> socket.socket:
         """Where the other servers ask."""
@@ -172,9 +185,10 @@ class Service:
         config, loaded, limits = self._config, self._loaded, self._engine.session.welcome
         names = config.names or (limits.model,)
         model = Model(names, None if config.names else config.model, limits.max_model_len, loaded.defaults)
-        factory, reader = StreamFactory(limits, loaded.tokenizer), Reader(config)
+        factory, reader = StreamFactory(limits, loaded.tokenizer), Reader(config, limits.max_model_len)
         requests = Requests(calls, factory, reader, siblings)
-        api = Api(config, model, factory, Prompts(loaded.tokenizer, loaded.template), requests)
+        prompts = Prompts(loaded.tokenizer, loaded.renderer, limits.max_model_len)
+        api = Api(config, model, factory, prompts, requests)
         tls = {
             "ssl_keyfile": config.ssl_keyfile,
             "ssl_certfile": config.ssl_certfile,
@@ -192,7 +206,7 @@ class Service:
         return _Uvicorn(
             uvicorn.Config(
                 app,
-                http=limited(self._config.header_timeout_s),
+                http=limited(self._config.header_timeout_s, self._config.write_timeout_s),
                 ws="none",
                 loop="none",
                 lifespan="off",
@@ -222,9 +236,12 @@ class Service:
         name = (config.names or (engine.model,))[0]
         where, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self._keys.user else ""
-        if self._loaded.template is not None:
+        if self._loaded.renderer is not None:
             path = "/v1/chat/completions"
             body = f'{{"model":"{name}","messages":[{{"role":"user","content":"Tell me a story."}}],"stream":true}}'
+        elif self._loaded.tokenizer is None:
+            path = "/inference/v1/generate"
+            body = f'{{"model":"{name}","token_ids":[1,2,3],"sampling_params":{{"max_tokens":50}},"stream":true}}'
         else:
             path = "/v1/completions"
             body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
@@ -236,8 +253,21 @@ class Service:
         )
 
 
+def listen(listener: socket.socket) -> None:
+    """Take connections; uvicorn does the same again. They may linger after the end without being in the way of the
+    next server. Raises ConfigError."""
+    try:
+        if listener.family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen()
+    except OSError as error:
+        where = ":".join(map(str, listener.getsockname()[:2]))
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another") from error
+
+
 async def _started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
-    """The server at work. Raises EngineError if it ends at once."""
+    """The server at work. Raises ConfigError if its address is taken, EngineError if it ends at once."""
+    listen(listener)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await _until(lambda: server.started or serving.done(), START_TIMEOUT_S)
     if serving.done():

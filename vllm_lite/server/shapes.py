@@ -43,7 +43,8 @@ class _Shape:
         self._call = call
         self._spelling = words
         self._model = model
-        self._token_ids = isinstance(body, GenerateBody) or bool(body.return_token_ids)
+        self._prompt_ids = not isinstance(body, GenerateBody) and bool(body.return_token_ids)
+        self._token_ids = isinstance(body, GenerateBody) or self._prompt_ids
         options = body.stream_options or StreamOptions()
         self._usage = bool(options.include_usage)
         self._usage_always = self._usage and bool(options.continuous_usage_stats)
@@ -91,9 +92,10 @@ class _Shape:
         return bool(news.text) or news.finish_reason is not None or has_tokens
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """`prompt_logprobs`, if they were asked for."""
+        """What was asked for of the prompt; null stands for what was not."""
         entries = logprobs.of_prompt(choice.stream) if self._prompt_logprobs else None
-        return {"prompt_logprobs": logprobs.as_objects(entries)} if self._prompt_logprobs else {}
+        token_ids = choice.stream.prompt.token_ids if self._prompt_ids else None
+        return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
     def _answer(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = self._count(self._call.num_cached_tokens)
@@ -162,6 +164,8 @@ class CompletionShape(_Shape):
     ) -> None:
         super().__init__(call, body, model, words)
         self._wants_logprobs = body.logprobs is not None
+        self._only_scores = body.only_scores
+        self._is_echoed = echo is not None
         prompts = echo or [""] * len(call.streams)
         n = len(call.choices) // len(call.streams)
         self._echo = [prompts[choice.index // n] for choice in call.choices]
@@ -176,6 +180,7 @@ class CompletionShape(_Shape):
         )
 
     def piece(self, choice: Choice, news: CompletionOutput) -> bytes:
+        news = self._told(news)
         self._told_tokens += len(news.token_ids)
         if not self._is_visible(news):
             return b""
@@ -190,12 +195,18 @@ class CompletionShape(_Shape):
                     "text": self._echo[choice.index] + news.text,
                     "logprobs": self._whole_logprobs(choice, news),
                     **self._end(news),
-                    **({"prompt_token_ids": choice.stream.prompt.token_ids} if self._token_ids else {}),
                     **self._of_prompt(choice),
                 }
-                for choice, news in self._call.news()
+                for choice, news in ((choice, self._told(news)) for choice, news in self._call.news())
             ]
         )
+
+    def _told(self, news: CompletionOutput) -> CompletionOutput:
+        """`news` without what was generated, where only the prompt was asked for."""
+        if not self._only_scores:
+            return news
+        reason = "length" if news.finish_reason == "stop" else news.finish_reason
+        return CompletionOutput(news.index, "", [], None, news.logprobs and [], reason)
 
     def _logprobs(self, choice: Choice, news: CompletionOutput) -> dict[str, Any] | None:
         if not self._wants_logprobs or news.logprobs is None:
@@ -205,10 +216,13 @@ class CompletionShape(_Shape):
     def _whole_logprobs(self, choice: Choice, news: CompletionOutput) -> dict[str, Any] | None:
         """With those of the prompt, if that is told as well."""
         found = self._logprobs(choice, news)
-        entries = logprobs.of_prompt(choice.stream) if self._echo[choice.index] and found is not None else None
+        entries = logprobs.of_prompt(choice.stream) if self._is_echoed and found is not None else None
         if entries is None or found is None:
             return found
-        before = logprobs.of_completion(choice.stream.prompt.token_ids, entries, Offsets(0), self._spelling)
+        offsets = Offsets(0)
+        before = logprobs.of_completion(choice.stream.prompt.token_ids, entries, offsets, self._spelling)
+        unseen = offsets.place - len(self._echo[choice.index])  # special tokens before a text take no place in it
+        before["text_offset"] = [max(0, place - unseen) for place in before["text_offset"]]
         return {name: before[name] + found[name] for name in found}
 
 

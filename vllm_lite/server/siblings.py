@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_lite.server.errors import ApiError
+from vllm_lite.server.workers import until_gone
 
 ASK_S = 2.0
 """How long one may take to say what it knows; what it generates may take longer."""
@@ -44,8 +45,9 @@ class Siblings:
         answers = await asyncio.gather(*(_get(client, path) for client in self._others.values()))
         return any(answer is not None and answer.is_success for answer in answers)
 
-    async def is_up(self, number: int) -> bool:
-        return await _get(self._others[number], "/load") is not None
+    async def is_up(self, number: int, timeout_s: float) -> bool:
+        """Whether it answers in that time."""
+        return await _get(self._others[number], "/load", timeout_s) is not None
 
     async def loads(self, own: int) -> list[int]:
         """Of each server, in order; 0 for one that does not answer."""
@@ -71,7 +73,7 @@ class _PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         passing = asyncio.ensure_future(self._pass(send))
-        watch = asyncio.ensure_future(_until_gone(receive))
+        watch = asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait((passing, watch), return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
@@ -119,13 +121,8 @@ def _client(path: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://sibling", timeout=patience, trust_env=False)
 
 
-async def _get(client: httpx.AsyncClient, path: str) -> httpx.Response | None:
+async def _get(client: httpx.AsyncClient, path: str, timeout_s: float = ASK_S) -> httpx.Response | None:
     try:
-        return await client.get(path, timeout=ASK_S)
+        return await client.get(path, timeout=timeout_s)
     except httpx.TransportError:
         return None
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x02"
+MAGIC = b"vltrace\x03"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """What is recorded of a digest: enough that two different ones are told apart."""
@@ -109,8 +109,12 @@ class Forked(_Record, frozen=True, tag=2):
 
 
 class Aborted(_Record, frozen=True, tag=3):
+    """A request was ended by its client, or those of its `samples`; no samples means all."""
+
     number: int
     clock_s: float
+    samples: list[int] = []
+    hashes: bytes = b""
 
 
 class Expired(_Record, frozen=True, tag=4):

@@ -148,7 +148,8 @@ class _Teller:
                     if note[1] in self._numbers:
                         yield from self._noted(record.clock_s, note)
             case Aborted() if record.number in self._numbers:
-                yield self._line(record.clock_s, "was aborted")
+                some = " and ".join(f"sample {sample}" for sample in record.samples)
+                yield self._line(record.clock_s, f"{some} ended at its client's wish" if some else "was aborted")
             case Expired() if self._numbers.intersection(record.numbers):
                 yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
             case CacheReset() if self._numbers:

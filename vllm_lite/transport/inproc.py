@@ -14,26 +14,30 @@ _lock = Lock()
 
 
 class _Queue:
-    """An unbounded queue another thread can wait for."""
+    """An unbounded queue another thread can wait for. Peers take turns, as a ROUTER has it."""
 
     def __init__(self) -> None:
-        self._items: deque[tuple[bytes, bytes]] = deque()
+        self._items: dict[bytes, deque[bytes]] = {}
         self._lock = Lock()
         self.wakeup = Wakeup()
 
-    def put(self, item: tuple[bytes, bytes]) -> None:
+    def put(self, peer: bytes, payload: bytes) -> None:
         with self._lock:
-            self._items.append(item)
+            self._items.setdefault(peer, deque()).append(payload)
             self.wakeup.set()
 
     def get(self) -> tuple[bytes, bytes] | None:
         with self._lock:  # the wakeup stays set as long as something is left
             if not self._items:
                 return None
-            item = self._items.popleft()
-            if not self._items:
+            peer = next(iter(self._items))
+            waiting = self._items.pop(peer)
+            payload = waiting.popleft()
+            if waiting:
+                self._items[peer] = waiting  # behind the others
+            elif not self._items:
                 self.wakeup.clear()
-            return item
+            return peer, payload
 
 
 class InprocListener:
@@ -65,7 +69,7 @@ class InprocListener:
         self._peers[connection.identity] = connection
 
     def accept(self, identity: bytes, payload: bytes) -> None:
-        self._inbox.put((identity, payload))
+        self._inbox.put(identity, payload)
 
     def detach(self, identity: bytes) -> None:
         self._peers.pop(identity, None)
@@ -118,7 +122,7 @@ class InprocConnection:
         return Delivery.SENT
 
     def deliver(self, payload: bytes) -> None:
-        self._inbox.put((b"", payload))
+        self._inbox.put(b"", payload)
 
     def peer_closed(self) -> None:
         self._lost = True

@@ -37,7 +37,8 @@ class Listener(Protocol):
     address: str
 
     def recv(self) -> tuple[bytes, bytes] | None:
-        """The next (identity, payload), or None if nothing has arrived."""
+        """The next (identity, payload), or None if nothing has arrived. Whoever leaves messages unread finds
+        `pollables` ready at once the next time. A peer with one message is not kept waiting by one with many."""
 
     def send(self, peer: bytes, payload: bytes) -> Delivery: ...
 

@@ -21,7 +21,8 @@ They write nothing, their attention is zero and nobody reads their logits.
 Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own metadata
 (there max_seq_len is max_model_len, and a backend must keep in `metadata.plan`, and read from device memory, all that
 the captured kernels need; on a CPU it is the program's first part); sampling; and every step that is not pure decoding
-or has more sequences than the largest bucket. Such steps run eagerly.
+or has more sequences than the largest bucket. Such steps run eagerly, and so does every step over a backend that is not
+`graph_safe`.
 """
 
 import gc

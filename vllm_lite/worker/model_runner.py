@@ -194,6 +194,7 @@ class ObservedBackend:
     def __init__(self, inner: AttentionBackend, progress: Progress) -> None:
         self.inner = inner
         self.progress = progress
+        self.graph_safe = inner.graph_safe
         self.workspace_bytes = inner.workspace_bytes
         self.prepare = inner.prepare
         self.write_kv = inner.write_kv

@@ -15,7 +15,7 @@ from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
-from vllm_lite.sizing import bucket_sizes, configured_num_blocks, reserved_bytes
+from vllm_lite.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.worker.cache_engine import CacheEngine
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
@@ -49,7 +49,7 @@ class Worker:
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
         self.block_bytes = self.spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
-        self.graph_sizes = self._graph_sizes()
+        self.graph_sizes: tuple[int, ...] = ()
         self._epoch: int | None = None
 
     def load(self) -> Ready:
@@ -60,6 +60,7 @@ class Worker:
         if num_blocks is None:
             initial_used_bytes = check_free(self._memory(), self.config.gpu_memory_utilization)
         self.backend = select_backend(self._attention_shape(), self.config.attention_backend)
+        self.graph_sizes = self._graph_sizes()
         started = time.monotonic()
         weights_bytes = self._load_model()
         logger.info(
@@ -72,7 +73,8 @@ class Worker:
             f", threads: {num_threads}" if num_threads else "",
         )
         if num_blocks is None:
-            num_blocks = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
+            possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
+            num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))
         logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
         warn_if_short(num_blocks, self.block_bytes, self.spec.kv_groups, self.config)
         return Ready(
@@ -141,20 +143,30 @@ class Worker:
 
         Answers with how fast blocks move to and from the host.
         """
-        device = self.device.torch
-        cache_engine = CacheEngine(
-            self.spec, self.config.block_size, start.num_blocks, start.num_host_blocks, self.kv_dtype, device
-        )
+        cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
         backend = ObservedBackend(self.backend, self.progress)
         speculation = self.config.speculative_config
         drafter = NgramDrafter(speculation) if speculation is not None else None
         self.runner = ModelRunner(self.limits, self.model, cache_engine, backend, drafter)
         self.runner.warm_up()
-        if self.device.capture is not None:
+        if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes, self.progress)
         self._epoch = start.epoch
         return Started(self.rank, swap_blocks_per_s)
+
+    def _allocate(self, start: Start) -> CacheEngine:
+        """Raises ConfigError, with the flags, if the memory is not there."""
+        sizes, device = (start.num_blocks, start.num_host_blocks), self.device.torch
+        try:
+            return CacheEngine(self.spec, self.config.block_size, *sizes, self.kv_dtype, device)
+        except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
+            pool, swap = (self.block_bytes * count / GIB for count in sizes)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"{pool:.1f} GiB of KV cache on {device} ({pool_flag(self.config)}) and {swap:.1f} GiB of host memory "
+                f"(--swap-space {self.config.swap_space or 0:g}) cannot be allocated: {reason}; ask for less"
+            ) from error
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for a step of another life of the engine, or one that cannot be run."""
@@ -181,6 +193,10 @@ class Worker:
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture
         if capture is None:
+            return ()
+        if not self.backend.graph_safe:
+            backend = type(self.backend).__name__
+            logger.warning("decode steps run without graphs: the attention backend %s is not graph-safe", backend)
             return ()
         max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size

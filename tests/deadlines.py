@@ -1,0 +1,54 @@
+"""Deadlines that hold on a slow or busy machine: what is generous on an idle one, times how much slower this one is.
+
+    subprocess.run(command, timeout=scaled(60))
+
+Every wait of a test that must not run out goes through `scaled`, as do settings of the product that would end an
+innocent (`--heartbeat-timeout-s`). A wait that is to run out is as short as it is.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+
+WORK = 90_000
+"""Rounds of a hash, one after another, without the interpreter's lock."""
+IDLE_S = 0.02
+"""What they take on the reference: a core of an EPYC at 2.6 GHz with nothing else to do."""
+EVERY_S = 10.0
+LAST_S = 60.0
+"""A machine is taken to be as slow as it was at any time during the last minute."""
+
+_measured: deque[tuple[float, float]] = deque()
+"""When, and how much slower; oldest first."""
+
+
+def scaled(limit_s: float) -> float:
+    """`limit_s`, far more than needed on an idle machine, for this one."""
+    return limit_s * slowness()
+
+
+def slowness() -> float:
+    """How many times longer than on the reference work takes here that uses all cores; at least 1."""
+    now_s = time.monotonic()
+    if not _measured or now_s - _measured[-1][0] > EVERY_S:
+        _measured.append((now_s, measure() / IDLE_S))
+    while now_s - _measured[0][0] > LAST_S:
+        _measured.popleft()
+    return max(1.0, *(factor for _, factor in _measured))
+
+
+def measure() -> float:
+    """Seconds that the work takes on every core that this process may use, all at once."""
+    threads = [threading.Thread(target=_work) for _ in os.sched_getaffinity(0)]
+    begin_s = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.monotonic() - begin_s
+
+
+def _work() -> None:
+    hashlib.pbkdf2_hmac("sha256", b"a machine", b"at work", WORK)

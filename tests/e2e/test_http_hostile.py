@@ -1,0 +1,149 @@
+"""Hostile or merely large input against a running server: it goes on, and what it may not take is refused."""
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.http_server import READY_S, Server, client, serving, until
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+TEMPLATE = """{% if messages[0].role == 'tool' %}
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{% endif %}<|bos|>{{ messages[0].content }}"""
+MIB = 1 << 20
+
+
+def chat(role: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "Once upon a time"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("hostile") / "template.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(template: str) -> Iterator[Server]:
+    with serving("--chat-template", template) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_a_hostile_template_stops_nobody(server: Server, pool: ThreadPoolExecutor) -> None:
+    with client(server, trust_env=False) as http:
+        bad = pool.submit(http.post, "/v1/chat/completions", json=chat("tool"), timeout=READY_S)
+        answers = 0
+        while not bad.done():
+            assert http.get("/health").status_code == 200
+            answers += 1
+        assert answers > 1
+        error = bad.result().json()["error"]
+        assert bad.result().status_code == 400
+        assert "a rendering may take 1 s of processor time and 512 MiB of memory" in error["message"]
+        assert http.post("/v1/chat/completions", json=chat("user")).status_code == 200
+
+
+def test_a_hostile_template_does_not_keep_the_server_from_ending(template: str, pool: ThreadPoolExecutor) -> None:
+    with serving("--chat-template", template) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        with client(server) as http:
+            bad = [pool.submit(http.post, "/v1/chat/completions", json=chat("tool"), timeout=READY_S) for _ in range(4)]
+            until(lambda: http.get("/health").status_code == 200, "an answer")
+            assert server.stop() == 0
+            for answer in bad:
+                assert answer.result(READY_S).status_code in (400, 503)
+        assert psutil.wait_procs(family, timeout=READY_S)[1] == []
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_text_that_is_far_too_long_is_refused_unread(server: Server, route: str) -> None:
+    text = "a cat sat on a mat. " * MIB
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in route else {"prompt": text}
+    with client(server) as http:
+        answer = http.post(route, json={**body, **({} if route == "/tokenize" else {"max_tokens": 1})})
+        cut = http.post(route, json={**body, "truncate_prompt_tokens": 5, "max_tokens": 1})
+    assert (answer.status_code, cut.status_code) == (400, 400)
+    error = answer.json()["error"]
+    assert error["param"] == ("messages" if "chat" in route else "prompt")
+    if route != "/tokenize":  # where there is no context to exceed
+        assert error["code"] == "context_length_exceeded"
+        assert re.search(
+            r"context length is 2048 tokens, .* requested 1 output .* at least 65\d{4} in", error["message"]
+        )
+    assert "at most 524288 are tokenized" in (cut if error["code"] != 400 else answer).json()["error"]["message"]
+
+
+def test_bodies_that_are_never_whole_take_a_bounded_sum(server: Server) -> None:
+    """Twelve clients send 30 MB each; the server's memory may grow by two bodies, and what a few copies take."""
+    host, port = server.url.removeprefix("http://").split(":")
+    process = psutil.Process(server.process.pid)
+    before = process.memory_info().rss
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 32000000\r\n\r\n"
+    connections, refused = [], 0
+    for _ in range(12):
+        connection = socket.create_connection((host, int(port)), timeout=READY_S)
+        connections.append(connection)
+        try:
+            connection.sendall(head + b'{"prompt":"' + b"x" * 30_000_000)
+        except OSError:
+            refused += 1
+    try:
+        until(lambda: process.memory_info().rss - before < 120 * MIB, "the end of what was refused", READY_S)
+        with client(server) as http:
+            answer = http.post("/tokenize", json={"prompt": "x" * 20_000_000})
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert http.post("/tokenize", json={"prompt": "x" * 60_000}).status_code == 200
+    finally:
+        for connection in connections:
+            connection.close()
+    with client(server) as http:
+        body = {"prompt": "x" * 500_000}
+        until(lambda: http.post("/tokenize", json=body).status_code == 200, "what is held no longer", READY_S)
+
+
+def test_what_has_not_begun_at_the_end_is_refused(pool: ThreadPoolExecutor) -> None:
+    with serving("--max-num-seqs", "1", "--shutdown-timeout", "0") as server, client(server) as http:
+
+        def ask(stream: bool) -> httpx.Response:
+            return http.post("/v1/completions", json={**LONG, "stream": stream}, timeout=READY_S)
+
+        first: Future[httpx.Response] = pool.submit(ask, False)
+        until(lambda: "vllm:num_requests_running{" in http.get("/metrics").text, "metrics")
+        until(lambda: http.get("/load").json()["server_load"] == 1, "the first")
+        until(lambda: _running(http) == 1, "its step")
+        rest = [pool.submit(ask, place % 2 == 0) for place in range(6)]
+        until(lambda: http.get("/load").json()["server_load"] == 7, "all")
+        server.process.send_signal(signal.SIGTERM)
+        begun = first.result(READY_S)
+        assert begun.status_code == 200
+        assert begun.json()["choices"][0]["finish_reason"] in ("abort", "length")
+        statuses = [answer.result(READY_S).status_code for answer in rest]
+        assert server.wait() == 0
+    assert statuses.count(503) >= 4, statuses
+    assert set(statuses) <= {200, 503}
+    for answer in rest:
+        if answer.result().status_code == 503:
+            assert answer.result().json()["error"]["message"].startswith("the server is shutting down")
+        else:
+            assert answer.result().content.count(b'"text":""') == 0 or b'"length"' in answer.result().content
+
+
+def _running(http: httpx.Client) -> float:
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

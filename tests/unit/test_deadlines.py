@@ -1,0 +1,135 @@
+"""Deadlines of the tests: they grow with what the machine is slower by, and none is a plain number."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import deadlines
+from tests.deadlines import scaled
+
+
+class Machine:
+    """A clock, and how long the work takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        self.work_s = deadlines.IDLE_S
+        self.num_measured = 0
+        monkeypatch.setattr(deadlines, "time", self)
+        monkeypatch.setattr(deadlines, "measure", self.measure)
+        monkeypatch.setattr(deadlines, "_measured", type(deadlines._measured)())
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def measure(self) -> float:
+        self.num_measured += 1
+        return self.work_s
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_an_idle_machine_gets_what_was_asked_for_and_so_does_a_quicker_one(machine: Machine) -> None:
+    assert scaled(7.0) == 7.0
+    machine.now_s += 100
+    machine.work_s /= 2
+    assert scaled(7.0) == 7.0
+
+
+def test_a_busy_machine_is_remembered_for_a_minute(machine: Machine) -> None:
+    assert scaled(7.0) == 7.0
+    machine.work_s *= 3
+    assert scaled(7.0) == 7.0, "it was measured a moment ago"
+    machine.now_s += deadlines.EVERY_S + 1
+    assert scaled(7.0) == pytest.approx(21.0)
+    machine.work_s /= 3
+    for _ in range(4):
+        machine.now_s += deadlines.EVERY_S + 1
+        assert scaled(7.0) == pytest.approx(21.0)
+    machine.now_s += 2 * deadlines.EVERY_S
+    assert scaled(7.0) == 7.0
+    assert machine.num_measured == 7
+
+
+def test_the_work_is_done_on_all_cores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    working: list[str] = []
+    monkeypatch.setattr(deadlines, "_work", lambda: working.append("here"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3, 4})
+    assert deadlines.measure() > 0
+    assert len(working) == 5
+
+
+def test_the_time_of_a_test_is_scaled(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("timeout") is not None:
+        pytest.skip("--timeout says it")
+    marker = request.node.get_closest_marker("timeout")
+    assert marker.args[0] >= float(request.config.getini("timeout"))
+
+
+# ---- none is a plain number
+
+TESTS = Path(__file__).parents[1]
+CONSTANT = re.compile(r"^_?[A-Z_]*(DEADLINE|TIMEOUT|READY|START|END|WAIT|PATIENCE)_M?S$")
+LONG_S = 2
+"""What is shorter is a wait that runs out, or the time between two looks."""
+
+
+def plain_deadlines(tree: ast.AST) -> list[str]:
+    """Waits whose limit is a number, constants of that meaning among them."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            limits = [word.value for word in node.keywords if word.arg in ("timeout", "timeout_s")]
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("wait", "join", "wait_for", "wait_procs", "timeout") and "mark" not in ast.unparse(node.func):
+                limits += node.args
+            found += [(node.lineno, ast.unparse(node)) for limit in limits if is_long(limit)]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and is_long(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [(node.lineno, ast.unparse(node)) for target in targets if CONSTANT.match(ast.unparse(target))]
+    return [f"line {line}: {text}" for line, text in sorted(found)]
+
+
+def is_long(value: ast.expr) -> bool:
+    """A number of seconds that somebody thought enough."""
+    return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and value.value >= LONG_S
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "subprocess.run(command, timeout=60)",
+        "httpx.Client(timeout=30.0)",
+        "session = Session.connect(address, timeout_s=5)",
+        "process.wait(10)",
+        "thread.join(20)",
+        "await asyncio.wait_for(body, 10.0)",
+        "with asyncio.timeout(9): pass",
+        "READY_S = 60.0",
+        "PATIENCE_MS: int = 5000",
+    ],
+)
+def test_plain_deadlines_are_seen(source: str) -> None:
+    assert plain_deadlines(ast.parse(source))
+
+
+def test_scaled_and_short_ones_are_not() -> None:
+    source = 'run(timeout=scaled(60)); event.wait(0.1); READY_S = scaled(60); ", ".join([3]); SIZE = 7; wait(END_S)'
+    assert plain_deadlines(ast.parse(source)) == []
+
+
+def test_no_test_has_a_plain_deadline() -> None:
+    offences = [
+        f"{path.relative_to(TESTS.parent)}, {offence}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if path != Path(__file__)
+        for offence in plain_deadlines(ast.parse(path.read_text()))
+    ]
+    if offences:
+        pytest.fail("write scaled(...) of tests/deadlines.py around:\n" + "\n".join(offences), pytrace=False)

@@ -1,0 +1,262 @@
+"""The engine process and its clients, turn by turn: whose stream it is, how it ends, and what one client may take."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.test_core import make_core
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.client_port import MAX_TURN_MESSAGES, MAX_TURN_S
+from vllm_lite.engine.process import EngineProcess
+from vllm_lite.protocol import PROTOCOL_VERSION
+from vllm_lite.protocol.api import (
+    Abort,
+    Finished,
+    FromClient,
+    Generate,
+    GetStats,
+    Heartbeat,
+    Hello,
+    OutputBatch,
+    Ping,
+    Stats,
+    ToClient,
+    Welcome,
+)
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.transport import Delivery, connect, wait
+from vllm_lite.wakeup import Wakeup
+
+_numbers = itertools.count()
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+PROMPT = pack_tokens([1, 2, 3])
+
+
+class Client:
+    def __init__(self, address: str, name: bytes) -> None:
+        self.connection = connect(address, name)
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ends: list[Finished] = []
+        self.other: list[ToClient] = []
+        self.say(Hello(PROTOCOL_VERSION))
+
+    def say(self, *messages: FromClient) -> None:
+        for message in messages:
+            self.connection.send(client_to_engine.encode(message))
+
+    def read(self) -> None:
+        while (payload := self.connection.recv()) is not None:
+            message = engine_to_client.decode(payload)
+            if not isinstance(message, OutputBatch):
+                self.other.append(message)
+                continue
+            for output in message.outputs:
+                tokens = self.got.setdefault((output.request_id, output.index), [])
+                assert output.start <= len(tokens)
+                tokens[output.start :] = output.token_ids
+                if isinstance(output, Finished):
+                    self.ends.append(output)
+
+
+class Engine:
+    """An engine process whose worker is simulated, and whose clock stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.stop = Wakeup()
+        self.now_s = 0.0
+        self.address = f"inproc://engine-clients-{next(_numbers)}"
+        self.process = EngineProcess(EngineSettings(EngineConfig(), self.address, "none"), self.stop)
+        self.port = self.process._port
+        self.port._clock = lambda: self.now_s
+        self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, 50, (7,), 11, 4))
+        self.core = make_core(num_blocks=41)
+        self.clients: list[Client] = []
+
+    def client(self, name: bytes) -> Client:
+        client = Client(self.address, name)
+        self.clients.append(client)
+        return client
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.process._turn(self.core, self.core._executor)
+            self.core.scheduler.check_integrity()
+        self.port.flush(0.0, at_once=True)
+        for client in self.clients:
+            client.read()
+
+    def drain(self) -> None:
+        for _ in range(200):
+            self.turn()
+            if not self.core.scheduler.has_requests():
+                return
+        raise AssertionError("the requests do not end")
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.connection.close()
+        self.port.close()
+        self.stop.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.close()
+
+
+# ---- whose stream it is
+
+
+def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine: Engine) -> None:
+    first, second = engine.client(b"first"), engine.client(b"second")
+    first.say(Generate("r", PROMPT, PARAMS))
+    engine.turn(6)
+    assert first.got["r", 0]
+    second.say(Generate("r", PROMPT, PARAMS))
+    engine.turn(2)
+    (end,) = first.ends
+    seen = len(first.got["r", 0])
+    assert (end.reason, end.error) == ("error", "another client took over request 'r' by sending it again")
+    first.say(Abort("r"))  # perhaps its user had just gone
+    engine.drain()
+    assert (len(first.ends), [end.reason for end in second.ends]) == (1, ["length"])
+    assert (len(first.got["r", 0]), len(second.got["r", 0])) == (seen, 20)
+    assert second.got["r", 0][: len(first.got["r", 0])] == first.got["r", 0]
+
+
+def test_other_parameters_are_refused_and_the_stream_goes_on(engine: Engine) -> None:
+    first, second = engine.client(b"first"), engine.client(b"second")
+    first.say(Generate("r", PROMPT, PARAMS))
+    engine.turn(3)
+    second.say(Generate("r", PROMPT, PARAMS.clone(max_tokens=5)))
+    engine.drain()
+    (refusal,) = second.ends
+    assert refusal.reason == "error"
+    assert "another max_tokens (20, not 5)" in (refusal.error or "")
+    assert ([end.reason for end in first.ends], len(first.got["r", 0])) == (["length"], 20)
+
+
+def test_its_own_client_may_send_a_request_again(engine: Engine) -> None:
+    client = engine.client(b"only")
+    client.say(Generate("r", PROMPT, PARAMS))
+    engine.turn(5)
+    have = client.got["r", 0][:2]
+    client.say(Generate("r", PROMPT, PARAMS, len(have), pack_tokens(have)))
+    engine.drain()
+    assert ([end.reason for end in client.ends], len(client.got["r", 0])) == (["length"], 20)
+
+
+def test_named_samples_end_once_and_the_others_go_on(engine: Engine) -> None:
+    client, stranger = engine.client(b"client"), engine.client(b"stranger")
+    client.say(Generate("r", PROMPT, PARAMS.clone(n=4)))
+    engine.turn(5)
+    stranger.say(Abort("r", samples=(2,)))
+    client.say(Abort("r", stopped=True, samples=(1, 3)), Abort("r", samples=(1,)))
+    engine.turn()
+    assert [(end.index, end.reason, end.start) for end in client.ends] == [
+        (sample, "abort", len(client.got["r", sample])) for sample in (1, 3)
+    ]
+    engine.drain()
+    assert [(end.index, end.reason) for end in client.ends[2:]] == [(0, "length"), (2, "length")]
+    assert sum(map(len, client.got.values())) == engine.core.stats().generated_tokens < 60
+
+
+def test_samples_that_never_came_into_being_end_as_well(engine: Engine) -> None:
+    engine.core = make_core(num_blocks=41, max_num_batched_tokens=16)
+    client = engine.client(b"client")
+    client.say(Generate("r", pack_tokens([1] * 60), PARAMS.clone(n=3)))
+    engine.turn()
+    assert engine.core.scheduler.requests["r"].unborn == [1, 2]
+    client.say(Abort("r"))
+    engine.turn()
+    assert [(end.index, end.reason) for end in client.ends] == [(index, "abort") for index in range(3)]
+
+
+# ---- what one client may take
+
+
+def test_a_flood_is_read_in_turns_and_the_others_are_served_between(engine: Engine) -> None:
+    flood, quiet = engine.client(b"flood"), engine.client(b"quiet")
+    engine.turn()
+    flood.say(*[Ping()] * 1000)
+    quiet.say(Generate("r", PROMPT, PARAMS))
+    engine.turn()
+    answers = [message for message in flood.other if isinstance(message, Heartbeat)]
+    assert len(answers) == MAX_TURN_MESSAGES - 1, "the other client's message was among the first"
+    assert wait(0.0, engine.port), "what is left ends the wait for more"
+    engine.turn(20)
+    assert len(quiet.got["r", 0]) >= 19
+    assert [type(message) for message in flood.other[1:]] == [Heartbeat] * 1000
+    assert not wait(0.0, engine.port)
+
+
+def test_messages_that_take_long_are_fewer_in_a_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = engine.client(b"flood")
+    engine.turn()
+    stats = engine.core.stats
+
+    def slow(*args: Any) -> Stats:
+        engine.now_s += 0.6 * MAX_TURN_S
+        return stats(*args)
+
+    monkeypatch.setattr(engine.core, "stats", slow)
+    flood.say(*[GetStats()] * 20)
+    for number in range(1, 11):
+        engine.turn()
+        assert len(flood.other) == 1 + 2 * number
+
+
+def test_garbage_counts_as_well(engine: Engine) -> None:
+    flood = engine.client(b"flood")
+    engine.turn()
+    for _ in range(200):
+        flood.connection.send(b"\xc1")
+    engine.turn()
+    assert engine.port.malformed == MAX_TURN_MESSAGES
+
+
+def test_a_message_nested_without_end_costs_its_sender_alone(engine: Engine) -> None:
+    sender, other = engine.client(b"sender"), engine.client(b"other")
+    other.say(Generate("r", PROMPT, PARAMS))
+    engine.turn()
+    nested = b"\x81\xaaextra_args\x81\xa1x" + b"\x91" * 100_000 + b"\x90"
+    sender.connection.send(b"\x94\xa8generate\xa1x\xc4\x00" + nested)
+    engine.drain()
+    assert engine.port.malformed == 1
+    assert (len(other.got["r", 0]), [end.reason for end in other.ends]) == (20, ["length"])
+
+
+def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals cost it nothing; they must not fill the engine's memory until it has been slow for long."""
+    monkeypatch.setattr("vllm_lite.engine.client_port.MAX_OWED", 100)
+    flood, other = engine.client(b"flood"), engine.client(b"other")
+    other.say(Generate("r", PROMPT, PARAMS))
+    engine.turn()
+    deliver = engine.port.listener.send
+    monkeypatch.setattr(
+        engine.port.listener, "send", lambda peer, data: Delivery.BUSY if peer == b"flood" else deliver(peer, data)
+    )
+    flood.say(*(Generate(f"r{number}", b"", PARAMS) for number in range(400)))
+    owed = []
+    for _ in range(10):
+        engine.turn()
+        owed.append(len(engine.port._clients.get(b"flood", ())))
+    assert max(owed) <= 100 + MAX_TURN_MESSAGES
+    assert b"flood" not in engine.port._clients
+    engine.drain()
+    assert [end.reason for end in other.ends] == ["length"]
+
+
+def test_everybody_who_waited_for_an_engine_that_cannot_start_is_told(engine: Engine) -> None:
+    engine.port._welcome = None
+    for number in range(3 * MAX_TURN_MESSAGES):
+        engine.client(b"%d" % number)
+    assert engine.port.refuse_all("no model", bad_input=True)
+    for client in engine.clients:
+        client.read()
+        assert len(client.other) == 1

@@ -1,0 +1,71 @@
+"""A prompt that is too long, as clients see it: each knows this error by a code or a phrase, and reads the numbers."""
+
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.unit.test_server_answer import FACTORY
+from vllm_lite.errors import ContextLengthError
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.errors import ApiError, refused
+
+LENGTH = 2048
+PHRASES = {
+    "LiteLLM's ContextWindowExceededError": (r"(?i)this model's maximum context length is", ()),
+    "LangChain's ContextOverflowError": ("prompt is too long", ()),
+    "who cuts a conversation to what fits": (r"maximum context length is (\d+) tokens", (LENGTH,)),
+    "who asks again for fewer tokens": (
+        r"maximum context length is (\d+).*you requested (\d+) output .*prompt contains at least (\d+) input tokens",
+        (LENGTH, 16, 3000),
+    ),
+}
+
+
+def overflow(num_prompt: int = 3000) -> ApiError:
+    with pytest.raises(ContextLengthError) as caught:
+        FACTORY.make([5] * num_prompt, SamplingParams(), "r")
+    return refused(caught.value, "prompt")
+
+
+@pytest.mark.parametrize("whose", PHRASES)
+def test_the_message_has_the_phrases_that_clients_look_for(whose: str) -> None:
+    phrase, numbers = PHRASES[whose]
+    found = re.search(phrase, overflow().message)
+    assert found is not None
+    assert tuple(map(int, found.groups())) == numbers
+
+
+def test_no_phrase_makes_clients_think_of_something_else() -> None:
+    """They try again, or look for another key, where a message says this."""
+    text = str(ContextLengthError(2048, 3000, None)) + str(ContextLengthError(2048, 20, 5000))
+    assert not re.search(r"(?i)rate.?limit|quota|too large|api.?key|timed? ?out|string too long", text)
+
+
+def test_openais_package_knows_the_code() -> None:
+    """Inspect looks at it."""
+    answer = overflow()
+
+    def reply(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(answer.status, content=answer.body(), headers={"Content-Type": "application/json"})
+
+    http: Any = httpx.Client(transport=httpx.MockTransport(reply))
+    with (
+        openai.OpenAI(base_url="http://here/v1", api_key="none", http_client=http) as api,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        api.completions.create(model="demo", prompt="x")
+    assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
+    assert caught.value.param == "prompt"
+
+
+def test_what_fits_is_no_overflow() -> None:
+    assert FACTORY.make([5] * (LENGTH - 1), SamplingParams(max_tokens=LENGTH), "r").params.max_tokens == LENGTH
+    overflow(LENGTH)
+
+
+def test_advice_is_about_what_is_too_much() -> None:
+    assert str(ContextLengthError(2048, 3000, 16)).endswith("shorten it to 2047 or fewer")
+    assert str(ContextLengthError(2048, 48, 5000)).endswith("ask for max_tokens of 2000 or fewer")

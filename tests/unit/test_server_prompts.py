@@ -1,0 +1,170 @@
+"""Bodies to prompts and back: who may speak in a chat, what the template is told, what is too long, and many tokens
+that leave the loop its turn."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+from starlette.requests import Request
+
+from tests.tokenizers_for_tests import KINDS
+from vllm_lite.client import prompt_scores
+from vllm_lite.client.chat_template import ChatTemplate
+from vllm_lite.client.prompt import max_text_bytes
+from vllm_lite.client.prompt_scores import PromptScores
+from vllm_lite.client.sample import candidates
+from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.template_process import Render
+from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server import api, bodies
+from vllm_lite.server import prompts as server_prompts
+from vllm_lite.server.bodies import ChatBody, CompletionBody, TokenizeBody
+from vllm_lite.server.errors import ApiError
+from vllm_lite.server.prompts import ROLES, Prompts
+from vllm_lite.server.rendering import Renderer, TextTooLongError
+
+LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
+REQUEST = Request({"type": "http", "method": "POST", "headers": []})
+
+
+class Here:
+    """A Renderer that renders in this process."""
+
+    template = ChatTemplate(
+        "{% for each in messages %}{{ each.role }}:{{ each.content }};{% endfor %}{{ reasoning_effort }}"
+    )
+
+    async def render(self, chat: Render, _: Callable[[], Awaitable[bool]]) -> str:
+        text = self.template.render(
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            variables=chat.variables,
+        )
+        if len(text) > chat.max_chars:
+            raise TextTooLongError("too long", len(text))
+        return text
+
+
+PROMPTS = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len)
+
+
+def rendered(*roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, **fields: Any) -> str:
+    messages = [{"role": role, "content": "x"} for role in roles]
+    body = bodies.read(msgspec.json.encode({"messages": messages, **fields}), kind)[0]
+    return asyncio.run(PROMPTS.render(body, None, REQUEST))
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_a_known_role_comes_to_the_template(role: str) -> None:
+    assert rendered("user", role) == f"user:x;{role}:x;"
+
+
+@pytest.mark.parametrize("role", ["narrator", "User", "user ", "system\n"])
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+def test_an_unknown_role_is_refused(role: str, kind: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        rendered("user", role, kind=kind)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert caught.value.message == f"messages[1].role must be one of {', '.join(ROLES)}, got {role!r}"
+
+
+def test_the_template_is_told_how_much_to_reason() -> None:
+    assert rendered("user", reasoning_effort="low") == "user:x;low"
+    assert rendered("user", reasoning_effort=None) == "user:x;"
+    assert rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+
+
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+@pytest.mark.parametrize("cut", [None, -1, 5])
+def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | None) -> None:
+    """Unless it need not fit: it is cut, or only tokenized. Then there is no more than it may have."""
+    num_bytes = max_text_bytes(LIMITS.max_model_len) + 32
+    message = {"role": "user", "content": "x" * (num_bytes - len("user:;"))}
+    body = bodies.read(msgspec.json.encode({"messages": [message]}), kind)[0]
+    params = SamplingParams(max_tokens=3, truncate_prompt_tokens=cut) if kind is ChatBody else None
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(PROMPTS.of_chat(body, params, REQUEST))
+    error = caught.value
+    assert (error.status, error.param) == (400, "messages")
+    if params is None or cut is not None:
+        assert (error.code, error.message[:35]) == (None, f"the prompt has {num_bytes} bytes; at most"[:35])
+        return
+    assert error.code == "context_length_exceeded"
+    assert f"requested 3 output tokens and your prompt contains at least {num_bytes // 32} input" in error.message
+
+
+@pytest.mark.parametrize("texts", [["x" * 600_000], ["x", " the" * 20_000]])
+def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -> None:
+    async def main() -> None:
+        prompts = Prompts(Tokenizer(KINDS["byte level"]()), None, 512)
+        body = bodies.read(msgspec.json.encode({"prompt": texts, "add_special_tokens": False}), CompletionBody)[0]
+        request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+        with pytest.raises(ApiError) as caught:
+            await prompts.of_completion(body, SamplingParams(), request)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
+        assert caught.value.code == "context_length_exceeded"
+
+    asyncio.run(main())
+
+
+# ---- what one answer takes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same text; no slice is larger than one may be, and the loop has its turn behind each."""
+    monkeypatch.setattr(server_prompts, "SLICE_TOKENS", 7)
+    tokenizer = Tokenizer(KINDS[kind]())
+    ids = tokenizer.encode("the cat sat. été 🙂 the 猫" * 20)
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> str:
+        ticking = asyncio.create_task(tick())
+        text = await Prompts(tokenizer, None, 8192).decode(ids, skip_special_tokens=skip)
+        ticking.cancel()
+        return text
+
+    assert asyncio.run(main()) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert turns >= len(ids) // 7
+
+
+def test_candidates_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def seen(tokenizer: Any, token_id: int, entry: TokenLogprobs) -> Any:
+        made.append(token_id)
+        return candidates(tokenizer, token_id, entry)
+
+    monkeypatch.setattr(prompt_scores, "candidates", seen)
+    scores = PromptScores(None, [7, 8, 9, 10])
+    entry = TokenLogprobs(-1.0, 1, ((5, -1.0),))
+    scores.take(PromptLogprobs(1, [entry]))
+    scores.take(PromptLogprobs(1, [entry, entry]))  # the first of them again
+    assert (made, scores.complete) == ([], False)
+    assert [list(found or ()) for found in scores.entries] == [[], [8, 5], [9, 5]]
+    scores.take(PromptLogprobs(3, [entry, entry]))  # one more than there are tokens
+    assert scores.complete
+    assert [list(found or ()) for found in scores.entries] == [[], [8, 5], [9, 5], [10, 5]]
+    assert made == [8, 9, 10]
+
+
+def test_an_answer_has_only_so_many_candidates() -> None:
+    factory = StreamFactory(LIMITS, None)
+    for wanted, num_prompts in ((None, 64), (0, 64), (64, 1), (31, 2)):
+        params = SamplingParams(prompt_logprobs=wanted)
+        api._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
+    params = SamplingParams(prompt_logprobs=32)
+    with pytest.raises(ApiError, match="32 for 8000 prompt tokens are 264000 candidates; an answer has at most 262144"):
+        api._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])

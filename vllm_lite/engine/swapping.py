@@ -1,0 +1,251 @@
+"""Swapping: which blocks move between the tiers in a step, and in which order.
+
+A sequence that gave way, or whose cached prefix lies on the host, is parked: it waits, its `host_ids` say which of its
+logical blocks are on the host, its tables which are on the device; the null block stands for "not here". Blocks leave
+the device from the end and come back from the beginning, and a step moves no more than `max_blocks`: the rest waits
+where it is for the next step. So a sequence of any length can move, and no step stalls longer than that.
+
+What a parked sequence still has on the device is taken from it when somebody who runs needs the place.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from vllm_lite.engine.block_pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.host_tier import HostTier
+from vllm_lite.engine.kv_groups import KVGroup
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.step import BlockOp
+
+
+class KVStats:
+    """Totals since the start, in blocks unless named otherwise."""
+
+    __slots__ = ("copied", "demoted", "promoted", "swapped_in", "swapped_out")
+
+    def __init__(self) -> None:
+        self.copied = self.demoted = self.promoted = self.swapped_in = self.swapped_out = 0
+
+
+class Place(NamedTuple):
+    """Logical block `number` of a sequence in one group."""
+
+    group: KVGroup
+    number: int
+
+
+class Swapping:
+    """The block program of the step in the making, and what of its bound is left. `cache(sequence, group, index, id)`
+    makes a block findable on the device."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostTier | None,
+        groups: Seq[KVGroup],
+        max_blocks: int,
+        cache: Callable[[Sequence, KVGroup, int, int], None],
+    ) -> None:
+        self.stats = KVStats()
+        self.parked: list[Sequence] = []
+        """In the order in which they were parked: under fcfs the first is the last to come in."""
+        self._pool = pool
+        self._host = host
+        self._groups = groups
+        self._cache = cache
+        self._max_blocks = self._left = max_blocks
+        self._reserved = self._wanted = 0
+        self._ops: list[tuple[int, int, int]] = []
+        pool.on_evict = self._demote if host is not None else None
+
+    # ---- the block program
+
+    def begin_step(self) -> None:
+        """A step is about to be made: it may move blocks again, first of all those that the last one had to leave."""
+        self._left = self._max_blocks
+        self._reserved, self._wanted = min(self._wanted, self._max_blocks), 0
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the step being made moves or copies any block."""
+        return bool(self._ops)
+
+    def take_ops(self) -> list[tuple[int, int, int]]:
+        """The block program of the step that has been made; the next one starts empty."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    def copy(self, src: int, dst: int) -> None:
+        """A shared block is about to be written."""
+        self._ops.append((BlockOp.COPY, src, dst))
+        self.stats.copied += 1
+
+    # ---- out
+
+    def park(self, sequence: Sequence, host_ids: list[list[int]]) -> None:
+        """`sequence` waits with what its tables and `host_ids` name, the latter pinned from now on."""
+        if self._host is not None:
+            for ids in host_ids:
+                self._host.pin(_present(ids))
+        sequence.host_ids = host_ids
+        self.parked.append(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """`sequence` is parked no more, and needs nothing on the host."""
+        host_ids, sequence.host_ids = sequence.host_ids, None
+        if host_ids is not None and self._host is not None:
+            self.parked.remove(sequence)
+            for ids in host_ids:
+                self._host.unpin(_present(ids))
+
+    def swap_out(self, sequence: Sequence, keep: Seq[range]) -> bool:
+        """Park `sequence` with its logical blocks `keep`, per group, and begin to move them. False, and nothing is
+        changed, if the host has no room for them or the step has moved enough already."""
+        host = self._host
+        if host is None:
+            return False
+        host_ids = [[NULL_BLOCK] * kept.stop for kept in keep]
+        for group, ids, kept in zip(self._groups, host_ids, keep, strict=True):
+            for index in kept:
+                ids[index] = self._find_on_host(sequence, group, index)
+        found = [block_id for ids in host_ids for block_id in _present(ids)]
+        num_new = sum(map(len, keep)) - len(found)
+        revived = sum(host.pool.is_free(block_id - host.first_id) for block_id in found)
+        if (num_new and self._left <= 0) or num_new + revived > host.pool.num_free:
+            return False
+        for table, kept in zip(sequence.tables, keep, strict=True):
+            table.trim(kept.start)
+            table.cut(kept.stop)
+        self.park(sequence, host_ids)
+        self._push(sequence)
+        return True
+
+    def _push(self, sequence: Sequence) -> int:
+        """Take device blocks of a parked sequence, last first, that are on the host or may still move there. Returns
+        how many."""
+        host, taken = self._host, 0
+        if host is None or sequence.host_ids is None:
+            raise RuntimeError(f"{sequence} is not parked")
+        for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids, strict=True):
+            for index in range(len(host_ids) - 1, table.num_trimmed - 1, -1):
+                block_id = table.ids[index]
+                if block_id == NULL_BLOCK:
+                    continue
+                if host_ids[index] == NULL_BLOCK:
+                    if self._left <= 0 or host.pool.num_free == 0:
+                        return taken
+                    (host_ids[index],) = host.new_blocks([self._key(sequence, group, index)])
+                    self._ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
+                    self._left -= 1
+                    self.stats.swapped_out += 1
+                table.ids[index] = NULL_BLOCK
+                self._pool.free((block_id,))
+                taken += 1
+        return taken
+
+    def holder(self, keep: Sequence | None) -> Sequence | None:
+        """The parked sequence whose device blocks are to be taken first; never `keep`."""
+        holders = (each for each in self.parked if each is not keep and num_held(each))
+        return next(holders, None)
+
+    def take_from(self, sequence: Sequence) -> bool:
+        """Take device blocks of a parked sequence. False if none of them can go to the host now."""
+        return self._push(sequence) > 0
+
+    # ---- in
+
+    def may_move(self, num_blocks: int) -> bool:
+        """Whether this step may move so many more."""
+        return num_blocks <= max(self._left, 0)
+
+    def next_in(self, sequence: Sequence, *, in_parts: bool) -> tuple[list[Place], bool]:
+        """What this step may load of a parked sequence, and whether that is all. What is on the device need not be
+        loaded, and is held from now on. Unless `in_parts`, it is all or nothing."""
+        missing, present = [], []
+        for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids or (), strict=True):
+            for index, host_id in enumerate(host_ids):
+                if host_id == NULL_BLOCK or table.ids[index] != NULL_BLOCK:
+                    continue
+                key = self._key(sequence, group, index)
+                block_id = self._pool.get_cached_block(key) if key else None
+                if block_id is None:
+                    missing.append(Place(group, index))
+                else:
+                    present.append((table, index, block_id))
+        if not (in_parts or self.may_move(len(missing))):
+            return [], False
+        for table, index, block_id in present:
+            self._pool.touch((block_id,))
+            table.ids[index] = block_id
+        places = missing[: max(self._left, 0)]
+        self._left -= len(places)
+        self._reserved = 0
+        self._wanted += len(missing) - len(places)
+        return places, len(places) == len(missing)
+
+    def load(self, sequence: Sequence, places: Seq[Place], block_ids: Seq[int]) -> None:
+        """Fill new device blocks with what is on the host."""
+        host_ids = sequence.host_ids or ()
+        for (group, index), block_id in zip(places, block_ids, strict=True):
+            self._ops.append((BlockOp.SWAP_IN, host_ids[group.index][index], block_id))
+            sequence.tables[group.index].ids[index] = block_id
+            if index < sequence.num_hashed_blocks:
+                self._cache(sequence, group, index, block_id)
+        if sequence.status is Status.WAITING or sequence.status is Status.PREEMPTED:
+            self.stats.promoted += len(places)
+        else:
+            self.stats.swapped_in += len(places)
+
+    # ---- what nobody holds
+
+    def _demote(self, evicted: Seq[tuple[int, bytes]]) -> None:
+        """The device is about to reuse cached blocks, given in the order of their last use: keep the contents of some.
+
+        The last used come first. A block is freed before those it continues, so what it can be found through is behind
+        it: on the device, or in `evicted` and thereby kept before it.
+        """
+        limit = self._left - self._reserved
+        if self._host is None or limit <= 0:
+            return
+        lost = {key: block_id for block_id, key in reversed(evicted) if self._pool.get_cached_block(key) is None}
+        places = self._host.demote(lost, limit)
+        self._ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
+        self._left -= len(places)
+        self.stats.demoted += len(places)
+
+    # ---- inside
+
+    def _key(self, sequence: Sequence, group: KVGroup, index: int) -> bytes | None:
+        return sequence.block_hashes[index] + group.key if index < sequence.num_hashed_blocks else None
+
+    def _find_on_host(self, sequence: Sequence, group: KVGroup, index: int) -> int:
+        key = self._key(sequence, group, index)
+        host_id = self._host.find(key) if key and self._host is not None else None
+        return NULL_BLOCK if host_id is None else host_id
+
+    def check_integrity(self, sequences: Seq[Sequence]) -> None:
+        """Raise RuntimeError if an invariant of this module is broken. `sequences` are all there are."""
+        parked = [sequence for sequence in sequences if sequence.host_ids is not None]
+        if sorted(map(id, parked)) != sorted(map(id, self.parked)):
+            raise RuntimeError("the parked sequences are not those with blocks on the host")
+        for sequence in parked:
+            for table, ids in zip(sequence.tables, sequence.host_ids or (), strict=True):
+                if len(table.ids) != len(ids):
+                    raise RuntimeError(f"{sequence} has {len(table.ids)} and {len(ids)} blocks on the two tiers")
+                start = table.num_trimmed
+                if not all(map(max, zip(table.ids[start:], ids[start:], strict=True))):
+                    raise RuntimeError(f"{sequence} has lost a block")
+        if self._host is not None:
+            first = self._host.first_id
+            pinned = [ids for sequence in parked for ids in sequence.host_ids or ()]
+            self._host.pool.check_integrity([[i - first for i in _present(ids)] for ids in pinned])
+
+
+def num_held(sequence: Sequence) -> int:
+    """The device blocks in the tables of `sequence`."""
+    return sum(len(table.ids) - table.ids.count(NULL_BLOCK) for table in sequence.tables)
+
+
+def _present(ids: Seq[int]) -> list[int]:
+    return [block_id for block_id in ids if block_id != NULL_BLOCK]
