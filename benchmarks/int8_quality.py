@@ -18,14 +18,14 @@ from vllm_lite import LLM, SamplingParams
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
 from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
-from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 BLOCK_SIZE = 16
 

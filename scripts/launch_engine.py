@@ -11,11 +11,11 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from vllm_lite import log
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
-from vllm_lite.settings import add_flags
+from vllm_lite.runtime import log
+from vllm_lite.runtime.settings import add_flags
 
 _LOOK_S = 0.2
 

@@ -9,7 +9,7 @@ from typing import Any
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(made.byte_level())
 SIZE = TOKENIZER.vocab_size

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import (

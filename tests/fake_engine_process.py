@@ -5,11 +5,12 @@ import signal
 import time
 
 from tests.fakes import DEADLINE_S, welcome
-from vllm_lite import supervise, transport
+from vllm_lite import transport
 from vllm_lite.config import EngineSettings
 from vllm_lite.protocol.api import FromClient, Generate, Hello, Refused, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.runtime import supervise
+from vllm_lite.runtime.wakeup import Wakeup
 
 REASON = "weights are missing: lm_head.weight"
 

@@ -27,7 +27,7 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.runtime.wakeup import Wakeup
 
 DEADLINE_S = scaled(30.0)
 """For every wait of a test: far more than needed, so that a miss is a bug and not a slow machine."""

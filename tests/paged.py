@@ -9,10 +9,10 @@ from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
-from vllm_lite.model_spec import ModelSpec
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
-from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 BLOCK_SIZE = 8
 

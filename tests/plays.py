@@ -8,9 +8,9 @@ import torch
 
 from tests.driver import WARM, Driver, make_prompt, new_request
 from vllm_lite.protocol.step import Continue, Entry, Finish, ModelOutput
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.graphs import DecodeGraphs
-from vllm_lite.worker.step_inputs import StepInputs
 
 
 def graphs_of(driver: Driver) -> DecodeGraphs:

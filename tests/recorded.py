@@ -9,7 +9,7 @@ import msgspec
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.simulated import VirtualClock

@@ -3,12 +3,12 @@
 from collections.abc import Sequence as Seq
 
 from tests.simulated_worker import SimulatedWorker, next_token
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.host_tier import HostTier
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
-from vllm_lite.engine.kv_groups import make_groups
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.plan import Options, Produced
-from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.protocol.api import Generate

@@ -121,7 +121,7 @@ class SimulatedWorker:
             pack_tokens(tokens),
             counts if any(count > 1 for count in counts) else None,
             logprobs if any(logprobs) else None,
-            guessed=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
+            drafted=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
         assert isinstance(decoded, ModelOutput)
@@ -205,10 +205,10 @@ class SimulatedWorker:
         if history.num_computed < len(history.tokens):
             return []
         sampled = []
-        for guess in [*drafts, None]:
+        for draft in [*drafts, None]:
             sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.child))
             history.tokens.append(sampled[-1])
-            if guess != sampled[-1]:
+            if draft != sampled[-1]:
                 break
             history.num_computed += 1
         self.num_drafted += len(drafts)

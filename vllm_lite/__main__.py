@@ -2,7 +2,7 @@
 
 import sys
 
-from vllm_lite.cli import main
+from vllm_lite.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 import msgspec
 from msgspec import Meta
 
-from vllm_lite import log
 from vllm_lite.errors import ConfigError
-from vllm_lite.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
-from vllm_lite.settings import Section, Settings
+from vllm_lite.runtime import log
+from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
+from vllm_lite.runtime.settings import Section, Settings
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3

@@ -1,4 +1,4 @@
-// Rows of logits to tokens. vllm_lite/worker/sampler.py defines the result: the filters bit for bit, the noise to a few
+// Rows of logits to tokens. vllm_lite/worker/sampling/sampler.py defines the result: the filters bit for bit, the noise to a few
 // units in the last place. All sums are of integers and all ties go to the first token, so neither the number of
 // threads nor how the work is cut can change it.
 //

@@ -22,7 +22,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 RAGGED = [(1, t) for t in (1, 15, 16, 17, 100, 513)]
 MIXED = [(1, 513), (5, 17), (1, 0), (40, 40), (3, 200), (150, 230), (2, 3), (1, 1100)]
-"""Decodes, a guess to be verified, chunks with and without prefix, of one tile of rows and of several; one is empty."""
+"""Decodes, a draft to be verified, chunks with and without prefix, of one tile of rows and of several; one is empty."""
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
+from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec, Rope
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
-from vllm_lite.model_spec import KVGroup, ModelSpec, Rope
 from vllm_lite.protocol.step import BlockOp
-from vllm_lite.worker import cache_engine
-from vllm_lite.worker.block_mover import CudaMover, NativeMover, Pools, Run, TorchMover, stages
-from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.worker.memory import cache_engine
+from vllm_lite.worker.memory.block_mover import CudaMover, NativeMover, Pools, Run, TorchMover, stages
+from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 N, M = 7, 5
 """Device blocks [0, 7), host blocks [7, 12)."""

@@ -10,7 +10,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.worker.device import KV_DTYPES, open_device, set_threads
 from vllm_lite.worker.graphs import CudaCapture
-from vllm_lite.worker.memory import CudaMemory
+from vllm_lite.worker.memory.profile import CudaMemory
 
 
 @pytest.fixture

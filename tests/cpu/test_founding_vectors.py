@@ -6,10 +6,10 @@ from tests.cpu.test_input_batch import new_batch, new_request, run
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.checkpoint.sizing import num_host_blocks
 from vllm_lite.config import GIB
-from vllm_lite.engine.kv_groups import KVGroup
-from vllm_lite.sizing import num_host_blocks
-from vllm_lite.worker.memory import MemoryProfile
+from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.worker.memory.profile import MemoryProfile
 
 
 def test_slots_follow_the_block_table() -> None:

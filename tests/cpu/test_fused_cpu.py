@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from vllm_lite.checkpoint.model_spec import Rope
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, ops_for
 from vllm_lite.layers.rope import RotaryEmbedding
-from vllm_lite.model_spec import Rope
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

@@ -20,17 +20,17 @@ from tests.plays import graphs_of
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.checkpoint.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.protocol.step import Continue, Draft, Finish
-from vllm_lite.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.worker import worker as worker_module
+from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph
-from vllm_lite.worker.step_inputs import StepInputs, padding_step
 
 
 class FakeGraph:
@@ -214,11 +214,11 @@ def test_each_step_takes_the_smallest_bucket_that_holds_it(tiny_checkpoint: Path
     assert counts(driver) == {1: 1, 2: 1, 4: 2}, "a prompt among decodes"
 
 
-def test_a_step_with_guesses_is_not_replayed(tiny_checkpoint: Path) -> None:
+def test_a_step_with_drafts_is_not_replayed(tiny_checkpoint: Path) -> None:
     settings: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     driver = Driver(tiny_checkpoint, on=with_graphs(), cudagraph_capture_sizes=[4], **settings)
     driver.run(new_request(0, [5, 6, 7, 5, 6, 7, 5, 6], [1]))
-    driver.worker.runner.batch.tokens_of(0)[-1] = 7  # follows its own pattern, so that there is something to guess
+    driver.worker.runner.batch.tokens_of(0)[-1] = 7  # follows its own pattern, so that there is something to draft
     driver.run(Draft(0, 2, []))
     assert counts(driver) == {4: 0}
     driver.run(Continue(0, 1, []))

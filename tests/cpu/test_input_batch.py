@@ -21,9 +21,9 @@ from vllm_lite.protocol.step import (
     Sampling,
     SetToken,
 )
-from vllm_lite.worker.input_batch import InputBatch
-from vllm_lite.worker.speculative import NO_GUESS, num_kept
-from vllm_lite.worker.step_inputs import Int32s, StepInputs
+from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, num_kept
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK, NUM_BLOCKS = 4, 24, 50, 4, 64
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -156,35 +156,35 @@ def test_set_token_replaces_the_last_of_a_resident_and_of_a_preempted_sequence()
     assert batch.tokens_of(1).tolist() == [11, 12, 33, 9]
 
 
-def test_guesses_are_computed_behind_the_last_token_and_kept_while_right() -> None:
+def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> None:
     batch = new_batch()
     ruled = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=4, stop_ids=(5,))
     run(batch, new_request(1, [11, 12]), new_request(2, [21], sampling=ruled, block_ids=[[7, 8]]))
     batch.apply([Draft(1, 3, []), Draft(2, 2, [])])
     assert batch.max_drafts == {1: 3, 2: 2}
-    batch.guess(1, ids(31, 32, 33))
-    batch.guess(2, ids(41, 42))
+    batch.draft(1, ids(31, 32, 33))
+    batch.draft(2, ids(41, 42))
     inputs = batch.build()
     assert inputs.input_ids.tolist() == [9, 31, 32, 33, 9, 41, 42]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 1, 2, 3]
     assert (inputs.seq_lens.tolist(), inputs.num_samples.tolist()) == ([6, 4], [4, 3])
     assert inputs.sample_tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert inputs.guesses.tolist() == [31, 32, 33, NO_GUESS, 41, 42, NO_GUESS]
+    assert inputs.drafts.tolist() == [31, 32, 33, NO_DRAFT, 41, 42, NO_DRAFT]
     samples = batch.sample_inputs(inputs)
     assert samples.positions.tolist() == [3, 4, 5, 6, 2, 3, 4]
     assert samples.banned is not None
     assert [array.tolist() for array in samples.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
     sampled = np.array([31, 32, 0, 1, 40, 42, 43])
-    batch.commit(inputs, sampled, num_kept(sampled, inputs.guesses, inputs.sample_starts))
+    batch.commit(inputs, sampled, num_kept(sampled, inputs.drafts, inputs.sample_starts))
     batch.check_integrity()
     assert batch.tokens_of(1).tolist() == [11, 12, 9, 31, 32, 0]
     assert batch.tokens_of(2).tolist() == [21, 9, 40]
     inputs = run(batch, Continue(1, 1, []), Continue(2, 1, []))
-    assert inputs.positions.tolist() == [5, 2], "wrong guesses are computed over"
+    assert inputs.positions.tolist() == [5, 2], "wrong drafts are computed over"
     assert inputs.input_ids.tolist() == [0, 40]
 
 
-def test_without_a_guess_a_draft_is_one_token() -> None:
+def test_without_a_draft_a_draft_is_one_token() -> None:
     batch = new_batch()
     run(batch, new_request(1, [11]))
     inputs = run(batch, Draft(1, 3, []))

@@ -25,11 +25,11 @@ from vllm_lite.protocol.step import (
     Sampling,
     SetToken,
 )
-from vllm_lite.worker.input_batch import InputBatch
-from vllm_lite.worker.logit_edits import NEVER
-from vllm_lite.worker.sampler import SampleInputs
-from vllm_lite.worker.speculative import num_kept
-from vllm_lite.worker.step_inputs import StepInputs
+from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.sampling.drafter import num_kept
+from vllm_lite.worker.sampling.logit_edits import NEVER
+from vllm_lite.worker.sampling.sampler import SampleInputs
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK = 4, 24, 50, 4
 STOPS = (1, 2)
@@ -47,7 +47,7 @@ class Naive:
     computed: int = 0
     cached: int = 0
     parked: bool = False
-    guesses: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def penalised(self) -> bool:
@@ -108,7 +108,7 @@ class Stream:
         return Naive(tokens, params, num_prompt, sampling)
 
     def step(self) -> tuple[list[Entry], list[tuple[int, int]]]:
-        """A step's entries and its scheduled (handle, number of tokens, guesses not counted)."""
+        """A step's entries and its scheduled (handle, number of tokens, drafts not counted)."""
         entries: list[Entry] = []
         scheduled: list[tuple[int, int]] = []
         for handle in list(self.sequences):
@@ -170,8 +170,8 @@ class Stream:
         for ids, more in zip(sequence.blocks, new_ids, strict=False):
             ids.extend(more)
         entries.append(Draft(handle, max_drafts, new_ids) if max_drafts else Continue(handle, count, new_ids))
-        if not sequence.penalised:  # the worker does not guess
-            sequence.guesses = [self.draw(0, VOCAB - 1) for _ in range(self.draw(0, max_drafts))]
+        if not sequence.penalised:  # the worker does not draft
+            sequence.drafts = [self.draw(0, VOCAB - 1) for _ in range(self.draw(0, max_drafts))]
         return count
 
     def place(self, sequence: Naive) -> int:
@@ -220,8 +220,8 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
     samples: list[tuple[int, Naive, int]] = []  # where in the tokens, whose, the length before it
     for i, (handle, count) in enumerate(scheduled):
         sequence = stream.sequences[handle]
-        tokens = sequence.tokens + sequence.guesses
-        for position in range(sequence.computed, sequence.computed + count + len(sequence.guesses)):
+        tokens = sequence.tokens + sequence.drafts
+        for position in range(sequence.computed, sequence.computed + count + len(sequence.drafts)):
             if position >= len(sequence.tokens) - 1:
                 samples.append((len(ids), sequence, position + 1))
             ids.append(tokens[position])
@@ -238,7 +238,7 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
     assert inputs.positions.tolist() == positions
     assert [array.tolist() for array in inputs.slot_mapping] == slots
     assert inputs.query_start_loc.tolist() == starts
-    ends = [s.computed + count + len(s.guesses) for s, (_, count) in zip(sequences, scheduled, strict=True)]
+    ends = [s.computed + count + len(s.drafts) for s, (_, count) in zip(sequences, scheduled, strict=True)]
     assert inputs.seq_lens.tolist() == ends
     for group, table in enumerate(inputs.block_tables):
         assert [row[: len(s.blocks[group])].tolist() for row, s in zip(table, sequences, strict=True)] == [
@@ -258,7 +258,7 @@ def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
     logits = torch.randn(len(samples), VOCAB, generator=torch.Generator().manual_seed(len(samples)))
     expected = logits.numpy().copy()
     for row, (sequence, length) in zip(expected, samples, strict=True):
-        tokens = (sequence.tokens + sequence.guesses)[:length]
+        tokens = (sequence.tokens + sequence.drafts)[:length]
         prompt, output = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
         row[:] = changed(row, sequence.params, prompt, output, STOPS)
     if got.banned is not None:
@@ -269,15 +269,15 @@ def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
 
 
 def sample(stream: Stream, sequence: Naive) -> list[int]:
-    """Tokens for a sequence that is caught up, many of them as guessed; it grows by those that count."""
-    sampled = [stream.draw(0, VOCAB - 1) for _ in range(len(sequence.guesses) + 1)]
-    sampled = [stream.data.draw(st.sampled_from(pair)) for pair in zip(sampled, [*sequence.guesses, 0], strict=True)]
-    for token, guess in zip(sampled, [*sequence.guesses, None], strict=True):
+    """Tokens for a sequence that is caught up, many of them as drafted; it grows by those that count."""
+    sampled = [stream.draw(0, VOCAB - 1) for _ in range(len(sequence.drafts) + 1)]
+    sampled = [stream.data.draw(st.sampled_from(pair)) for pair in zip(sampled, [*sequence.drafts, 0], strict=True)]
+    for token, draft in zip(sampled, [*sequence.drafts, None], strict=True):
         sequence.tokens.append(token)
-        if token != guess:
+        if token != draft:
             break
         sequence.computed += 1
-    sequence.guesses = []
+    sequence.drafts = []
     return sampled
 
 
@@ -301,7 +301,7 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
         batch.apply(entries)
         assert not any(stream.sequences[handle].penalised for handle in batch.max_drafts)
         for handle in batch.max_drafts:
-            batch.guess(handle, np.array(stream.sequences[handle].guesses, np.int32))
+            batch.draft(handle, np.array(stream.sequences[handle].drafts, np.int32))
         inputs = batch.build()
         expect(stream, scheduled, inputs, batch)
         for handle, count in scheduled:
@@ -310,7 +310,7 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
         for i in inputs.sampling:
             sampled += sample(stream, stream.sequences[inputs.handles[i]])
         tokens = np.array(sampled, np.int64)
-        batch.commit(inputs, tokens, num_kept(tokens, inputs.guesses, inputs.sample_starts))
+        batch.commit(inputs, tokens, num_kept(tokens, inputs.drafts, inputs.sample_starts))
         batch.check_integrity()
         for handle, sequence in stream.sequences.items():
             assert batch.tokens_of(handle).tolist() == sequence.tokens

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.layers.weight_form import Int8Form, NativeForm, weight_form
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
 

@@ -15,10 +15,10 @@ from tests.plain_rules import changed
 from vllm_lite.engine.branching import logit_rules
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Sampling
-from vllm_lite.worker.logit_edits import NEVER
-from vllm_lite.worker.logit_rules import RuleBook
-from vllm_lite.worker.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
-from vllm_lite.worker.token_counts import TokenCounts
+from vllm_lite.worker.sampling.logit_edits import NEVER
+from vllm_lite.worker.sampling.logit_rules import RuleBook
+from vllm_lite.worker.sampling.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
+from vllm_lite.worker.sampling.token_counts import TokenCounts
 
 VOCAB = 40
 STOPS = (1, 2)

@@ -13,18 +13,19 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
 from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec, _parse_config
+from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
-from vllm_lite.engine.kv_groups import make_groups
-from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.errors import ConfigError
-from vllm_lite.model_spec import KVGroup, ModelSpec, _parse_config
 from vllm_lite.protocol.control import Start
-from vllm_lite.sizing import configured_num_blocks, reserved_bytes
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.memory import (
+from vllm_lite.worker.memory.profile import (
     Baseline,
     MemoryProfile,
     blocks_for,
@@ -33,7 +34,6 @@ from vllm_lite.worker.memory import (
     warn_if_short,
 )
 from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.step_inputs import StepInputs
 from vllm_lite.worker.worker import Worker
 
 MIB = 2**20

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
+from vllm_lite.checkpoint.model_spec import ARCHITECTURES, Rope
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.rope import inverse_frequencies
-from vllm_lite.model_spec import ARCHITECTURES, Rope
 from vllm_lite.models.registry import MODELS, build
 from vllm_lite.protocol.step import BlockOp
 

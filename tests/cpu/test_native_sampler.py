@@ -17,7 +17,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu import sampler as native
 from vllm_lite.kernels.sampling import DRAW, Picked
-from vllm_lite.worker.sampler import Sampler
+from vllm_lite.worker.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() and not shutil.which("c++"), reason="no native library, and no compiler to build it with"

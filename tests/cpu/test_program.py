@@ -100,7 +100,7 @@ def test_each_size_is_captured_once_and_when_it_is_needed(tiny_checkpoint: Path)
     assert graphs.num_replays == 5
 
 
-def test_steps_with_guesses_are_eager(tiny_checkpoint: Path) -> None:
+def test_steps_with_drafts_are_eager(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     driver.run(new_request(0, [5, 6, 7, 5, 6, 7, 5, 6], [1]))
     driver.worker.runner.batch.tokens_of(0)[-1] = 7

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.worker.sampler import (
+from vllm_lite.worker.sampling.sampler import (
     ALL_BANNED,
     NO_LOGPROBS,
     NOT_FINITE,

@@ -1,4 +1,4 @@
-"""N-gram guesses against a search written out, and which samples count."""
+"""N-gram drafts against a search written out, and which samples count."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_lite.config import Speculation
-from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
-from vllm_lite.worker.step_inputs import Int32s
+from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, NgramDrafter, num_kept
 
 
 def array(tokens: list[int]) -> Int32s:
@@ -44,7 +44,7 @@ def by_hand(tokens: list[int], max_drafts: int, longest: int, shortest: int) -> 
         ([1], []),
     ],
 )
-def test_guesses_are_what_followed_before(tokens, expected):
+def test_drafts_are_what_followed_before(tokens, expected):
     assert propose(tokens) == expected
 
 
@@ -56,22 +56,22 @@ def test_too_short_a_match_is_none():
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 5), st.integers(0, 4))
-def test_any_sequence_gives_the_guesses_of_the_search_by_hand(tokens, max_drafts, longest, less):
+def test_any_sequence_gives_the_drafts_of_the_search_by_hand(tokens, max_drafts, longest, less):
     shortest = max(1, longest - less)
     assert propose(tokens, max_drafts, longest, shortest) == by_hand(tokens, max_drafts, longest, shortest)
 
 
 @pytest.mark.parametrize(
-    ("sampled", "guesses", "kept"),
+    ("sampled", "drafts", "kept"),
     [
-        ([5], [NO_GUESS], [1]),
-        ([5, 6, 7], [5, 6, NO_GUESS], [3]),
-        ([5, 6, 7], [5, 0, NO_GUESS], [2]),
-        ([5, 6, 7], [0, 6, NO_GUESS], [1]),  # right again behind a wrong one does not count
-        ([5, 6, 7, 8, 9, 1], [5, NO_GUESS, NO_GUESS, 8, 9, NO_GUESS], [2, 1, 3]),
+        ([5], [NO_DRAFT], [1]),
+        ([5, 6, 7], [5, 6, NO_DRAFT], [3]),
+        ([5, 6, 7], [5, 0, NO_DRAFT], [2]),
+        ([5, 6, 7], [0, 6, NO_DRAFT], [1]),  # right again behind a wrong one does not count
+        ([5, 6, 7, 8, 9, 1], [5, NO_DRAFT, NO_DRAFT, 8, 9, NO_DRAFT], [2, 1, 3]),
     ],
 )
-def test_samples_count_up_to_the_first_that_was_not_guessed(sampled, guesses, kept):
-    ends = np.flatnonzero(np.array(guesses) == NO_GUESS)
+def test_samples_count_up_to_the_first_that_was_not_drafted(sampled, drafts, kept):
+    ends = np.flatnonzero(np.array(drafts) == NO_DRAFT)
     starts = np.concatenate(([0], ends[:-1] + 1))
-    assert num_kept(np.array(sampled), np.array(guesses), starts).tolist() == kept
+    assert num_kept(np.array(sampled), np.array(drafts), starts).tolist() == kept

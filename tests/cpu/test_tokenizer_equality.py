@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 
 DEMO = Path(str(files("vllm_lite") / "demo_model"))
 TEXTS = [

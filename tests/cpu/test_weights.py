@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import load_and_see, make_checkpoint
-from vllm_lite.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, weight_files
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.checkpoints import load_and_see, make_checkpoint
-from vllm_lite.checkpoint import INDEX_FILE, SINGLE_FILE
+from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.weight_slot import WeightGroup
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
 

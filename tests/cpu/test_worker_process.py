@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite import supervise, transport
+from vllm_lite import transport
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig, WorkerSettings
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import (
     FromWorker,
@@ -26,8 +26,9 @@ from vllm_lite.protocol.codec import (
 )
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Sampling, SchedulerOutput
+from vllm_lite.runtime import supervise
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
-from vllm_lite.wakeup import Wakeup
 from vllm_lite.worker import process
 
 DEADLINE_S = scaled(60.0)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.http_server import Server, serving
-from vllm_lite import cli
-from vllm_lite.bench import startup
 from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.tools import cli
+from vllm_lite.tools.bench import startup
 
 DEMO = str(Path(__file__).parents[2] / "vllm_lite" / "demo_model")
 RUN = {"date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"}

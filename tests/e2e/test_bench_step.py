@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from vllm_lite import cli
-from vllm_lite.bench import step
-from vllm_lite.bench.step_worker import call_names
 from vllm_lite.kernels import cpu
+from vllm_lite.tools import cli
+from vllm_lite.tools.bench import step
+from vllm_lite.tools.bench.step_worker import call_names
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")

@@ -1,5 +1,5 @@
 """Whatever happens to the blocks, the tokens are those of transformers: swaps, recomputing, the host tier, windows,
-overlapped steps, guesses. Through the real processes, in float32; the engine's counters show that it did happen."""
+overlapped steps, drafts. Through the real processes, in float32; the engine's counters show that it did happen."""
 
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def test_a_window_holds_few_blocks(truth):
         assert llm.stats().peak_used_blocks <= 7
 
 
-# ---- guesses
+# ---- drafts
 
 
 @EVERY_MODEL
@@ -148,30 +148,30 @@ def continued(truth: Truth, params: list[SamplingParams], **settings: Any) -> tu
         return tokens_of(outputs), llm.stats().steps
 
 
-def test_guesses_save_steps_and_change_no_greedy_token(truth):
+def test_drafts_save_steps_and_change_no_greedy_token(truth):
     params = [SamplingParams(temperature=0.0, max_tokens=3 * NUM_TOKENS, ignore_eos=True)] * 4
     plain, steps = continued(truth, params, async_scheduling=False)
     cases = [truth.reference("loops").generate(prompt) for prompt in repetitive_prompts()]
     assert [tokens[:NUM_TOKENS] for tokens in plain] == [case.tokens for case in cases]
-    guessed, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
-    print(f"greedy: {steps} steps without guesses, {fewer} with")
-    assert guessed == plain
+    drafted, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
+    print(f"greedy: {steps} steps without drafts, {fewer} with")
+    assert drafted == plain
     assert fewer < 0.75 * steps
     overlapped, _ = continued(truth, params, speculative_config=NGRAM)
     assert overlapped == plain
 
 
-def test_guesses_save_steps_and_change_no_seeded_token(truth):
+def test_drafts_save_steps_and_change_no_seeded_token(truth):
     """Cool enough to fall into loops, warm enough to leave them at times."""
     params = [SamplingParams(temperature=0.005, seed=seed, max_tokens=96, ignore_eos=True) for seed in range(4)]
     plain, steps = continued(truth, params, async_scheduling=False)
-    guessed, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
-    print(f"seeded: {steps} steps without guesses, {fewer} with")
-    assert guessed == plain
+    drafted, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
+    print(f"seeded: {steps} steps without drafts, {fewer} with")
+    assert drafted == plain
     assert fewer < 0.75 * steps
 
 
-def test_stops_and_banned_stops_hold_within_guesses(truth):
+def test_stops_and_banned_stops_hold_within_drafts(truth):
     """A stop token in the middle of what proved right ends the request there, and not before min_tokens."""
     reference = truth.reference("loops")
     case = reference.generate(repetitive_prompts()[0])

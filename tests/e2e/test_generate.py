@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.reference import GREEDY, NUM_TOKENS, Reference, make_prompts, start, tokens_of
 from vllm_lite import LLM, RequestOutput, SamplingParams
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
 
 BLOCK_SIZE = 16

@@ -22,10 +22,10 @@ from tests.e2e.reference import (
     tokens_of,
 )
 from vllm_lite.protocol.step import ModelOutput, NewRequest, SchedulerOutput
-from vllm_lite.worker.cache_engine import NULL_BLOCK
-from vllm_lite.worker.input_batch import InputBatch
+from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
 from vllm_lite.worker.model_runner import ModelRunner
-from vllm_lite.worker.step_inputs import StepInputs
 
 MAX_EXCUSED = 1
 """Prompts of the 30 that may part from the reference at a tie."""

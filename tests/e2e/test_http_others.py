@@ -19,7 +19,7 @@ from schemathesis.core.result import Ok
 from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.session import Session
-from vllm_lite.server import openapi
+from vllm_lite.server.openai import openapi
 
 PROMPT = "Once upon a time there was a"
 NUM_VANISHING = 500

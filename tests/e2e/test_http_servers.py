@@ -17,7 +17,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.http_server import READY_S, Server, children, client, serving, until
 
-MODULE = "vllm_lite.server.process"
+MODULE = "vllm_lite.server.processes.api_server"
 KEY = {"Authorization": "Bearer key"}
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SLOW = ["--attention-backend", "reference", "--enforce-eager"]

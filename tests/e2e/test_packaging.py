@@ -145,7 +145,7 @@ def test_plain_wheel_works_and_says_what_is_lost(plain_wheel: Wheel) -> None:
 
 
 def test_command_line_of_the_wheel(wheel: Wheel) -> None:
-    assert "vllm-lite = vllm_lite.cli:main" in next(wheel.folder.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "vllm-lite = vllm_lite.tools.cli:main" in next(wheel.folder.glob("*.dist-info/entry_points.txt")).read_text()
     done = run_with(wheel, "-m", "vllm_lite", "--help")
     assert done.returncode == 0, done
     assert "vllm-lite" in done.stdout

@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from vllm_lite import LLM
-from vllm_lite.planner import PlanConfig, load, make_plan
+from vllm_lite.tools.plan import PlanConfig, load, make_plan
 
 WINDOWS: dict[str, Any] = {
     "use_sliding_window": True,

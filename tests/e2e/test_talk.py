@@ -295,7 +295,7 @@ def test_a_reader_that_goes_is_no_accident(server: Server) -> None:
 
 
 def test_a_model_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_lite.remote.terminal import Terminal
+    from vllm_lite.tools.chat.terminal import Terminal
 
     terminal = Terminal()
     terminal._safe_out = True
@@ -304,7 +304,7 @@ def test_a_model_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_thoughts_are_shown_to_people_only(capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_lite.remote.terminal import Terminal
+    from vllm_lite.tools.chat.terminal import Terminal
 
     for is_interactive, shown in ((False, "yes\n"), (True, "hm\nyes\n\n")):
         terminal = Terminal()

@@ -17,7 +17,7 @@ from tests.http_server import client as http_client
 from tests.http_server import serving
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.launch import Launched, launch
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineError
 from vllm_lite.transport import KeysOption
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys

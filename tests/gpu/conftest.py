@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.machine import lacks_for_cuda
+from vllm_lite.runtime.machine import lacks_for_cuda
 
 HERE = Path(__file__).parent
 

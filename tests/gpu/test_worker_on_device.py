@@ -8,8 +8,8 @@ import torch
 
 from tests.driver import EPOCH, Driver, make_prompt, new_request
 from tests.plays import Play, graphs_of
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import LogitRules, Preempt, Resume, Sampling, SchedulerOutput

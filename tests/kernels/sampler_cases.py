@@ -12,7 +12,7 @@ from tests.kernels.fused_cases import Case
 from vllm_lite.kernels.cuda import sampler
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
-from vllm_lite.worker.sampler import Sampler, gumbel_noise, masses, row_keys, scramble, token_hash
+from vllm_lite.worker.sampling.sampler import Sampler, gumbel_noise, masses, row_keys, scramble, token_hash
 
 INF = float("inf")
 ROWS_OF_NOISE = [(0, 0, 0), (1, 0, 5), (2**32, 1, 5), (2**64 - 1, 2**32 - 1, 2**31), (0xDEADBEEF12345678, 3, 77)]

@@ -8,7 +8,7 @@ from tests.kernels import sampler_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case
 from vllm_lite.kernels.cuda import sampler
-from vllm_lite.worker.sampler import Sampler
+from vllm_lite.worker.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ import signal
 from pathlib import Path
 
 from tests.unit.test_supervise import Settings
-from vllm_lite.supervise import run_child
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import wait
-from vllm_lite.wakeup import Wakeup
 
 LONGEST_S = 60.0
 

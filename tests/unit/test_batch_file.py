@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_lite.cli import main
 from vllm_lite.errors import ConfigError, RemoteError
-from vllm_lite.remote import batch, batch_file
-from vllm_lite.remote.api import Address, client_settings
-from vllm_lite.remote.batch import Batch, Server
-from vllm_lite.remote.batch_file import Bad, Request, Results
+from vllm_lite.tools.chat import batch, batch_file
+from vllm_lite.tools.chat.api import Address, client_settings
+from vllm_lite.tools.chat.batch import Batch, Server
+from vllm_lite.tools.chat.batch_file import Bad, Request, Results
+from vllm_lite.tools.cli import main
 
 URL = "/v1/completions"
 

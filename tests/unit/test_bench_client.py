@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.deadlines import scaled
-from vllm_lite.bench import serve
-from vllm_lite.bench.serve_client import Api, Outcome
-from vllm_lite.bench.serve_datasets import DatasetOptions, Request
-from vllm_lite.bench.serve_http import MAX_EVENT_BYTES, HttpClient, HttpError, SseReader
 from vllm_lite.errors import ConfigError
+from vllm_lite.tools.bench import serve
+from vllm_lite.tools.bench.serve_client import Api, Outcome
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, Request
+from vllm_lite.tools.bench.serve_http import MAX_EVENT_BYTES, HttpClient, HttpError, SseReader
 
 DEADLINE_S = scaled(30.0)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lite.bench.serve import arrivals
-from vllm_lite.bench.serve_datasets import DatasetOptions, RandomPrompts, make_requests
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
+from vllm_lite.tools.bench.serve import arrivals
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, RandomPrompts, make_requests
 
 DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
 

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 
-from vllm_lite import cli
-from vllm_lite.bench import serve, serve_plot
-from vllm_lite.bench.serve_client import Outcome
-from vllm_lite.bench.serve_result import DETAILS, percentile, running_over_time, summarize, table, tokens_over_time
-from vllm_lite.cli.bench import serve as bench_serve
 from vllm_lite.errors import ConfigError
+from vllm_lite.tools import cli
+from vllm_lite.tools.bench import serve, serve_plot
+from vllm_lite.tools.bench.serve_client import Outcome
+from vllm_lite.tools.bench.serve_result import (
+    DETAILS,
+    percentile,
+    running_over_time,
+    summarize,
+    table,
+    tokens_over_time,
+)
+from vllm_lite.tools.cli import bench_serve
 
 
 def outcome(start_s: float, chunks_s: list[float], output_len: int, input_len: int = 10) -> Outcome:

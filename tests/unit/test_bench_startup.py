@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lite import log
-from vllm_lite.bench.startup import Part, read_parts, table
 from vllm_lite.client.launch import SPAWNS_ENGINE
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
+from vllm_lite.runtime import log
+from vllm_lite.tools.bench.startup import Part, read_parts, table
 
 
 def test_moments_are_told_in_order() -> None:

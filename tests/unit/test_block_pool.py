@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.block_table import BlockTable
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.errors import OutOfBlocks
 
 

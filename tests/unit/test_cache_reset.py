@@ -8,7 +8,7 @@ import pytest
 from tests.recorded import Recorded, agrees
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.cache_reset import reset_cache
-from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol.api import PrefixCacheReset
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader

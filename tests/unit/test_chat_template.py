@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.client.chat_template import ChatTemplate
+from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.errors import ModelError, RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

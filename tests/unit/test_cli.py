@@ -9,12 +9,12 @@ import pytest
 from msgspec import Meta
 
 from tests.deadlines import scaled
-from vllm_lite.cli import CLOSED_PIPE, COMMANDS, main
-from vllm_lite.cli.ps import COLUMNS, NUMBERS
-from vllm_lite.cli.ps import run as ps
-from vllm_lite.planner import PlanConfig
+from vllm_lite.runtime.settings import Section, Settings, add_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.settings import Section, Settings, add_flags
+from vllm_lite.tools.cli import CLOSED_PIPE, COMMANDS, main
+from vllm_lite.tools.cli.ps import COLUMNS, NUMBERS
+from vllm_lite.tools.cli.ps import run as ps
+from vllm_lite.tools.plan import PlanConfig
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
@@ -38,8 +38,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         ("serve --print-config --dtype fp7", "dtype: must be one of auto, float32, bfloat16, float16, got 'fp7'"),
         ("serve --print-config --speculative-config ngram", "speculative_config: must be a JSON object, got 'ngram'"),
         (
-            'serve --print-config --speculative-config {"method":"guess"}',
-            """speculative_config.method: must be one of ngram, got '{"method":"guess"}'""",
+            'serve --print-config --speculative-config {"method":"draft"}',
+            """speculative_config.method: must be one of ngram, got '{"method":"draft"}'""",
         ),
         (
             'serve --print-config --kv-events-config {"hwm":0}',
@@ -116,8 +116,8 @@ def test_a_table_of_what_runs_has_a_line_for_each(
 ) -> None:
     values = {"pid": 7, "kind": "server", "model": "m" * 40, "state": "serving", "uptime_s": 61.0, "memory_bytes": None}
     server = {**values, "running": 3, "waiting": None, "url": "http://127.0.0.1:8000", "address": "ipc:///x"}
-    monkeypatch.setattr("vllm_lite.cli.ps.find", lambda: [server, {**server, "url": None, "pid": 12345}])
-    monkeypatch.setattr("vllm_lite.cli.ps.row", lambda instance: instance)
+    monkeypatch.setattr("vllm_lite.tools.cli.ps.find", lambda: [server, {**server, "url": None, "pid": 12345}])
+    monkeypatch.setattr("vllm_lite.tools.cli.ps.row", lambda instance: instance)
     monkeypatch.setenv("COLUMNS", "20")
     assert ps(argparse.Namespace(clean=False, json=False)) == 0
     head, *lines = capsys.readouterr().out.splitlines()

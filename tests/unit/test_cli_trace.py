@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.recorded import Recorded, replaced, rewritten
-from vllm_lite.cli import main
+from vllm_lite.tools.cli import main
 from vllm_lite.trace import records
 
 

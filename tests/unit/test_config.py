@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_lite import machine
+from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address, split_tcp
 from vllm_lite.errors import ConfigError
-from vllm_lite.machine import memory_limit_bytes
-from vllm_lite.settings import add_flags
-from vllm_lite.sizing import configured_num_blocks
+from vllm_lite.runtime import machine
+from vllm_lite.runtime.machine import memory_limit_bytes
+from vllm_lite.runtime.settings import add_flags
 
 
 def write(folder: Path, name: str, text: str) -> Path:

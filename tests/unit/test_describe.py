@@ -4,8 +4,8 @@ import pytest
 
 from tests.recorded import Recorded, state_of
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.describe import describe
-from vllm_lite.engine.kv_cache_manager import PrefixHit
+from vllm_lite.engine.blocks.manager import PrefixHit
+from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, RequestState, SampleState
@@ -98,12 +98,12 @@ def test_samples_of_one_prompt() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=4, n=3)
     rig.step()
-    assert (len(one(rig, "a").samples), one(rig, "a").num_unborn) == (1, 2)
+    assert (len(one(rig, "a").samples), one(rig, "a").num_unforked) == (1, 2)
     rig.step()
     rig.step()
     state = one(rig, "a")
     assert [sample.index for sample in state.samples] == [0, 1, 2]
-    assert state.num_unborn == 0
+    assert state.num_unforked == 0
     assert all(sample.num_blocks == 2 for sample in state.samples)
 
 

@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.client.detokenizer import BYTE_OF_LETTER, MAX_HELD_BYTES, Detokenizer, vocabulary
-from vllm_lite.client.stop_strings import StopStrings
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.detokenizer import BYTE_OF_LETTER, MAX_HELD_BYTES, Detokenizer, vocabulary
+from vllm_lite.client.text.stop_strings import StopStrings
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
 TOKENIZERS = {name: Tokenizer(make()) for name, make in made.KINDS.items()}

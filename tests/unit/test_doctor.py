@@ -16,11 +16,11 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
-from vllm_lite import machine
-from vllm_lite.cli import main
-from vllm_lite.doctor import checks
-from vllm_lite.doctor.bundle import HIDDEN, Redactor, write_bundle
-from vllm_lite.doctor.checks import Line
+from vllm_lite.runtime import machine
+from vllm_lite.tools.cli import main
+from vllm_lite.tools.doctor import checks
+from vllm_lite.tools.doctor.bundle import HIDDEN, Redactor, write_bundle
+from vllm_lite.tools.doctor.checks import Line
 
 TOKEN = "hf_planted0secret1token"
 KEYS = "planted-api-key-one planted-api-key-two"
@@ -42,7 +42,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answer: Any) -> None:
 
 
 def test_nothing_but_the_standard_library_is_needed_to_start() -> None:
-    strangers = {name for name in loaded_by("import vllm_lite.cli.doctor") if name not in sys.stdlib_module_names}
+    strangers = {name for name in loaded_by("import vllm_lite.tools.cli.doctor") if name not in sys.stdlib_module_names}
     assert strangers - loaded_by("pass") == {"vllm_lite"}
 
 
@@ -117,10 +117,10 @@ def test_an_archive_that_cannot_be_written(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_exit_status_and_the_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fine, bad = Line("OK", "a", "b"), Line("FAIL", "c", "d", "do e")
-    monkeypatch.setattr("vllm_lite.cli.doctor.examine", lambda _: [fine])
+    monkeypatch.setattr("vllm_lite.tools.cli.doctor.examine", lambda _: [fine])
     assert main(["doctor"]) == 0
     assert "1 OK, 0 to look at, 0 that do not work" in capsys.readouterr().out
-    monkeypatch.setattr("vllm_lite.cli.doctor.examine", lambda _: [fine, bad])
+    monkeypatch.setattr("vllm_lite.tools.cli.doctor.examine", lambda _: [fine, bad])
     assert main(["doctor", "--bundle", "/no/such/folder/b.tar.gz"]) == 2
     printed = capsys.readouterr()
     assert "FAIL  c" in printed.out

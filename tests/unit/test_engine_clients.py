@@ -27,8 +27,8 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery, connect, wait
-from vllm_lite.wakeup import Wakeup
 
 _numbers = itertools.count()
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -171,7 +171,7 @@ def test_samples_that_never_came_into_being_end_as_well(engine: Engine) -> None:
     client = engine.client(b"client")
     client.say(Generate("r", pack_tokens([1] * 60), PARAMS.clone(n=3)))
     engine.turn()
-    assert engine.core.scheduler.requests["r"].unborn == [1, 2]
+    assert engine.core.scheduler.requests["r"].unforked == [1, 2]
     client.say(Abort("r"))
     engine.turn()
     assert [(end.index, end.reason) for end in client.ends] == [(index, "abort") for index in range(3)]

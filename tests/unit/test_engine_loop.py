@@ -13,7 +13,7 @@ from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, made_to_last
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.step import ModelOutput
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.runtime.wakeup import Wakeup
 
 
 def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ import pytest
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S
 from tests.hub_stub import COMMIT, Hub, hub
-from vllm_lite import hub as ours
-from vllm_lite.checkpoint import INDEX_FILE, Tensor, read_headers
+from vllm_lite.checkpoint import hub as ours
+from vllm_lite.checkpoint.headers import INDEX_FILE, Tensor, read_headers
+from vllm_lite.checkpoint.hub import Source, is_hub_id, local_folder, remote_headers
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.stream import load_tokenizer
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, ModelError
-from vllm_lite.hub import Source, is_hub_id, local_folder, remote_headers
 
 DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
 SOURCE = Source("org/model")
@@ -303,7 +303,7 @@ def test_behind_a_proxy_the_proxy_is_reached(
 
 def test_a_full_disk(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")  # noqa: PYI024
-    monkeypatch.setattr("vllm_lite.hub.shutil.disk_usage", lambda _: usage(1000))
+    monkeypatch.setattr("vllm_lite.checkpoint.hub.shutil.disk_usage", lambda _: usage(1000))
     with pytest.raises(ModelError, match=r"^org/model needs 0\.0 GiB and .*cache has 0\.0 GiB free; .* --download-dir"):
         local_folder(SOURCE)
 

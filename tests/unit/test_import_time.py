@@ -36,11 +36,12 @@ def test_the_bare_import_loads_only_the_standard_library() -> None:
         "from vllm_lite import LLM",
         "import vllm_lite.engine.process",
         "import vllm_lite.executor.multiproc",
-        "import vllm_lite.cli",
-        "import vllm_lite.cli.bench.serve, vllm_lite.bench.serve, vllm_lite.bench.serve_plot",
-        "import vllm_lite.cli.bench.startup, vllm_lite.bench.startup",
-        "import vllm_lite.cli.chat, vllm_lite.remote.chat, vllm_lite.remote.terminal, vllm_lite.remote.api",
-        "import vllm_lite.remote.own",
+        "import vllm_lite.tools.cli",
+        "import vllm_lite.tools.cli.bench_serve, vllm_lite.tools.bench.serve, vllm_lite.tools.bench.serve_plot",
+        "import vllm_lite.tools.cli.bench_startup, vllm_lite.tools.bench.startup",
+        "import vllm_lite.tools.cli.chat, vllm_lite.tools.chat.chat, vllm_lite.tools.chat.terminal",
+        "import vllm_lite.tools.chat.api",
+        "import vllm_lite.tools.chat.own",
     ],
 )
 def test_clients_and_engines_load_nothing_heavy(statement: str) -> None:

@@ -17,12 +17,12 @@ import pytest
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
-from vllm_lite.cli import main
 from vllm_lite.client import instances
 from vllm_lite.client import launch as launching
 from vllm_lite.client.instances import RECORD, Process, Record
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.config import EngineConfig
+from vllm_lite.tools.cli import main
 
 
 @pytest.fixture(autouse=True)

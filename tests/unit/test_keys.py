@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lite import cli
 from vllm_lite.errors import ConfigError
+from vllm_lite.tools import cli
 from vllm_lite.transport.keys import (
     ENV,
     Authorised,

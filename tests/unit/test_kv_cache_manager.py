@@ -2,10 +2,10 @@
 
 import pytest
 
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.kv_cache_manager import Growth, KVCacheManager, Verdict, admission
-from vllm_lite.engine.kv_groups import make_groups
-from vllm_lite.engine.prefix_hash import PrefixHasher
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.manager import Growth, KVCacheManager, Verdict, admission
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate

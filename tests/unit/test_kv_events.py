@@ -13,7 +13,7 @@ import zmq
 from tests.deadlines import scaled
 from tests.recorded import Recorded
 from vllm_lite.config import EngineConfig, KVEventsConfig
-from vllm_lite.engine.kv_events import KVEvents, KVEventStream
+from vllm_lite.engine.blocks.events import KVEvents, KVEventStream
 from vllm_lite.errors import ConfigError, EngineError
 
 END = b"\xff" * 8

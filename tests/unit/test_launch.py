@@ -147,13 +147,13 @@ def test_an_address_of_ones_own(place: Path) -> None:
 def test_bad_input_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], kind: type[Exception], text: str
 ) -> None:
-    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    monkeypatch.setattr("vllm_lite.runtime.supervise.spawn", None)
     with pytest.raises(kind, match=text):
         launch(config("serves", **settings))
 
 
 def test_a_taken_port_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    monkeypatch.setattr("vllm_lite.runtime.supervise.spawn", None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -163,7 +163,7 @@ def test_a_taken_port_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_keys_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_lite.supervise.spawn", None)
+    monkeypatch.setattr("vllm_lite.runtime.supervise.spawn", None)
     with pytest.raises(ConfigError, match=r"/no/keys/server\.key_secret is no key file"):
         launch(config("serves", tcp_address="tcp://127.0.0.1:5555", curve_keys="/no/keys"))
 

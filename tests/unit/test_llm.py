@@ -15,7 +15,7 @@ from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.beam import BeamSearchParams
 from vllm_lite.client.llm import LLM
 from vllm_lite.client.session import Session
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Tokens, Welcome

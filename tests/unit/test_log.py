@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lite import log
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ import pytest
 from tests.deadlines import scaled
 from tests.tokenizers_for_tests import KINDS, byte_level
 from vllm_lite.client import prompt as prompts
-from vllm_lite.client import tokenizer as tokenizers
 from vllm_lite.client.prompt import BYTES_PER_TOKEN, check_text, max_text_bytes, read_prompt
-from vllm_lite.client.tokenizer import SLICE_CHARS, Tokenizer
+from vllm_lite.client.text import tokenizer as tokenizers
+from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.workers import Workers
+from vllm_lite.server.calls.threads import Workers
+from vllm_lite.server.openai.errors import ApiError
 
 DEADLINE_S = scaled(30.0)
 CONTEXT = 512

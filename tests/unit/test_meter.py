@@ -14,12 +14,12 @@ from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.plan import Produced
-from vllm_lite.metrics import FIRST_TOKEN_S, Histogram, one_two_five
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.metrics import FIRST_TOKEN_S, Histogram, one_two_five
 
 VOCAB = 50
 
@@ -395,7 +395,7 @@ def test_nobody_is_remembered_when_all_have_gone() -> None:
     assert (meter._last, meter._turn) == ([], [])
 
 
-def test_guesses_are_counted_as_the_worker_made_them() -> None:
+def test_drafts_are_counted_as_the_worker_made_them() -> None:
     bench = Bench(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     for name in range(3):
         bench.add(f"r{name}", [name, 2, 3], 12)

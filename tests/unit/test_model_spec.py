@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_lite.checkpoint.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, make_kv_groups, resolve_dtype
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, make_kv_groups, resolve_dtype
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -267,5 +267,5 @@ def test_resolve_dtype(tmp_path):
 
 
 def test_no_torch_is_imported():
-    code = "import sys, vllm_lite.model_spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, vllm_lite.checkpoint.model_spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_lite import supervise, transport
+from vllm_lite import transport
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor import multiproc
@@ -25,8 +25,9 @@ from vllm_lite.protocol.control import (
     WorkerHeartbeat,
     WorkerHello,
 )
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.runtime import supervise
+from vllm_lite.runtime.wakeup import Wakeup
 
 EPOCH = 7
 LIMIT_S = 20.0
@@ -201,10 +202,10 @@ def test_results_come_in_order_and_one_by_one(host: Host) -> None:
     (worker,) = host.workers
     host.executor.submit(step(1))
     host.executor.submit(step(2), step(3))
-    assert worker.heard() == [step(1), Turn([step(2), step(3)])]
+    assert worker.heard() == [step(1), Steps([step(2), step(3)])]
     assert host.executor.poll() is None
     outputs = [ModelOutput(EPOCH, number, b"") for number in (1, 2, 3)]
-    worker.say(outputs[0], TurnOutput(outputs[1:]))
+    worker.say(outputs[0], StepOutputs(outputs[1:]))
     assert [host.executor.poll() for _ in range(4)] == [*outputs, None]
 
 
@@ -213,7 +214,7 @@ def test_results_of_another_life_are_dropped(host: Host) -> None:
     host.begin()
     host.executor.submit(step(1))
     stale, result = ModelOutput(EPOCH - 1, 1, b""), ModelOutput(EPOCH, 1, b"")
-    host.workers[0].say(stale, TurnOutput([stale, result]))
+    host.workers[0].say(stale, StepOutputs([stale, result]))
     assert host.executor.poll() == result
     assert host.executor.poll() is None
 

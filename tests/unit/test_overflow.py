@@ -10,7 +10,7 @@ import pytest
 from tests.unit.test_server_answer import FACTORY
 from vllm_lite.errors import ContextLengthError
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.errors import ApiError, refused
+from vllm_lite.server.openai.errors import ApiError, refused
 
 LENGTH = 2048
 PHRASES = {

@@ -12,13 +12,13 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
-from vllm_lite import cli
-from vllm_lite.checkpoint import Tensor, read_headers
-from vllm_lite.cli import main
+from vllm_lite.checkpoint.headers import Tensor, read_headers
+from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec
 from vllm_lite.config import GIB, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.model_spec import KVGroup, ModelSpec
-from vllm_lite.planner import Checkpoint, PlanConfig, load, make_plan, parse_bytes, weights_bytes
+from vllm_lite.tools import cli
+from vllm_lite.tools.cli import main
+from vllm_lite.tools.plan import Checkpoint, PlanConfig, load, make_plan, parse_bytes, weights_bytes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 
@@ -213,7 +213,7 @@ def test_a_damaged_header_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_plan_loads_neither_torch_nor_the_hub() -> None:
     assert "plan" in cli.COMMANDS
-    statement = "from vllm_lite.cli import main\nassert main(['plan', '--memory', '8GiB']) == 0"
+    statement = "from vllm_lite.tools.cli import main\nassert main(['plan', '--memory', '8GiB']) == 0"
     assert loaded_by(statement).isdisjoint({"torch", "numpy", "safetensors", "huggingface_hub", "zmq"})
 
 

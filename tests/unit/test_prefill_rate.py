@@ -6,8 +6,8 @@ import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.prefill_rate import PrefillRate
-from vllm_lite.engine.replay import Replay
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -97,8 +97,8 @@ def test_steps_of_one_message_are_timed_together() -> None:
 
 def test_decoding_and_guessing_teach_nothing_of_prompts() -> None:
     rate = PrefillRate()
-    guesses = SchedulerOutput(1, 1, [], [Draft(handle, 7, []) for handle in range(40)])
-    for step, num_tokens, only_decodes in ((message(*[1] * 64), 64, True), (guesses, 320, False)):
+    drafts = SchedulerOutput(1, 1, [], [Draft(handle, 7, []) for handle in range(40)])
+    for step, num_tokens, only_decodes in ((message(*[1] * 64), 64, True), (drafts, 320, False)):
         rate.scheduled(step, num_tokens, only_decodes=only_decodes)
         rate.sent(1.0)
         assert not rate.ended(2.0)

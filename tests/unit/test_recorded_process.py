@@ -9,13 +9,14 @@ import pytest
 import zmq
 
 from tests.deadlines import scaled
-from vllm_lite import supervise, transport
+from vllm_lite import transport
 from vllm_lite.config import EngineConfig, EngineSettings
-from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Finished, Generate, Hello, OutputBatch, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime import supervise
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.story import story
 from vllm_lite.transport import Connection
@@ -43,7 +44,7 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
     config = EngineConfig.check({"record": str(trace), "kv_events_config": events, "log_level": "error"})
     config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
-    settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), "vllm_lite.bench.stub_worker")
+    settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), "vllm_lite.tools.bench.stub_worker")
     child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
     request.addfinalizer(lambda: child.stop(5.0))
     connection = transport.connect(settings.address, b"tester")

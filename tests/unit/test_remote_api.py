@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
-from vllm_lite.remote import api
-from vllm_lite.remote.api import Address, Piece, Remote, client_settings, pieces
+from vllm_lite.tools.chat import api
+from vllm_lite.tools.chat.api import Address, Piece, Remote, client_settings, pieces
 
 DONE = "data: [DONE]"
 

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.recorded import VOCAB, Recorded, agrees, replaced, rewritten
-from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ProtocolError
 from vllm_lite.trace import records
 
@@ -145,7 +145,7 @@ def test_a_trace_that_makes_no_sense_is_a_divergence(
 
 def test_decisions_of_another_code_are_found(busy: tuple[Path, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     """The use of it all: code that hands out blocks in another order is told from the code that recorded."""
-    from vllm_lite.engine.block_pool import FreeList
+    from vllm_lite.engine.blocks.pool import FreeList
 
     take = FreeList.popleft_n
     monkeypatch.setattr(FreeList, "popleft_n", lambda self, count: take(self, count)[::-1])

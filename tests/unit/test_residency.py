@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_lite.engine.block_pool import BlockPool, Observers
-from vllm_lite.engine.residency import BOUNDS_S, Distribution, Residency
+from vllm_lite.engine.blocks.pool import BlockPool, Observers
+from vllm_lite.engine.observe.residency import BOUNDS_S, Distribution, Residency
 from vllm_lite.executor.simulated import VirtualClock
 
 

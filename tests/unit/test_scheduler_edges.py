@@ -1,4 +1,4 @@
-"""The scheduler where a slip shows late: who is remembered, how far guesses reach, what a fork says it found."""
+"""The scheduler where a slip shows late: who is remembered, how far drafts reach, what a fork says it found."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_a_tenant_who_takes_a_breath_is_not_forgiven() -> None:
     assert 0.8 < policy.served["heavy"] / policy.served["light"] < 1.25
 
 
-def test_no_guess_reaches_behind_the_end_of_its_sequence() -> None:
+def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
     """The last token is never computed, so there is no room for its KV, in the step or in the blocks."""
     rig = Rig(num_blocks=40, block_size=4, num_drafts=4)
     request = rig.add("a", [1, 2, 3], max_tokens=17)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine import branching, scheduler
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.policy import Deadline, Fair, Priority
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import MAX_BLOCKED, MAX_PASSED
@@ -151,7 +151,7 @@ def test_drafts_are_shared_in_equal_parts() -> None:
         rig.step()
     lengths = [len(rig.output(f"s{number}")) for number in range(60)]
     assert rig.worker.num_accepted > 0
-    assert min(lengths) > 31, "the slowest of them has had accepted guesses too"
+    assert min(lengths) > 31, "the slowest of them has had accepted drafts too"
 
 
 def test_a_step_without_room_for_drafts_still_decodes() -> None:

@@ -12,21 +12,21 @@ import pytest
 from tests.deadlines import scaled
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure, StreamFactory
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.protocol.api import Abort, Finished, Stats, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server import answer as answer_module
-from vllm_lite.server import calls as calls_module
-from vllm_lite.server import logprobs as logprobs_module
-from vllm_lite.server.answer import Answer
-from vllm_lite.server.bodies import ChatBody, ChatMessage, StreamOptions
-from vllm_lite.server.call import Call
-from vllm_lite.server.calls import Calls, Limits
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.logprobs import Spelling
-from vllm_lite.server.relay import Relay
-from vllm_lite.server.shapes import ChatShape
+from vllm_lite.server.calls import registry as calls_module
+from vllm_lite.server.calls import response as answer_module
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.registry import Calls, Limits
+from vllm_lite.server.calls.relay import Relay
+from vllm_lite.server.calls.response import Answer
+from vllm_lite.server.openai import logprobs as logprobs_module
+from vllm_lite.server.openai.answers import ChatShape
+from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, StreamOptions
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.logprobs import Spelling
 
 DEADLINE_S = scaled(30.0)
 TOKENIZER = Tokenizer.load(str(files("vllm_lite") / "demo_model"))

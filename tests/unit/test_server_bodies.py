@@ -9,9 +9,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server import bodies
-from vllm_lite.server.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, Sampling
-from vllm_lite.server.errors import ApiError, error_body
+from vllm_lite.server.openai import bodies
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, Sampling
+from vllm_lite.server.openai.errors import ApiError, error_body
 
 
 def completion(**fields: Any) -> tuple[CompletionBody, list[str]]:

@@ -8,8 +8,8 @@ import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.settings import add_flags
 
 
 def parsed(*arguments: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tests.deadlines import scaled
-from vllm_lite.server import connection as connection_module
-from vllm_lite.server import service as service_module
-from vllm_lite.server.connection import MAX_UNPARSED_BYTES, PIECE_BYTES, Connection, limited
-from vllm_lite.server.service import _Uvicorn
+from vllm_lite.server.http import connection as connection_module
+from vllm_lite.server.http.connection import MAX_UNPARSED_BYTES, PIECE_BYTES, Connection, limited
+from vllm_lite.server.processes import service as service_module
+from vllm_lite.server.processes.service import _Uvicorn
 
 DEADLINE_S = scaled(30.0)
 WRITE_TIMEOUT_S = scaled(20.0)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite import supervise
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError
-from vllm_lite.server import family as family_module
+from vllm_lite.runtime import supervise
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.family import MAX_RESTARTS, ApiSettings, Family
+from vllm_lite.server.processes import api_servers as family_module
+from vllm_lite.server.processes.api_servers import MAX_RESTARTS, ApiSettings, Family
 
 
 class FakeChild:

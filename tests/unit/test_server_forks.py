@@ -12,15 +12,15 @@ from vllm_lite.client.stream import RequestStream
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.answer import _as_answer
-from vllm_lite.server.bodies import ForkBody
-from vllm_lite.server.call import Call
-from vllm_lite.server.calls import Calls, Limits
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.reading import Reader
-from vllm_lite.server.relay import Relay
-from vllm_lite.server.requests import Requests
-from vllm_lite.server.siblings import Siblings
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.registry import Calls, Limits
+from vllm_lite.server.calls.relay import Relay
+from vllm_lite.server.calls.response import _as_answer
+from vllm_lite.server.http.reading import Reader
+from vllm_lite.server.live_requests import Requests
+from vllm_lite.server.openai.bodies import ForkBody
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.processes.siblings import Siblings
 
 REFUSED = "request 'parent' is not running"
 

@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from vllm_lite.server.config import Keys
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.gate import Gate, require_admin
+from vllm_lite.server.http.gate import Gate, require_admin
+from vllm_lite.server.openai.errors import ApiError
 
 USER, ADMIN = "user-key", "admin-key"
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.tokenizers_for_tests import byte_fallback, byte_level
 from vllm_lite.client.outputs import Logprob
-from vllm_lite.client.tokenizer import Tokenizer
-from vllm_lite.server import logprobs
-from vllm_lite.server.logprobs import Offsets, Spelling
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.server.openai import logprobs
+from vllm_lite.server.openai.logprobs import Offsets, Spelling
 
 TEXT = "the 🙂ł é the"
 

@@ -16,10 +16,10 @@ from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Histogram, Measured, Stats
-from vllm_lite.server.calls import Calls, Limits
-from vllm_lite.server.errors import ApiError
+from vllm_lite.server.calls.registry import Calls, Limits
+from vllm_lite.server.calls.relay import Relay
 from vllm_lite.server.metrics import METRICS, Metrics, table
-from vllm_lite.server.relay import Relay
+from vllm_lite.server.openai.errors import ApiError
 
 ROOT = Path(__file__).parents[2]
 SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_lite.server.call import Call
-from vllm_lite.server.pace import LEAST_S, MOST_S, PIECE_S, Pace
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.pace import LEAST_S, MOST_S, PIECE_S, Pace
 
 MANY = 64
 

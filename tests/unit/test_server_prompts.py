@@ -11,21 +11,22 @@ from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
 from vllm_lite.client import prompt_scores
-from vllm_lite.client.chat_template import ChatTemplate
 from vllm_lite.client.prompt import max_text_bytes
 from vllm_lite.client.prompt_scores import PromptScores
 from vllm_lite.client.sample import candidates
 from vllm_lite.client.stream import StreamFactory
-from vllm_lite.client.template_process import Render
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server import api, bodies
-from vllm_lite.server import prompts as server_prompts
-from vllm_lite.server.bodies import ChatBody, CompletionBody, TokenizeBody
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.prompts import ROLES, Prompts
-from vllm_lite.server.rendering import Renderer, TextTooLongError
+from vllm_lite.server import app
+from vllm_lite.server.calls.rendering import Renderer, TextTooLongError
+from vllm_lite.server.openai import bodies
+from vllm_lite.server.openai import prompts as server_prompts
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.prompts import ROLES, Prompts
 
 LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
 REQUEST = Request({"type": "http", "method": "POST", "headers": []})
@@ -164,7 +165,7 @@ def test_an_answer_has_only_so_many_candidates() -> None:
     factory = StreamFactory(LIMITS, None)
     for wanted, num_prompts in ((None, 64), (0, 64), (64, 1), (31, 2)):
         params = SamplingParams(prompt_logprobs=wanted)
-        api._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
+        app._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
     params = SamplingParams(prompt_logprobs=32)
     with pytest.raises(ApiError, match="32 for 8000 prompt tokens are 264000 candidates; an answer has at most 262144"):
-        api._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])
+        app._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])

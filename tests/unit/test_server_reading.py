@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tests.deadlines import scaled
-from vllm_lite.server import reading
-from vllm_lite.server.bodies import CompletionBody
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.errors import ApiError
-from vllm_lite.server.reading import MAX_HELD, MAX_VALUES, SMALL_BYTES, Reader
+from vllm_lite.server.http import reading
+from vllm_lite.server.http.reading import MAX_HELD, MAX_VALUES, SMALL_BYTES, Reader
+from vllm_lite.server.openai.bodies import CompletionBody
+from vllm_lite.server.openai.errors import ApiError
 
 DEADLINE_S = scaled(30.0)
 MAX_BYTES = 1_000_000

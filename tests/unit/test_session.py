@@ -28,8 +28,8 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import engine_to_client
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
-from vllm_lite.wakeup import Wakeup
 
 # ---- streams
 

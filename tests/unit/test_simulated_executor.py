@@ -5,7 +5,6 @@ import random
 import pytest
 
 from tests.recorded import EOS, VOCAB
-from vllm_lite.bench.simulated import Simulation, run, short_requests
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.executor.base import Executor
@@ -15,7 +14,8 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, Fork, NewRequest, Sampling, SchedulerOutput
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.tools.bench.simulated import Simulation, run, short_requests
 
 READY = Ready(0, 40, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, EOS)
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite import supervise
+from vllm_lite.runtime import supervise
 
 DEADLINE_S = scaled(30.0)
 CHILD = "tests.unit.child_for_supervise"

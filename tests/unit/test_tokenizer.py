@@ -8,7 +8,7 @@ import pytest
 
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
 

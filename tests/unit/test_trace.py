@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded, agrees
-from vllm_lite.engine.replay import Replay
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.trace import records

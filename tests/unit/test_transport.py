@@ -74,7 +74,7 @@ def test_peers_are_read_in_turn(address: str) -> None:
         channel.send(b"here")
     assert {receive(listener), receive(listener)} == {(b"many", b"here"), (b"few", b"here")}
 
-    def last() -> bytes:
+    def last() -> int | bytes:
         """Who was read last. A message may take its time on the way, so that one round proves nothing."""
         for _ in range(900):
             many.send(b"x")

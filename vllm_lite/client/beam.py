@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_lite.client.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.params import SamplingParams
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_lite.client.chat_template import ChatTemplate, Message
 from vllm_lite.client.prompt import encode
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.chat_template import ChatTemplate, Message
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
 Conversation = Sequence[Message]

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite import log
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime import log
 
 FILE = "generation_config.json"
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")

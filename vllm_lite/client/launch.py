@@ -11,16 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_lite import hub, log, supervise
+from vllm_lite.checkpoint import hub
+from vllm_lite.checkpoint.model_spec import ModelSpec, resolve_dtype
+from vllm_lite.checkpoint.sizing import KV_BYTES, check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder, split_tcp
 from vllm_lite.errors import ConfigError, EngineError
-from vllm_lite.machine import memory_limit_bytes
-from vllm_lite.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.protocol.api import Welcome
-from vllm_lite.sizing import KV_BYTES, check_sizes
+from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.machine import memory_limit_bytes
 from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 

@@ -17,7 +17,7 @@ from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from vllm_lite.client.tokenizer import SLICE_CHARS, Tokenizer
+from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.protocol.params import SamplingParams

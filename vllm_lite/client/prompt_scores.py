@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vllm_lite.client.outputs import Logprob
 from vllm_lite.client.sample import candidates
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_lite.client.detokenizer import Detokenizer
 from vllm_lite.client.outputs import CompletionOutput, Logprob
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.detokenizer import Detokenizer
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
 
 

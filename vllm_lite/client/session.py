@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_lite import log, transport
+from vllm_lite import transport
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError, RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -41,9 +41,10 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.runtime import log
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, KeysOption
 from vllm_lite.transport.interface import poller
-from vllm_lite.wakeup import Wakeup
 
 Sink = Callable[[list[Event]], None]
 """Takes the events of one message for all streams that share it, on the session's thread: it must not block."""

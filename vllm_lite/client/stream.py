@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_lite import hub, log
-from vllm_lite.client.detokenizer import Detokenizer, vocabulary
+from vllm_lite.checkpoint import hub
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
 from vllm_lite.client.prompt_scores import PromptScores
 from vllm_lite.client.sample import Sample
-from vllm_lite.client.tokenizer import Tokenizer
+from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # it hands out the events that are defined here
     from vllm_lite.client.session import Session

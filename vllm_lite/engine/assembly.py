@@ -1,12 +1,12 @@
 """From a trace's header to the scheduler it describes: a core and a replay of its trace are built in one place."""
 
 from vllm_lite.engine import policy
-from vllm_lite.engine.block_pool import BlockPool
-from vllm_lite.engine.host_tier import HostTier
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
-from vllm_lite.engine.kv_groups import make_groups
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.plan import Options, Rates
-from vllm_lite.engine.prefix_hash import PrefixHasher
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.trace.records import Header
 

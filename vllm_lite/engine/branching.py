@@ -51,8 +51,8 @@ def fork_samples(scheduler: "Scheduler", first: Sequence, entries: list[Entry]) 
     its blocks. Returns them; some may have to wait for a seat."""
     request = first.request
     born = []
-    unborn, request.unborn = request.unborn, []
-    for index in unborn:
+    unforked, request.unforked = request.unforked, []
+    for index in unforked:
         child = Sequence(request, index, first.tokens[: request.num_prompt])
         request.sequences.append(child)
         born.append(child)
@@ -72,14 +72,14 @@ def end_samples(
         return ended
     if request.beam is not None:
         return []
-    request.unborn = [index for index in request.unborn if index not in samples]
+    request.unforked = [index for index in request.unforked if index not in samples]
     prompt = request.sequences[0].tokens[: request.num_prompt]
     for sequence in [sequence for sequence in request.sequences if sequence.index in samples]:
         scheduler.leave_queue(sequence)
         scheduler.finish(sequence)
         request.sequences.remove(sequence)
     if not request.sequences:  # it was to compute the prompt for those to come: the next one does, and finds its blocks
-        heir = Sequence(request, request.unborn.pop(0), prompt)
+        heir = Sequence(request, request.unforked.pop(0), prompt)
         request.sequences.append(heir)
         scheduler.kv.register(heir, request.extra_keys)
         scheduler.wait(heir)

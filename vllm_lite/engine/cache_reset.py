@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_lite.protocol.api import PrefixCacheReset
 
 if TYPE_CHECKING:
-    from vllm_lite.engine.kv_cache_manager import KVCacheManager
+    from vllm_lite.engine.blocks.manager import KVCacheManager
     from vllm_lite.engine.scheduler import Scheduler
     from vllm_lite.engine.sequence import Sequence
 

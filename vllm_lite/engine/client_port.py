@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from vllm_lite import log, transport
+from vllm_lite import transport
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
@@ -29,6 +29,7 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, request_named_in
+from vllm_lite.runtime import log
 from vllm_lite.transport import Delivery, Tcp
 from vllm_lite.transport.interface import Pollable
 

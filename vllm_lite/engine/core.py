@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from vllm_lite import __version__, log
+from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.cache_reset import reset_cache
-from vllm_lite.engine.describe import describe
+from vllm_lite.engine.observe.describe import describe
+from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefill_rate import PrefillRate
-from vllm_lite.engine.prefix_hash import PrefixHasher
-from vllm_lite.engine.recording import Recorder
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
@@ -30,6 +30,7 @@ from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.runtime import log
 from vllm_lite.trace.records import Header
 
 MAX_PROMPT_SCORES = 1 << 21

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vllm_lite.engine.kv_cache_manager import Admission
+from vllm_lite.engine.blocks.manager import Admission
 from vllm_lite.engine.sequence import Sequence
 
 Note = Callable[[str, Sequence | None, dict[str, int | str]], None]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from vllm_lite.engine.kv_cache_manager import KVCacheManager
+from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ProtocolError
@@ -87,7 +87,7 @@ class Plan:
     shortest       what the shortest of those others lacks, if one is left: no newcomer that lacks as much is cut
     prompts        running sequences that lack more than one token
     born           samples of the prompts that it completes; each gets its first token from it, too, if it can
-    draftable      sequences that got one token, with the places of their entries, and may guess more
+    draftable      sequences that got one token, with the places of their entries, and may draft more
     is_cut         the waiting sequence looked at last does not come in because it would be cut
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """

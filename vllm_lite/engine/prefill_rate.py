@@ -68,7 +68,7 @@ class PrefillRate:
 
 
 def num_prefill_tokens(plan: SchedulerOutput) -> int:
-    """The tokens of a step that are not the one next token of a sequence, nor guesses at those behind it."""
+    """The tokens of a step that are not the one next token of a sequence, nor drafts at those behind it."""
     return sum(
         entry.num_tokens
         for entry in plan.entries

@@ -7,11 +7,12 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_lite import __version__, log, supervise, transport
+from vllm_lite import __version__, transport
+from vllm_lite.checkpoint.sizing import num_host_blocks
 from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.kv_events import KVEventStream
 from vllm_lite.engine.plan import Produced
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
@@ -33,9 +34,9 @@ from vllm_lite.protocol.api import (
     Welcome,
 )
 from vllm_lite.protocol.control import Ready
-from vllm_lite.sizing import num_host_blocks
+from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
-from vllm_lite.wakeup import Wakeup
 
 REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for somebody to tell."""

@@ -34,7 +34,7 @@ class Request:
         "request_id",
         "sequences",
         "stop_ids",
-        "unborn",
+        "unforked",
     )
 
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
@@ -67,7 +67,7 @@ class Request:
         """What the beams that have finished the current step found, by their index."""
         self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.num_samples = 1 if search else message.params.n
-        self.unborn = list(range(1, self.num_samples))
+        self.unforked = list(range(1, self.num_samples))
         """Samples that come into being once the prompt is computed."""
         self.sequences = [Sequence(self, 0, tokens)]
 
@@ -80,7 +80,7 @@ class Request:
         if self.beam is not None:
             return [(index, 0) for index in range(self.beam.width)]
         born = [(sequence.index, sequence.num_output) for sequence in self.sequences]
-        return born + [(index, 0) for index in self.unborn]
+        return born + [(index, 0) for index in self.unforked]
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.sequences})"

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from vllm_lite.engine import branching, notes
-from vllm_lite.engine.kv_cache_manager import Admission, Growth, KVCacheManager, Verdict
-from vllm_lite.engine.meter import Meter
+from vllm_lite.engine.blocks.manager import Admission, Growth, KVCacheManager, Verdict
 from vllm_lite.engine.notes import Note
+from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.plan import Counters, Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.prompt_scores import PromptScores
@@ -207,14 +207,14 @@ class Scheduler:
                     continue
                 if growth.new_ids:
                     entry = Continue(sequence.handle, 1, growth.new_ids)
-            if num_drafts and sequence.may_draft(end) and not sequence.request.unborn:
+            if num_drafts and sequence.may_draft(end) and not sequence.request.unforked:
                 plan.draftable.append((len(entries), sequence))
             entries.append(entry)
             sequence.num_computed = end
             budget -= 1
             sequence.num_pending = pending + 1
             sampling.append(sequence)
-            if sequence.request.unborn:
+            if sequence.request.unforked:
                 branching.fork_samples(self, sequence, entries)
             if self.policy.charged is not None:
                 self.policy.charge(sequence, 1)
@@ -295,7 +295,7 @@ class Scheduler:
         """The step computes the last of its known tokens, so it samples the next one."""
         sequence.num_pending = 1
         plan.sampling.append(sequence)
-        if sequence.request.unborn:
+        if sequence.request.unforked:
             plan.born += branching.fork_samples(self, sequence, plan.entries)
 
     def _grow_or_preempt(
@@ -316,7 +316,7 @@ class Scheduler:
         return growth
 
     def _add_drafts(self, plan: Plan) -> None:
-        """Have sequences that decode guess as well, with tokens that are left; nobody gives way for guesses."""
+        """Have sequences that decode draft as well, with tokens that are left; nobody gives way for drafts."""
         share = min(self.options.num_drafts, plan.budget // len(plan.draftable))
         for place, sequence in plan.draftable:
             count = min(share, sequence.max_len - sequence.num_tokens - 1)
@@ -518,7 +518,7 @@ class Scheduler:
             self.counters.generated_tokens += len(taken)
             if reason is not None:
                 self._end(sequence, reason)
-        self.meter.stepped(sent.sampling, silent, len(tokens), output.guessed)
+        self.meter.stepped(sent.sampling, silent, len(tokens), output.drafted)
         if len(self.changes) != num_changes or len(self.running) != num_running:
             self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
         return produced
@@ -530,7 +530,7 @@ class Scheduler:
         self.finish(sequence)
         request = sequence.request
         request.sequences.remove(sequence)
-        if not request.sequences and not request.unborn:
+        if not request.sequences and not request.unforked:
             self._close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
@@ -575,7 +575,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _close(self, request: Request, reason: FinishReason) -> None:
-        request.unborn = []
+        request.unforked = []
         self.meter.ended(request, reason)
         self.requests.pop(request.request_id, None)
         self._hurried.pop(request.request_id, None)

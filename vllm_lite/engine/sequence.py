@@ -4,11 +4,11 @@ from array import array
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm_lite.engine.block_table import BlockTable
+from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
-    from vllm_lite.engine.kv_cache_manager import Lookup
+    from vllm_lite.engine.blocks.manager import Lookup
     from vllm_lite.engine.request import Request
 
 

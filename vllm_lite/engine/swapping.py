@@ -12,9 +12,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from vllm_lite.engine.block_pool import NULL_BLOCK, BlockPool
-from vllm_lite.engine.host_tier import HostTier
-from vllm_lite.engine.kv_groups import KVGroup
+from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import BlockOp
 

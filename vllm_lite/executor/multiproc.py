@@ -3,14 +3,15 @@
 import time
 from collections import deque
 
-from vllm_lite import log, supervise, transport
+from vllm_lite import transport
 from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
 from vllm_lite.executor.read_ahead import start_reading_ahead
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.runtime import log, supervise
 from vllm_lite.transport import Delivery, Wakeup
 from vllm_lite.transport.interface import Pollable
 
@@ -102,7 +103,7 @@ class MultiprocExecutor:
             for worker in self._workers:
                 worker.last_progress_s = time.monotonic()
         self._num_in_flight += len(steps)
-        self._broadcast(steps[0] if len(steps) == 1 else Turn(list(steps)))
+        self._broadcast(steps[0] if len(steps) == 1 else Steps(list(steps)))
 
     def poll(self) -> ModelOutput | None:
         if not self._outputs:
@@ -136,8 +137,8 @@ class MultiprocExecutor:
             self._handle(message)
 
     def _handle(self, message: FromWorker) -> None:
-        if isinstance(message, ModelOutput | TurnOutput):
-            outputs = message.outputs if isinstance(message, TurnOutput) else [message]
+        if isinstance(message, ModelOutput | StepOutputs):
+            outputs = message.outputs if isinstance(message, StepOutputs) else [message]
             self._workers[0].last_heard_s = time.monotonic()
             self._outputs += [output for output in outputs if output.epoch == self._epoch]
             return

@@ -5,7 +5,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_lite.machine import memory_limit_bytes
+from vllm_lite.runtime.machine import memory_limit_bytes
 
 REQUEST_BYTES = 1 << 20
 """The system ignores what is above its own limit, which is about this."""

@@ -1,4 +1,4 @@
-"""What the sampling kernels of every device share. vllm_lite/worker/sampler.py defines what they compute."""
+"""What the sampling kernels of every device share. vllm_lite/worker/sampling/sampler.py defines what they compute."""
 
 from typing import NamedTuple
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.layers.weight_slot import Shard
-from vllm_lite.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

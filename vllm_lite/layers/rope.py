@@ -4,10 +4,10 @@ import math
 
 import torch
 
+from vllm_lite.checkpoint.model_spec import Rope
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.model_spec import Rope
 
 
 class RotaryEmbedding:

@@ -10,6 +10,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.layers.activation import SiluAndMul
 from vllm_lite.layers.attention import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
@@ -19,7 +20,6 @@ from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.rope import RotaryEmbedding
 from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import SINGLE, Shard, Split, WeightGroup
-from vllm_lite.model_spec import ModelSpec
 
 
 class DecoderLayer:

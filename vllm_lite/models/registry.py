@@ -8,10 +8,10 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.weight_form import Quantization
 from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightGroup
-from vllm_lite.model_spec import ModelSpec
 
 MODELS = {
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from vllm_lite.checkpoint import weight_files
+from vllm_lite.checkpoint.headers import weight_files
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.weight_form import Quantization

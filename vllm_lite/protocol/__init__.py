@@ -7,5 +7,5 @@ control.py  engine <-> worker, outside the step: start, heartbeat, stop
 codec.py    one encoder and decoder per direction, with version and size limits
 """
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised by one with every change of a struct; Hello refuses any other version by name."""

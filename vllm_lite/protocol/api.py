@@ -301,14 +301,14 @@ class SampleState(_Message):
 class RequestState(_Message):
     """How a live request is. `admission` is that of its first sample that waits, or of the first one.
 
-    `num_unborn` samples come into being when the prompt is computed; `age_s` is since it came, `deadline_in_s` when it
-    will be ended.
+    `num_unforked` samples are forked once the prompt is computed; `age_s` counts from its arrival, `deadline_in_s` until it
+    is ended.
     """
 
     request_id: str
     admission: Admission
     samples: list[SampleState]
-    num_unborn: int
+    num_unforked: int
     num_prompt: int
     num_cached: int
     num_preemptions: int

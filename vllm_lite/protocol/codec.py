@@ -36,10 +36,10 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = step.SchedulerOutput | step.Turn | control.Start | control.Shutdown
+ToWorker = step.SchedulerOutput | step.Steps | control.Start | control.Shutdown
 FromWorker = (
     step.ModelOutput
-    | step.TurnOutput
+    | step.StepOutputs
     | control.WorkerHello
     | control.Ready
     | control.Started

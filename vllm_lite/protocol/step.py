@@ -133,7 +133,7 @@ class Finish(_Entry, tag=6):
 
 
 class Draft(_Entry, tag=7):
-    """Like Continue by one token, but the worker may guess up to `max_drafts` tokens behind it and keep what proves
+    """Like Continue by one token, but the worker may draft up to `max_drafts` tokens behind it and keep what proves
     right. Blocks for all of them are there."""
 
     handle: Handle
@@ -174,7 +174,7 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     `counts` tells how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
     asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
-    not finite; their token is to be ignored. `guessed` is of how many sequences how many tokens were guessed.
+    not finite; their token is to be ignored. `drafted` is of how many sequences how many tokens were drafted.
     """
 
     epoch: int
@@ -184,16 +184,16 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     logprobs: list[TokenLogprobs | None] | None = None
     failed: list[tuple[Handle, str]] | None = None
     prompts: list[tuple[Handle, PromptLogprobs]] | None = None
-    guessed: tuple[int, int] | None = None
+    drafted: tuple[int, int] | None = None
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):
+class Steps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):
     """Several steps, to be run one after the other and answered together."""
 
     steps: list[SchedulerOutput]
 
 
-class TurnOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=21):
-    """The results of a Turn's steps, in their order."""
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=21):
+    """The results of a Steps' steps, in their order."""
 
     outputs: list[ModelOutput]

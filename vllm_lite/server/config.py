@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
-from vllm_lite.settings import Section
+from vllm_lite.runtime.settings import Section
 
 _SECRET = {"api_key", "admin_api_key"}
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.protocol.api import Histogram, Measured, Stats, Welcome
-from vllm_lite.server.calls import Calls
+from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,8 +75,8 @@ _COUNTERS = (
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
-    ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were guessed."),
-    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens guessed."),
+    ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were drafted."),
+    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens drafted."),
     ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that proved right."),
     ("vllm_lite:steps", "steps", "Steps scheduled."),
     ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),

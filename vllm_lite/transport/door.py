@@ -9,8 +9,8 @@ import time
 import zmq
 from zmq.utils import z85
 
-from vllm_lite import log
 from vllm_lite.errors import EngineError
+from vllm_lite.runtime import log
 from vllm_lite.transport.interface import Wakeup
 from vllm_lite.transport.keys import Authorised
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import zmq
 
-from vllm_lite.wakeup import Wakeup
+from vllm_lite.runtime.wakeup import Wakeup
 
 Pollable = zmq.Socket[bytes] | int
 """Something zmq.Poller can watch: a socket or a file descriptor."""

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from zmq import auth
 
-from vllm_lite import log
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
 
 ENV = "VLLM_LITE_KEYS"
 """Names the folder of a client's keys where the caller does not."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import zmq
 
-from vllm_lite import log
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
+from vllm_lite.runtime import log
 from vllm_lite.transport.door import DOMAIN, EVENTS, Door
 from vllm_lite.transport.interface import Delivery, Pollable, Tcp
 from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys

@@ -9,7 +9,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.worker.graphs import Capture, CpuCapture, CudaCapture
-from vllm_lite.worker.memory import CudaMemory, DeviceMemory
+from vllm_lite.worker.memory.profile import CudaMemory, DeviceMemory
 
 KV_DTYPES = {
     "float32": torch.float32,

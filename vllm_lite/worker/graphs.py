@@ -37,12 +37,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite import log
 from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
+from vllm_lite.runtime import log
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, to_device
-from vllm_lite.worker.step_inputs import StepInputs
 
 logger = log.get(__name__)
 

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite import log
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs
 from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
-from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.runtime import log
+from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
-from vllm_lite.worker.input_batch import InputBatch
+from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.prompt_scores import score
-from vllm_lite.worker.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
-from vllm_lite.worker.speculative import NO_GUESS, NgramDrafter, num_kept
-from vllm_lite.worker.step_inputs import StepInputs, padding_step
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, NgramDrafter, num_kept
+from vllm_lite.worker.sampling.prompt_scores import score
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
@@ -79,7 +79,7 @@ class ModelRunner:
         if step.block_ops:
             self.cache_engine.execute(step.block_ops)
         self.batch.apply(step.entries)
-        self._guess()
+        self._draft()
         inputs = self.batch.build()
         if inputs.num_tokens == 0:
             return ModelOutput(step.epoch, step.step, b"")
@@ -100,10 +100,10 @@ class ModelRunner:
         prompts = score(self.model, hidden[num_samples:], inputs.scoring)
         return self.model.logits(hidden[:num_samples]), prompts
 
-    def _guess(self) -> None:
+    def _draft(self) -> None:
         if self.drafter is not None:
             for handle, max_drafts in self.batch.max_drafts.items():
-                self.batch.guess(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
+                self.batch.draft(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
@@ -148,15 +148,15 @@ def warm_up_step(
 
 def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]
     """How many samples of each sequence are its tokens."""
-    if not inputs.guessed:
+    if not inputs.drafted:
         return inputs.num_samples
-    guesses, places = inputs.guesses, inputs.sample_places
+    drafts, places = inputs.drafts, inputs.sample_places
     for (
         sample
-    ) in sampled.failed:  # behind a guess it is not taken: the next step comes to it again, without a guess before
+    ) in sampled.failed:  # behind a draft it is not taken: the next step comes to it again, without a draft before
         if places[sample]:
-            guesses[sample - 1] = NO_GUESS
-    return num_kept(sampled.tokens, guesses, inputs.sample_starts)
+            drafts[sample - 1] = NO_DRAFT
+    return num_kept(sampled.tokens, drafts, inputs.sample_starts)
 
 
 def _answer(
@@ -171,7 +171,7 @@ def _answer(
         chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
-    guessed = inputs.num_samples - 1
+    drafted = inputs.num_samples - 1
     failed = []
     if sampled.failed:
         sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
@@ -184,7 +184,7 @@ def _answer(
         logprobs=logprobs,
         failed=failed or None,
         prompts=prompts,
-        guessed=(int(np.count_nonzero(guessed)), int(guessed.sum())) if inputs.guessed else None,
+        drafted=(int(np.count_nonzero(drafted)), int(drafted.sum())) if inputs.drafted else None,
     )
 
 

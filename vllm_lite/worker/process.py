@@ -11,17 +11,17 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from vllm_lite import log
 from vllm_lite.config import WorkerSettings
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, Turn, TurnOutput
-from vllm_lite.supervise import run_child
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.runtime import log
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
-from vllm_lite.wakeup import Wakeup
 from vllm_lite.worker.progress import Progress
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ class Session:
             raise EngineError("the engine does not read what its worker sends")
 
 
-def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | TurnOutput:
+def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
     if isinstance(message, SchedulerOutput):
         return worker.execute(message)
-    if isinstance(message, Turn):
-        return TurnOutput([worker.execute(step) for step in message.steps])
+    if isinstance(message, Steps):
+        return StepOutputs([worker.execute(step) for step in message.steps])
     raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
 
 

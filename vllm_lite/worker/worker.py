@@ -4,22 +4,22 @@ import time
 
 import torch
 
-from vllm_lite import log
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.errors import ConfigError, ProtocolError
-from vllm_lite.machine import num_physical_cores
-from vllm_lite.model_spec import ModelSpec
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
-from vllm_lite.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
-from vllm_lite.worker.cache_engine import CacheEngine
+from vllm_lite.runtime import log
+from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.memory import (
+from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.memory.profile import (
     Baseline,
     DeviceMemory,
     check_free,
@@ -28,8 +28,8 @@ from vllm_lite.worker.memory import (
 )
 from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits, warm_up_step
 from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.sampler import Sampler
-from vllm_lite.worker.speculative import NgramDrafter
+from vllm_lite.worker.sampling.drafter import NgramDrafter
+from vllm_lite.worker.sampling.sampler import Sampler
 
 LOG_EVERY_S = 5.0
 

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import as_file, files
 from typing import Any
 
-from vllm_lite import log
+from vllm_lite.runtime import log
 
 ABI = 5
 LIBRARY = "libvllm_lite_cpu.so"

@@ -1,4 +1,4 @@
-"""The sampler's pass from logits to tokens. vllm_lite/worker/sampler.py defines it, and is its plain twin."""
+"""The sampler's pass from logits to tokens. vllm_lite/worker/sampling/sampler.py defines it, and is its plain twin."""
 
 import ctypes
 

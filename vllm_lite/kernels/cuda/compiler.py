@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Protocol
 
-from vllm_lite import log
 from vllm_lite.errors import VllmLiteError
+from vllm_lite.runtime import log
 
 # 177: a constant of a shared header that this kernel does not use.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")

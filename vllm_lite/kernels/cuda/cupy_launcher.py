@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_lite import log
 from vllm_lite.kernels.cuda.compiler import Compiled, KernelCompiler, KernelError, Program, compile_error
 from vllm_lite.kernels.cuda.launcher import DEFAULT_SHARED_BYTES, Arg, check_args
+from vllm_lite.runtime import log
 
 _logger = log.get(__name__)
 

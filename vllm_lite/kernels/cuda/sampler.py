@@ -1,5 +1,5 @@
-"""The sampler's pass from logits to tokens on a GPU. Kernel: csrc/cuda/sampler.cuh; vllm_lite/worker/sampler.py defines
-it, and is its plain twin.
+"""The sampler's pass from logits to tokens on a GPU. Kernel: csrc/cuda/sampler.cuh; worker/sampling/sampler.py
+defines it, and is its plain twin.
 """
 
 import numpy as np

@@ -1,0 +1,119 @@
+"""Speculation through the ModelRunner: other steps, the same tokens, logprobs, bans and failures."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
+from vllm_lite.protocol.step import Continue, Draft, Finish, Sampling
+
+
+class Parrot:
+    """Guesses what it was told the sequence will say, wrong in some places."""
+
+    def __init__(self, tokens: list[int], wrong: tuple[int, ...] = ()) -> None:
+        self.tokens = [token + 1 if place in wrong else token for place, token in enumerate(tokens)]
+
+    def propose(self, tokens: Any, max_drafts: int) -> Any:
+        return np.array(self.tokens[len(tokens) :][:max_drafts], np.int32)
+
+
+def speculate(driver: Driver, parrot: Parrot, prompt: list[int], sampling: Sampling, max_drafts: int = 4) -> list[int]:
+    """20 tokens of a sequence beside another one, 1 to 5 a step: how many each step gave."""
+    driver.worker.runner.drafter = parrot  # type: ignore[assignment]
+    driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4], sampling=sampling))
+    steps = []
+    while len(driver.got[0]) < 20:
+        before = len(driver.got[0])
+        num_drafts = min(max_drafts, 19 - before)
+        driver.run(Draft(0, num_drafts, []) if num_drafts else Continue(0, 1, []), Continue(1, 1, []))
+        steps.append(len(driver.got[0]) - before)
+    return steps
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
+def test_drafts_change_how_many_steps_but_no_token(tiny_checkpoint: Path, sampling: Sampling) -> None:
+    prompt = make_prompt(30, seed=11)
+    driver = Driver(tiny_checkpoint)
+    plain = speculate(driver, Parrot([]), prompt, sampling)
+    tokens, company = driver.got[0][:20], driver.got[1]
+    assert plain == [1] * 19
+    for wrong, steps in (((), [5, 5, 5, 4]), ((33, 34, 41), [3, 1, 5, 2, 5, 3]), (tuple(range(60)), [1] * 19)):
+        driver = Driver(tiny_checkpoint)
+        got = speculate(driver, Parrot(prompt + tokens + [0] * 9, wrong), prompt, sampling)
+        assert driver.got[0][:20] == tokens
+        assert got == steps
+        assert driver.got[1] == company[: len(driver.got[1])], "its neighbour notices nothing"
+
+
+def test_it_is_told_how_much_was_drafted(tiny_checkpoint: Path) -> None:
+    prompt = make_prompt(30, seed=11)
+    driver = Driver(tiny_checkpoint)
+    driver.worker.runner.drafter = Parrot([*prompt, 0, 0, 0, 0])  # type: ignore[assignment]
+    driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4]))
+    assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).drafted == (1, 3), "whether it was right or not"
+    assert driver.run(Continue(0, 1, []), Continue(1, 1, [])).drafted is None
+
+
+def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> None:
+    prompt = make_prompt(30, seed=11)
+    sampling = msgspec.structs.replace(GREEDY, logprobs=2)
+    driver = Driver(tiny_checkpoint)
+    reports = []
+    for num_steps in (4, 2):
+        driver.run(new_request(0, prompt, [1, 2, 3, 4], sampling=sampling))
+        outputs = [driver.run(Draft(0, 3, [])) for _ in range(num_steps)]
+        reports.append([report for output in outputs for report in output.logprobs or []])
+        tokens = driver.got.pop(0)
+        driver.run(Finish(0))
+        driver.worker.runner.drafter = Parrot(prompt + tokens + [0] * 9, wrong=(33, 34))  # type: ignore[assignment]
+    plain, speculated = reports
+    for one, other in zip(plain, speculated, strict=True):  # 3 from the first step, 1 from the second
+        assert one is not None
+        assert other is not None
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-5)
+        assert [token for token, _ in other.top] == [token for token, _ in one.top]
+
+
+def test_what_is_not_finite_behind_a_draft_fails_when_its_turn_comes(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(30, seed=11)
+    speculate(driver, Parrot([]), prompt, GREEDY)
+    tokens = driver.got[0]
+    driver.run(Finish(0), Finish(1))
+    driver.worker.runner.drafter = Parrot(prompt + tokens)  # type: ignore[assignment]
+    driver.got = {}
+    driver.run(new_request(0, prompt, [1, 2, 3, 4]))
+    logits = driver.worker.model.logits
+
+    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = logits(hidden, out)
+        result[2 if len(result) > 2 else 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(driver.worker.model, "logits", poisoned)
+    output = driver.run(Draft(0, 4, []))
+    assert (output.failed, output.counts, driver.got[0]) == (None, [2], tokens[:3])
+    output = driver.run(Continue(0, 1, []))
+    assert [handle for handle, _ in output.failed or ()] == [0]
+
+
+def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) -> None:
+    """A stop id that the model wants is banned up to a position that lies behind drafts."""
+    prompt = make_prompt(20, seed=8)
+    free = expected(oracle, prompt, 4)
+    ruled = msgspec.structs.replace(GREEDY, min_tokens_until=23, stop_ids=(free[2], free[3]))
+    driver.run(new_request(0, prompt, [1, 2], sampling=ruled))
+    driver.decode(0, count=4)
+    plain = driver.got.pop(0)
+    assert plain[:2] == free[:2]
+    assert plain[2] != free[2], "banned at length 22, allowed from 23 on"
+    driver.worker.runner.drafter = Parrot(prompt + plain)  # type: ignore[assignment]
+    driver.run(Finish(0), new_request(1, prompt, [3, 4], sampling=ruled))
+    assert driver.run(Draft(1, 3, [])).counts == [4]
+    assert driver.got[1] == plain

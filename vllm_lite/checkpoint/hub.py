@@ -1,0 +1,406 @@
+"""Models by their hub ids: which files are needed, where they come to lie, and one sentence for what goes wrong.
+
+huggingface_hub does the work and is imported when there is some, as it takes longer than the rest of a client's start.
+It runs on threads that die with the process, while the caller waits and looks around: a download ends at once when it
+is no longer wanted, and the next one goes on where it stopped.
+"""
+
+import errno
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
+
+from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
+from vllm_lite.errors import EngineError, ModelError, VllmLiteError
+from vllm_lite.runtime import log
+
+T = TypeVar("T")
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+NUM_THREADS = 4
+LOOK_S = 0.1
+REACH_S = 2.5
+"""Without a network huggingface_hub tries again for 23 s; this is how long a first connection may take."""
+REQUEST_S = 15.0
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+
+logger = log.get(__name__)
+
+
+def never() -> bool:
+    return False
+
+
+class Source(NamedTuple):
+    """Where a model or a tokenizer comes from: a hub id, which revision of it, and where downloads go."""
+
+    name: str
+    revision: str | None = None
+    cache_dir: str | None = None
+    """None: where huggingface_hub keeps everything (HF_HOME, HF_HUB_CACHE)."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` looks like org/model and is no folder here."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+What = Literal["model", "model without weights", "config", "tokenizer"]
+
+
+def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What = "model") -> str:
+    """The folder `source.name` itself, or the downloaded snapshot if it is a hub id: as much of it as `what` says.
+
+    Raises ModelError in one sentence, and EngineError once `stopped()`.
+    """
+    if not is_hub_id(source.name):
+        return str(Path(source.name).absolute())
+    return str(_Download(source, stopped, what).run())
+
+
+def remote_headers(source: Source) -> dict[str, Tensor]:
+    """What the headers of a hub id's safetensors files say, by range requests. Raises ModelError."""
+    from huggingface_hub import HfApi
+
+    with _one_sentence(source):
+        if (unreached := _Download(source, never, "config").unreached()) is not None:
+            raise unreached
+        found = HfApi().get_safetensors_metadata(source.name, revision=source.revision)
+    return {
+        name: Tensor(tensor.dtype, tuple(tensor.shape))
+        for file in found.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+# ---- which files
+
+
+SMALL_FILES: dict[What, tuple[str, ...]] = {
+    "model": CONFIG_FILES + TOKENIZER_FILES,
+    "model without weights": CONFIG_FILES + TOKENIZER_FILES,
+    "config": CONFIG_FILES,
+    "tokenizer": TOKENIZER_FILES,
+}
+"""What is wanted beside weights. A repository must have the first."""
+
+
+def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
+    """The index is in `folder` already."""
+    if SINGLE_FILE in siblings:
+        yield SINGLE_FILE
+    elif INDEX_FILE in siblings:
+        yield from shards(folder / INDEX_FILE)
+    else:
+        held = ", ".join(name for name in siblings if not name.startswith("."))
+        raise _Lacks(f"has no {SINGLE_FILE} and no {INDEX_FILE}, and only safetensors is read; it holds {held}")
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        weight_files(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+# ---- the download
+
+
+class _Progress:
+    """Bytes of all files together: one line that grows on a terminal, elsewhere a line in the log now and then."""
+
+    def __init__(self, name: str, total: int) -> None:
+        from tqdm import tqdm
+
+        self.name, self.total, self.done = name, total, 0
+        self._lock = threading.Lock()
+        self._shown = self._logged = 0
+        shown = sys.stderr.isatty()
+        logger.info("downloading %s: %.1f MiB", name, total / 2**20)
+        self._bar = tqdm(
+            total=total, desc=name, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, disable=not shown
+        )
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.done += num_bytes
+
+    def show(self) -> None:
+        self._bar.update(self.done - self._shown)
+        self._shown = self.done
+        if self.done - self._logged > self.total / 10 and self.done < self.total:
+            self._logged = self.done
+            logger.info("%s: %.0f of %.0f MiB", self.name, self.done / 2**20, self.total / 2**20)
+
+    def close(self) -> None:
+        self.show()
+        self._bar.close()
+
+
+class _Download:
+    """One snapshot. The first file tells the commit, by one HEAD request; all others are then of that commit."""
+
+    def __init__(self, source: Source, stopped: Callable[[], bool], what: What) -> None:
+        self._source = source
+        self._stopped = stopped
+        self._small = SMALL_FILES[what]
+        self._weights = what == "model"
+
+    def run(self) -> Path:
+        """Fetch what is not there yet. Returns the folder."""
+        from huggingface_hub import HfApi, constants, try_to_load_from_cache
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        source = self._source
+        with _one_sentence(source):
+            first, is_offline = self._small[0], constants.is_offline_mode()
+            unreached = None if is_offline else self.unreached()
+            if unreached is not None:
+                is_offline = True
+                if not isinstance(try_to_load_from_cache(source.name, first, source.cache_dir, source.revision), str):
+                    raise unreached
+            try:
+                folder = Path(
+                    self._aside(lambda: self._fetch(first, source.revision, cached=unreached is not None))
+                ).parent
+            except RemoteEntryNotFoundError:
+                info = self._aside(lambda: HfApi().model_info(source.name, revision=source.revision))
+                held = ", ".join(sibling.rfilename for sibling in info.siblings or [])
+                raise _Lacks(f"has no {first}; it holds {held or 'nothing'}") from None
+            has_all = not self._weights or _has_weights(folder)
+            if is_offline and not has_all:
+                away = f"{constants.ENDPOINT} cannot be reached; check the network"
+                reason = "HF_HUB_OFFLINE is set; unset it" if unreached is None else away
+                raise _Lacks(f"is not complete in the cache ({folder}) and {reason}")
+            if is_offline or (self._weights and has_all and _has_tokenizer(folder)):
+                return folder
+            self._complete(folder)
+        return folder
+
+    def unreached(self) -> OSError | None:
+        """What keeps a first connection from the hub, None if nothing does: resolving names counts too."""
+        try:
+            self._aside(_connect, REACH_S)
+        except OSError as error:
+            return error
+        return None
+
+    def _complete(self, folder: Path) -> None:
+        """Weights come last: where they are all there, everything is."""
+        from huggingface_hub import HfApi
+
+        commit, name = folder.name, self._source.name
+        info = self._aside(lambda: HfApi().model_info(name, revision=commit, files_metadata=True, timeout=REQUEST_S))
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        names = [file for file in self._small if file in sizes]
+        if self._weights:
+            if INDEX_FILE in sizes and SINGLE_FILE not in sizes:
+                self._aside(lambda: self._fetch(INDEX_FILE, commit))
+            names += _weight_names(list(sizes), folder)
+        names = [file for file in names if not (folder / file).exists()]
+        self._fetch_all(names, sum(sizes.get(file, 0) for file in names), folder)
+
+    def _fetch(
+        self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None, *, cached: bool = False
+    ) -> str:
+        """The path of one file. `cached`: nobody is asked for it."""
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(
+            self._source.name,
+            name,
+            revision=revision,
+            cache_dir=self._source.cache_dir,
+            tqdm_class=_bar(add),
+            etag_timeout=REQUEST_S,
+            local_files_only=cached,
+        )
+
+    def _fetch_all(self, names: Sequence[str], total: int, folder: Path) -> None:
+        free = shutil.disk_usage(folder).free
+        if total > free:
+            raise _Lacks(
+                f"needs {total / 2**30:.1f} GiB and {folder.parents[2]} has {free / 2**30:.1f} GiB free; free some, "
+                "or give --download-dir a folder on another disk"
+            )
+        if not names:
+            return
+        progress = _Progress(self._source.name, total)
+        waiting, ended = deque(names), SimpleQueue[BaseException | None]()
+
+        def work() -> None:
+            try:
+                while waiting and not self._stopped():
+                    self._fetch(waiting.popleft(), folder.name, progress.add)
+            except IndexError:  # another thread was quicker
+                pass
+            except BaseException as error:
+                ended.put(error)
+                return
+            ended.put(None)
+
+        num_threads = min(NUM_THREADS, len(names))
+        for _ in range(num_threads):
+            threading.Thread(target=work, name="download", daemon=True).start()
+        try:
+            for _ in range(num_threads):
+                if (error := self._wait(ended, progress)) is not None:
+                    raise error
+        finally:
+            waiting.clear()  # where one file failed nobody needs the others
+            progress.close()
+
+    def _aside(self, function: Callable[[], T], within_s: float | None = None) -> T:
+        """Call `function` on a thread, so that a request that hangs holds up nobody who wants to stop. Raises
+        TimeoutError if it takes longer than `within_s`."""
+        ended = SimpleQueue[tuple[T | None, BaseException | None]]()
+
+        def work() -> None:
+            try:
+                ended.put((function(), None))
+            except BaseException as error:
+                ended.put((None, error))
+
+        threading.Thread(target=work, name="hub", daemon=True).start()
+        result, error = self._wait(ended, within_s=within_s)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value] # or there is an error
+
+    def _wait(self, ended: "SimpleQueue[T]", progress: _Progress | None = None, within_s: float | None = None) -> T:
+        begun_s = time.monotonic()
+        while not self._stopped():
+            if within_s is not None and time.monotonic() - begun_s > within_s:
+                raise TimeoutError(f"no connection within {within_s:g} s")
+            if progress is not None:
+                progress.show()
+            try:
+                return ended.get(timeout=LOOK_S)
+            except Empty:
+                continue
+        raise EngineError(f"stopped while {self._source.name} was being downloaded")
+
+
+def _connect() -> None:
+    """Connect to the hub, or to the proxy before it, and say nothing. Raises OSError."""
+    from huggingface_hub import constants
+
+    url, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = url.port or {"http": 80, "https": 443}.get(url.scheme, 1080)
+    socket.create_connection((url.hostname or "", port), REACH_S).close()
+
+
+def _bar(add: Callable[[int], None]) -> type:
+    """What huggingface_hub takes for the progress bar of one file: it tells `add`, and shows nothing."""
+
+    class Bar:
+        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            add(initial)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def update(self, num_bytes: float | None = 1) -> None:
+            add(int(num_bytes or 0))
+
+    return Bar
+
+
+# ---- what goes wrong
+
+
+class _Lacks(Exception):
+    """A clause with what is wrong with a repository, to be put behind its name."""
+
+
+@contextmanager
+def _one_sentence(source: Source) -> Iterator[None]:
+    """Turn whatever huggingface_hub raises into a ModelError that says what to do."""
+    try:
+        yield
+    except VllmLiteError:
+        raise
+    except _Lacks as error:
+        raise ModelError(f"{source.name} {error}") from None
+    except Exception as error:
+        raise ModelError(_sentence(source, error)) from error
+
+
+def _sentence(source: Source, error: Exception) -> str:
+    from huggingface_hub import constants, errors, get_token
+
+    name, hub = source.name, constants.ENDPOINT
+    revision = f" in revision {source.revision!r}" if source.revision else ""
+    causes = list(_causes(error))
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+        return f"{name}: the disk is full; free some of it, or give --download-dir a folder on another one"
+    status = next((cause.response.status_code for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
+    token = "the token in HF_TOKEN may not read it" if get_token() else "set HF_TOKEN to a token that may read it"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: ask for access at {hub}/{name}, and {token}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {source.revision!r}; give --revision a branch, a tag or a commit of it"
+    if isinstance(error, errors.NotASafetensorsRepoError):
+        return f"{name} has no {SINGLE_FILE} and no {INDEX_FILE}{revision}, and only safetensors is read"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return (
+            f"{name}: there is no such folder here, and no such model at {hub}, or it is private: check the name, or "
+            f"{token}"
+        )
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
+        return (
+            f"{name}{revision} is not in the cache ({source.cache_dir or constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE "
+            "is set; unset it, or give the folder of a checkpoint"
+        )
+    if status is not None:
+        return f"{name}: {hub} answered with status {status}; try again later"
+    if isinstance(error, PermissionError):
+        return f"{name}: {error.filename} cannot be written; give --download-dir a folder that can"
+    root = causes[-1]
+    return f"{name} is not in the cache, and {hub} cannot be reached ({type(root).__name__}: {root}); check the network"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,105 @@
+"""The arithmetic of memory that needs no device: how many KV blocks, which graphs, how much scratch. No torch.
+
+The worker allocates by it, and `vllm-lite plan` says by it what a worker would.
+"""
+
+from collections.abc import Sequence
+
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
+from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.errors import ConfigError
+
+MIN_BLOCKS = 2
+"""The null block, and one that can hold a token."""
+
+KV_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Of one element, by `kv_cache_dtype`."""
+
+LARGEST = 512
+"""Above this many rows the device is busy for longer than the launches take."""
+GRAPH_BYTES = 8 << 20
+"""Set aside for each graph beside its tensors: an allowance, not a measurement."""
+
+
+def configured_num_blocks(config: EngineConfig, block_bytes: int) -> int | None:
+    """How many blocks the configuration gives the KV cache; None if the device has to be profiled.
+
+    A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        if num_blocks < MIN_BLOCKS:
+            raise ConfigError(
+                f"no memory for KV blocks: kv_cache_memory_bytes {config.kv_cache_memory_bytes} hold {num_blocks} of "
+                f"{block_bytes} bytes; give --kv-cache-memory-bytes {MIN_BLOCKS * block_bytes} or more"
+            )
+        return num_blocks
+    if config.device == "cpu":
+        return int((config.cpu_kvcache_space or 0) * GIB // block_bytes)
+    return None
+
+
+def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
+    """Whole KV blocks that fit into the swap space."""
+    return int(swap_space_gib * GIB // block_bytes)
+
+
+def pool_flag(config: EngineConfig) -> str:
+    """What the KV cache's size comes from, as the user would write it."""
+    if config.num_gpu_blocks_override is not None:
+        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
+    if config.kv_cache_memory_bytes is not None:
+        return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    if config.device == "cpu":
+        return f"--cpu-kvcache-space {config.cpu_kvcache_space or 0:g}"
+    return f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+
+
+def check_sizes(config: EngineConfig, block_bytes: int, memory_bytes: int) -> None:
+    """Refuse what a machine with `memory_bytes` can never allocate, while nothing runs yet. What a GPU has is seen in
+    the worker. `config` is resolved. Raises ConfigError.
+    """
+    sizes = [(f"--swap-space {config.swap_space or 0:g}", (config.swap_space or 0) * GIB)]
+    if config.device == "cpu":
+        sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes))
+    for flag, num_bytes in sizes:
+        if num_bytes > memory_bytes:
+            raise ConfigError(
+                f"{flag} asks for {num_bytes / GIB:.1f} GiB, and this machine has {memory_bytes / GIB:.1f} GiB of "
+                "memory; ask for less"
+            )
+
+
+def bucket_sizes(
+    max_rows: int, wanted: Sequence[int] | None = None, largest: int | None = None, *, every: bool = False
+) -> tuple[int, ...]:
+    """Ascending batch sizes to capture: `wanted`, or `every` one, or 1, 2, 4, then in steps of 8 and beyond 256 of 16.
+
+    None is above `max_rows`, the most sequences that a step can have, nor above `largest`; unless sizes are wanted,
+    that limit is one of them. Raises ConfigError if nothing is left.
+    """
+    limit = min(max_rows, LARGEST if largest is None and wanted is None else largest or max_rows)
+    if wanted is None and every:
+        return tuple(range(1, limit + 1))
+    if wanted is None:
+        regular = (1, 2, 4, *range(8, 256, 8), *range(256, limit, 16))
+        return (*(size for size in regular if size < limit), limit)
+    sizes = tuple(sorted({size for size in wanted if size <= limit}))
+    if not sizes:
+        raise ConfigError(
+            f"cudagraph_capture_sizes must have one of at most {limit} (max_num_seqs, max_num_batched_tokens, "
+            f"max_cudagraph_capture_size), got {', '.join(map(str, wanted))}"
+        )
+    return sizes
+
+
+def reserved_bytes(sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int) -> int:
+    """Bytes to leave free for graphs of these sizes: logits, as the model makes them and as they are kept, tables, and
+    the graphs themselves. The attention backend's scratch memory is counted elsewhere: graphs share it.
+    """
+    if not sizes:
+        return 0
+    per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20
+    return int(max(sizes) * per_row + len(sizes) * GRAPH_BYTES)

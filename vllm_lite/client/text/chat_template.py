@@ -1,0 +1,147 @@
+"""A checkpoint's chat template: messages in, the text of a prompt out. The text transformers would make of them.
+
+The template comes with the model, so it runs in a sandbox that lets it change nothing it is given; a request cannot
+bring one. What a request may bring, values for the template's variables, is plain data. How long a template may take is
+not bounded here: the server renders in a process that is (template_process.py).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.errors import ModelError, RequestError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables that a template gets from the server, besides the names of special tokens."""
+
+Scalar = str | int | float | bool | None
+Message = Mapping[str, Any]
+"""{"role": ..., "content": text, ...}"""
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name. Rendering is safe in any thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None, name: str = "template") -> None:
+        """`source` is Jinja, `name` its name in errors. Raises ModelError."""
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
+            raise ModelError(f"{name}: the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
+        """The template that TemplateSource.load finds, compiled; None if there is none. Raises ModelError."""
+        found = TemplateSource.load(folder, template)
+        return None if found is None else cls(found.source, found.special_tokens, found.name)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Scalar] | None = None,
+    ) -> str:
+        """The prompt for `messages`.
+
+        `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
+        message, to be continued. `variables` are what the template is given besides. Raises RequestError, also with
+        what the template itself says is wrong.
+        """
+        variables = variables or {}
+        if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
+            raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
+        mark = ""
+        if continue_final_message:
+            mark = os.urandom(16).hex()  # nobody can have written it into a message
+            messages = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
+        try:
+            text = self._template.render(
+                **self.special_tokens,
+                **variables,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # whatever a template does wrong; what it raises on purpose is a TemplateError
+            raise RequestError(f"the model's chat template does not take these messages: {error}") from error
+        return _cut(text, mark) if mark else text
+
+
+class _Generation(Extension):
+    """{% generation %} marks what an assistant wrote, for training. Here it is a block like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What a template may use: Jinja's own, and what transformers adds to it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _dict  # the class itself has methods that a template does not need
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - a model is told the local date
+
+
+def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
+    return dict(*pairs, **items)
+
+
+def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
+    """`messages` with `mark` at the end of the last one, where the text of the prompt is to end."""
+    if add_generation_prompt:
+        raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise RequestError("continue_final_message needs a last message with a text to continue")
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + mark + " "}]
+
+
+def _cut(text: str, mark: str) -> str:
+    """`text` up to `mark`. If the space behind it was trimmed away, so is what stands before it."""
+    place = text.rfind(mark)
+    if place < 0:
+        raise RequestError("continue_final_message: the model's chat template leaves the last message out")
+    kept = text[place + len(mark) :].startswith(" ")
+    return text[:place] if kept else text[:place].rstrip()

@@ -1,0 +1,133 @@
+"""A chat template in a process of its own: what a template may take is bounded by the kernel, whatever it does.
+
+A sandbox keeps a template from reaching what it should not, but cannot tell how long a loop in a loop will take, or
+`'x' * 10**10`, or `10**10**10`, and the last two let no other thread go on. So the server renders here. Each rendering
+has so much processor time and memory; one that takes more time ends this process, and its owner starts another.
+
+Both sides speak over a socket: a length in 4 bytes, then msgpack. First comes the template, answered with Rendered or
+Refused; then each Render is answered with one of them, in order.
+"""
+
+import gc
+import resource
+import signal
+import socket
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.text.chat_template import ChatTemplate, Scalar
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.errors import ModelError, RequestError
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
+
+MAX_CPU_S = 1.0
+"""Processor time of one rendering. A real template takes 0.1 ms for a chat of some messages."""
+MAX_COMPILE_S = 3.0
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+"""Address space of the process."""
+MAX_FRAME_BYTES = 1024 * 1024 * 1024
+LIMIT = f"a rendering may take {MAX_CPU_S:g} s of processor time and {MAX_MEMORY_BYTES >> 20} MiB of memory"
+LENGTH_BYTES = 4
+
+
+class RenderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`fd` is the open end of the socket."""
+
+    fd: int
+
+
+class Render(msgspec.Struct, frozen=True):
+    """As ChatTemplate.render takes it. A text of more than `max_chars` is refused."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Scalar]
+    max_chars: int
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """`num_chars` is the length of a text that is too long."""
+
+    message: str
+    num_chars: int | None = None
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """What is sent for `message`."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def main(settings: RenderSettings, stop: Wakeup) -> int:
+    """Until the other end of the socket is closed."""
+    del stop  # a signal ends it at once
+    with socket.socket(fileno=settings.fd) as wire:
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        wanted = msgspec.msgpack.decode(_read(wire), type=TemplateSource)
+        _may_take(MAX_COMPILE_S)
+        try:
+            template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
+        except ModelError as error:
+            wire.sendall(frame(Refused(str(error))))
+            return 0
+        gc.freeze()
+        wire.sendall(frame(Rendered("")))
+        while data := _read(wire):
+            _may_take(MAX_CPU_S)
+            wire.sendall(_answer(template, data))
+    return 0
+
+
+def _answer(template: ChatTemplate, data: bytes) -> bytes:
+    """What is sent back. It is encoded here, as that takes memory, too."""
+    too_much = Refused(f"the model's chat template takes too much: {LIMIT}")
+    try:
+        asked = msgspec.msgpack.decode(data, type=Render)
+        text = template.render(
+            asked.messages,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            variables=asked.variables,
+        )
+        if len(text) <= asked.max_chars:
+            return frame(Rendered(text))
+        made = f"the model's chat template makes a prompt of {len(text)} characters"
+        return frame(Refused(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
+    except RequestError as error:
+        return frame(too_much if isinstance(error.__cause__, MemoryError) else Refused(str(error)))
+    except MemoryError:
+        return frame(too_much)
+    except UnicodeEncodeError as error:
+        return frame(Refused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}"))
+
+
+def _may_take(limit_s: float) -> None:
+    """Have the kernel end this process (SIGPROF) when it has taken so much more processor time."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+
+
+def _read(wire: socket.socket) -> bytes:
+    """One frame; b"" at the end."""
+    length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
+    return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""
+
+
+def _read_exactly(wire: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = wire.recv(min(count - len(data), 1 << 20))
+        if not piece:
+            return b""
+        data += piece
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    run_child(main, RenderSettings)

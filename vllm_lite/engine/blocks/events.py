@@ -1,0 +1,153 @@
+"""KV events: which blocks this engine has cached and dropped, told as vLLM tells it, so that its consumers understand.
+
+A hash is announced when the first block with its content becomes findable on the device and withdrawn when the last
+one is gone: whoever applies the events in order holds the set of the pool's keys, as (hash, group). Consecutive blocks
+of one sequence travel in one event. Fields stand in the order of vLLM's structs; older consumers ignore later ones.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+
+from vllm_lite.config import KVEventsConfig
+from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.transport.publisher import Publisher
+
+MEDIUM = "GPU"
+"""vLLM's name for the tier that models compute in, whatever the device is."""
+BlockHash = bytes | int
+
+
+class _Event(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class BlockStored(_Event):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = MEDIUM
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[BlockHash]
+    medium: str | None = MEDIUM
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = 0
+
+
+class KVEvents:
+    """Collects what happens in `kv` until flush(), which hands it to `publish` as one batch."""
+
+    def __init__(self, config: KVEventsConfig, kv: KVCacheManager, publish: Callable[[bytes], None]) -> None:
+        self._config = config
+        self._kv = kv
+        self._publish = publish
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._told: set[bytes] = set()
+        self._events: list[_Event] = []
+        self._tail: tuple[BlockStored, bytes, int] | None = None
+        """The event that the next block may join: it, the hash it ends with, and its group."""
+        kv.on_store = self.stored
+        kv.pool.observe(self)
+
+    # ---- what happens
+
+    def stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
+        block_hash = sequence.block_hashes[index]
+        if block_hash + group.key in self._told:
+            return
+        self._told.add(block_hash + group.key)
+        size = group.block_size
+        tokens = sequence.tokens[index * size : (index + 1) * size].tolist()
+        parent = sequence.block_hashes[index - 1] if index else None
+        if self._tail is not None and self._tail[1:] == (parent, group.index):
+            event = self._tail[0]
+            event.block_hashes.append(self._wire(block_hash))
+            event.token_ids += tokens
+        else:
+            event = BlockStored(
+                [self._wire(block_hash)],
+                None if parent is None else self._wire(parent),
+                tokens,
+                size,
+                group_idx=group.index,
+                kv_cache_spec_kind="full_attention" if group.window is None else "sliding_window",
+                kv_cache_spec_sliding_window=group.window,
+            )
+            self._events.append(event)
+        self._tail = event, block_hash, group.index
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        if block_hash not in self._told or self._kv.pool.get_cached_block(block_hash) is not None:
+            return
+        self._told.remove(block_hash)
+        self._tail = None
+        wire, group = self._wire(block_hash[:-1]), block_hash[-1]
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group:
+            last.block_hashes.append(wire)
+        else:
+            self._events.append(BlockRemoved([wire], group_idx=group))
+
+    def cleared(self) -> None:
+        self._told.clear()
+        self._tail = None
+        self._events.append(AllBlocksCleared())
+
+    def allocated(self, ids: Seq[int]) -> None:
+        """Says nothing of what is cached."""
+
+    touched = allocated
+
+    # ---- what is told
+
+    def flush(self, now_s: float) -> None:
+        """Publish what has happened since the last call, if anything has; `now_s` is the time of day."""
+        if self._events:
+            events: list[Any] = self._events
+            if self._config.event_format == "map":
+                events = [{"type": type(event).__name__, **msgspec.structs.asdict(event)} for event in events]
+            self._publish(self._encode(EventBatch(now_s, events)))
+            self._events, self._tail = [], None
+
+    def _wire(self, block_hash: bytes) -> BlockHash:
+        return block_hash if self._config.hash_format == "bytes" else int.from_bytes(block_hash[-8:], "big")
+
+
+class KVEventStream:
+    """The events of one engine and the sockets that they leave by."""
+
+    def __init__(self, config: KVEventsConfig, kv: KVCacheManager) -> None:
+        """Raises EngineError if an endpoint cannot be bound."""
+        self._publisher = Publisher(
+            config.endpoint, config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
+        )
+        self._events = KVEvents(config, kv, self._publisher.publish)
+        self.pollables = self._publisher.pollables
+        self.close = self._publisher.close
+
+    def turn(self, now_s: float) -> None:
+        """Once per turn of the engine's loop: publish what is new, answer who missed something."""
+        self._events.flush(now_s)
+        self._publisher.serve()

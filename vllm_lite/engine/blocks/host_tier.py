@@ -1,0 +1,57 @@
+"""HostTier: KV blocks in CPU memory. Two uses, one pool, one index: what preempted sequences computed, pinned to
+them, and cached blocks that the device had no room for any more, kept until something newer needs the place.
+
+Ids are global: the device's are [0, first_id), the host's [first_id, first_id + num_blocks).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from vllm_lite.engine.blocks.pool import BlockPool
+
+
+class HostTier:
+    """Plans only; the worker's CacheEngine moves the bytes."""
+
+    def __init__(self, num_blocks: int, first_id: int, enable_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks, enable_caching, has_null=False)
+        self.first_id = first_id
+
+    def find(self, key: bytes) -> int | None:
+        """The global id of a block with this content."""
+        block_id = self.pool.get_cached_block(key)
+        return None if block_id is None else block_id + self.first_id
+
+    def new_blocks(self, keys: Sequence[bytes | None]) -> list[int]:
+        """Global ids of pinned blocks, findable under their keys. Raises OutOfBlocks and takes none if short."""
+        ids = self.pool.get_new_blocks(len(keys))
+        for block_id, key in zip(ids, keys, strict=True):
+            if key is not None:
+                self.pool.cache_block(block_id, key)
+        return [block_id + self.first_id for block_id in ids]
+
+    def pin(self, ids: Sequence[int]) -> None:
+        self.pool.touch([block_id - self.first_id for block_id in ids])
+
+    def unpin(self, ids: Sequence[int]) -> None:
+        """Last first: a sequence's tail is dropped before its beginning."""
+        self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
+
+    def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
+        """Places for at most `limit` cached blocks that the device drops, as (key, global id), while there is room.
+
+        The first come first, and are dropped last. What is here already takes no place, and counts as newly used.
+        """
+        places: list[tuple[bytes, int]] = []
+        kept = []
+        for key in keys:
+            host_id = self.find(key)
+            if host_id is not None:
+                self.pin((host_id,))
+            elif len(places) < limit and self.pool.num_free:
+                (host_id,) = self.new_blocks((key,))
+                places.append((key, host_id))
+            else:
+                break
+            kept.append(host_id)
+        self.unpin(kept)
+        return places

@@ -1,0 +1,400 @@
+"""KVCacheManager: which blocks each sequence holds, what of its prefix is cached and where, and whether it may come in.
+
+It decides ids and writes down what has to be copied (`take_block_ops`); the worker's CacheEngine moves the bytes, in
+that order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is written
+down.
+
+Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
+null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; the host's
+pinned blocks are those of parked sequences; of those who wait only these hold device blocks.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from enum import Enum
+from typing import NamedTuple
+
+from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.swapping import Place, Swapping, num_held
+
+
+class Verdict(Enum):
+    OK = "fits now"
+    LATER = "fits once others have left"
+    NEVER = "does not fit into the whole pool"
+
+
+class Admission(NamedTuple):
+    """A verdict with the numbers behind it, all in blocks."""
+
+    verdict: Verdict
+    required: int
+    free: int
+    watermark: int
+    total: int
+
+
+class PrefixHit(NamedTuple):
+    """Cached blocks that begin a sequence: per group, one global id for each; null where the window is past."""
+
+    tables: list[list[int]]
+    num_tokens: int
+
+
+class Lookup(NamedTuple):
+    """What was found of a waiting sequence when it could not come in, so that not every step has to look again."""
+
+    admission: Admission
+    num_cached: int
+    next_keys: list[bytes]
+    """Per group, what the next block of the cached prefix would be found under."""
+    supply: int
+    """The pool's free blocks and those ever revived: admission lacks less only by as much as this grows."""
+
+
+class Growth(NamedTuple):
+    """What a sequence got: new block ids per group ([] if none), and shared blocks (group, index, id) replaced."""
+
+    new_ids: list[list[int]]
+    replaced: list[tuple[int, int, int]]
+
+
+def admission(total: int, free: int, required: int, watermark: int) -> Admission:
+    """Whether `required` blocks may be taken from a pool of `total` of which `free` are free.
+
+    The watermark keeps room for running sequences to grow; it holds for admission only.
+    """
+    if total - required < watermark:
+        verdict = Verdict.NEVER
+    elif free - required >= watermark:
+        verdict = Verdict.OK
+    else:
+        verdict = Verdict.LATER
+    return Admission(verdict, required, free, watermark, total)
+
+
+class KVCacheManager:
+    """Without groups (a model that keeps no KV) every sequence fits and every table is empty."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Seq[KVGroup],
+        hasher: PrefixHasher,
+        *,
+        host: HostTier | None = None,
+        watermark: float = 0.01,
+        max_swap_blocks_per_step: int = 10**9,
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.hasher = hasher
+        self.host = host
+        self.block_size = hasher.block_size
+        self.watermark_blocks = int(watermark * pool.num_blocks)
+        self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
+        """Told of every logical block of a sequence that has become findable on the device."""
+        self._swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
+        self.stats = self._swapping.stats
+
+    def max_tokens(self, limit: int, chunk: int) -> int:
+        """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
+        return longest_sequence(self.groups, self.pool.num_usable - self.watermark_blocks, limit, chunk)
+
+    def num_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once."""
+        return blocks_held(self.groups, num_tokens, chunk)
+
+    def begin_step(self) -> None:
+        """A step is about to be made: it may move blocks again."""
+        self._swapping.begin_step()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the step being made moves or copies any block."""
+        return self._swapping.is_moving
+
+    def take_block_ops(self) -> list[tuple[int, int, int]]:
+        """The block program of the step that has been made; the next one starts empty."""
+        return self._swapping.take_ops()
+
+    # ---- coming in
+
+    def register(self, sequence: Sequence, extra_keys: Seq[str] = ()) -> None:
+        """Give a new sequence its empty tables and the root of its hash chain."""
+        sequence.tables = [BlockTable(self.pool) for _ in self.groups]
+        if self.pool.enable_caching:
+            sequence.hash_root = self.hasher.root(extra_keys)
+        if not self.groups:
+            sequence.num_slots = sequence.max_len
+
+    def find_cached(self, sequence: Sequence) -> PrefixHit:
+        """The longest cached beginning of `sequence` on either tier. Takes no reference."""
+        if not self.pool.enable_caching or not self.groups or sequence.unscored:
+            return PrefixHit([[] for _ in self.groups], 0)
+        self._hash_tokens(sequence, sequence.num_tokens)
+        hashes, found = sequence.block_hashes, dict[tuple[int, int], int | None]()
+
+        def find(group: KVGroup, index: int) -> int | None:
+            place = (group.index, index)
+            if place not in found:
+                found[place] = self._find(hashes[index] + group.key)
+            return found[place]
+
+        length = common_hit(self.groups, len(hashes), sequence.num_tokens, find)
+        position = min(length * self.block_size, sequence.num_tokens - 1)
+        tables = []
+        for group in self.groups:
+            first = min(group.first_needed(position), length)
+            needed = [find(group, index) for index in range(first, length)]
+            tables.append([NULL_BLOCK] * first + [block_id for block_id in needed if block_id is not None])
+        return PrefixHit(tables, length * self.block_size)
+
+    def admission(self, sequence: Sequence, hit: PrefixHit, chunk: int) -> Admission:
+        """May the sequence come in with all its tokens? Cached blocks cost nothing if somebody holds them anyway."""
+        required = 0
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
+            required += max(0, group.num_blocks(sequence.num_tokens, chunk) - in_use)
+        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+
+    def remember(self, sequence: Sequence, hit: PrefixHit, admission: Admission) -> None:
+        """Keep what was found of a sequence that goes on waiting."""
+        index = hit.num_tokens // self.block_size
+        keys = [
+            block_hash + group.key for block_hash in sequence.block_hashes[index : index + 1] for group in self.groups
+        ]
+        num_cached = min(hit.num_tokens, sequence.num_tokens - 1)
+        sequence.lookup = Lookup(admission, num_cached, keys, self._supply())
+
+    def recall(self, sequence: Sequence) -> Lookup | None:
+        """What was found of a waiting sequence, if looking again would find no more cached. Its verdict is OK if that
+        may be another one by now.
+
+        Blocks of its prefix that are referenced cost it nothing. When one of them is freed, `free` and what it needs
+        grow by one; when a free one is revived, both fall: only the supply, in which the two cancel out, can help.
+        """
+        known = sequence.lookup
+        if known is None or any(self._find(key) is not None for key in known.next_keys):
+            return None
+        _, required, free, watermark, _ = known.admission
+        gained = self._supply() - known.supply
+        if free + gained - required < watermark:
+            return known
+        return known._replace(admission=known.admission._replace(verdict=Verdict.OK))
+
+    def _supply(self) -> int:
+        return self.pool.num_free + self.pool.num_revived
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """Share the hit, and allocate for all the tokens the sequence has; in a window for the first `num_tokens`.
+
+        Call after a verdict of OK. On a hit of the whole sequence every block is shared and the last token alone is
+        computed again, for its logits; its KV is in the cache already and is not written. False: the hit lies on the
+        host and a step moves only so many blocks; the sequence is parked, and swap_in() goes on with it. Unless
+        `in_parts`, nothing is changed then.
+        """
+        position = min(hit.num_tokens, sequence.num_tokens - 1)
+        first_host_id = self.pool.num_blocks
+        num_on_host = sum(block_id >= first_host_id for ids in hit.tables for block_id in ids)
+        if not (in_parts or self._swapping.may_move(num_on_host)):
+            return False
+        # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
+        for group, table, ids in zip(self.groups, sequence.tables, hit.tables, strict=True):
+            table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
+            table.num_trimmed = min(group.first_needed(position), len(ids))
+        sequence.lookup = None
+        sequence.num_computed = position
+        sequence.num_cached = hit.num_tokens
+        sequence.num_hashed_blocks = hit.num_tokens // self.block_size
+        host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in hit.tables]
+        if num_on_host:
+            self._swapping.park(sequence, host_ids)
+            return self.swap_in(sequence, num_tokens)
+        self._extend(sequence, num_tokens, [])
+        return True
+
+    # ---- growing
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
+        """Make room to compute up to `num_tokens`: new blocks, and copies of shared ones that would be written.
+
+        Returns None, and changes nothing but for blocks out of the window, if too few are free.
+        """
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if group.window is not None:
+                table.trim(group.first_needed(sequence.num_computed))
+        write_from = max(sequence.num_computed, sequence.num_cached)
+        first_written = write_from // self.block_size
+        shared = [
+            group.index
+            for group in self.groups
+            if write_from < num_tokens and sequence.tables[group.index].is_shared(first_written)
+        ]
+        missing = [self._num_missing(table, num_tokens) for table in sequence.tables]
+        if sum(missing) + len(shared) > self.pool.num_free:
+            return None
+        replaced = []
+        for index in shared:
+            src, dst = sequence.tables[index].copy_on_write(first_written)
+            self._swapping.copy(src, dst)
+            replaced.append((index, first_written, dst))
+        new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
+        self._set_slots(sequence)
+        if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
+            sequence.num_slots = num_tokens
+        return Growth(new_ids if any(new_ids) else [], replaced)
+
+    def _extend(self, sequence: Sequence, num_tokens: int, places: Seq[Place]) -> None:
+        """Allocate what the sequence lacks, and load `places`. All in one go: of the blocks that are evicted for it,
+        those are demoted that are worth most."""
+        missing = [
+            self._num_missing(table, sequence.num_tokens if group.window is None else num_tokens)
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        ]
+        ids = self.pool.get_new_blocks(len(places) + sum(missing))
+        at = len(places)
+        self._swapping.load(sequence, places, ids[:at])
+        for table, count in zip(sequence.tables, missing, strict=True):
+            table.ids += ids[at : at + count]
+            at += count
+        self._set_slots(sequence)
+
+    def _num_missing(self, table: BlockTable, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self.block_size) - len(table.ids))
+
+    def _set_slots(self, sequence: Sequence) -> None:
+        if sequence.tables:
+            sequence.num_slots = min(len(table.ids) for table in sequence.tables) * self.block_size
+
+    def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the blocks findable that the first `num_tokens` tokens fill. Those tokens must be final, and their KV
+        written by a step that is sent before anything that reads it."""
+        first, last = sequence.num_hashed_blocks, num_tokens // self.block_size
+        if first >= last or not self.pool.enable_caching:
+            return
+        self._hash_tokens(sequence, num_tokens)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            for index in range(max(first, table.num_trimmed), last):
+                if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork's other holder may have been first
+                    self._cache(sequence, group, index, table.ids[index])
+        sequence.num_hashed_blocks = last
+
+    # ---- sharing and leaving
+
+    def can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Whether the parent still holds all that computing the child's last token reads."""
+        position = child.num_tokens - 1
+        return parent.num_computed >= position and all(
+            table.num_trimmed <= group.first_needed(position)
+            for group, table in zip(self.groups, parent.tables, strict=True)
+        )
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` shares the blocks of its tokens, which are the parent's first ones. Its last token is computed again,
+        for its logits; whichever of the two writes to a shared block first gets a copy."""
+        num_blocks = -(-child.num_tokens // self.block_size)
+        child.tables = [table.fork(num_blocks) for table in parent.tables]
+        for group, table in zip(self.groups, child.tables, strict=True):
+            table.num_trimmed = min(parent.tables[group.index].num_trimmed, num_blocks)
+        child.hash_root = parent.hash_root
+        child.block_hashes = parent.block_hashes[: child.num_tokens // self.block_size]
+        child.num_hashed_blocks = min(parent.num_hashed_blocks, len(child.block_hashes))
+        child.num_computed = child.num_tokens - 1
+        child.num_cached = min(parent.num_computed, child.num_tokens)
+        child.num_slots = child.num_computed  # so that both come to grow() before they write
+        parent.num_slots = min(parent.num_slots, max(parent.num_computed, parent.num_cached))
+
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Give all blocks back. Cached ones stay findable until they are reused, unless told to `forget` them."""
+        if forget:  # also what others computed alike, and what is left of it where the sequence has moved away from
+            hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
+            keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
+            for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
+                pool.forget_contents(keys)
+        for table in sequence.tables:
+            table.free()
+        self._swapping.leave(sequence)
+        sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
+        sequence.num_slots = 0 if self.groups else sequence.max_len
+
+    # ---- swapping
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Begin to move what the sequence has computed to the host. What the step may not move any more stays on the
+        device until it is reclaimed. False, and nothing is changed, if the host has no room or the step has moved
+        enough already."""
+        if not self._swapping.swap_out(sequence, [self._needed(group, sequence) for group in self.groups]):
+            return False
+        # A fork's last block may be full and shared while its last position is still to be computed: never written.
+        held = -(-sequence.num_computed // self.block_size) * self.block_size
+        sequence.num_cached = max(sequence.num_computed, min(sequence.num_cached, held))
+        sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, held // self.block_size)
+        sequence.num_slots = 0
+        return True
+
+    def reclaim(self, keep: Sequence | None = None) -> bool:
+        """Take device blocks of a parked sequence other than `keep`: to the host, or if that is not possible now they
+        are given up and all of it has to be computed again. False if there are none."""
+        sequence = self._swapping.holder(keep)
+        if sequence is None:
+            return False
+        if not self._swapping.take_from(sequence):
+            self.release(sequence)
+            if sequence.status is Status.SWAPPED:
+                sequence.status = Status.PREEMPTED
+        return True
+
+    def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
+        """May a parked sequence come in?"""
+        required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
+        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """Load what a parked sequence has on the host, as much as the step may move, and make room for what comes next.
+        Call after a verdict of OK. False: it stays parked, and the next step goes on; unless `in_parts`, nothing is
+        changed then."""
+        places, is_all = self._swapping.next_in(sequence, in_parts=in_parts)
+        if not is_all:
+            self._swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
+            return False
+        self._extend(sequence, num_tokens, places)
+        self._swapping.leave(sequence)
+        return True
+
+    def _needed(self, group: KVGroup, sequence: Sequence) -> range:
+        """Logical blocks that hold KV which later positions read."""
+        last = -(-sequence.num_computed // self.block_size)
+        return range(min(group.first_needed(sequence.num_computed), last), last)
+
+    # ---- inside
+
+    def _cache(self, sequence: Sequence, group: KVGroup, index: int, block_id: int) -> None:
+        self.pool.cache_block(block_id, sequence.block_hashes[index] + group.key)
+        if self.on_store is not None:
+            self.on_store(sequence, group, index)
+
+    def _find(self, key: bytes) -> int | None:
+        block_id = self.pool.get_cached_block(key)
+        return self.host.find(key) if block_id is None and self.host is not None else block_id
+
+    def _hash_tokens(self, sequence: Sequence, num_tokens: int) -> None:
+        if num_tokens // self.block_size > len(sequence.block_hashes):
+            tokens = memoryview(sequence.tokens).cast("B")
+            self.hasher.extend(sequence.block_hashes, sequence.hash_root, tokens, num_tokens)
+            tokens.release()  # an exported array cannot grow
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise RuntimeError if an invariant of this module is broken."""
+        sequences = list(sequences)
+        self.pool.check_integrity(table.ids for sequence in sequences for table in sequence.tables)
+        for sequence in sequences:
+            for table in sequence.tables:
+                if len(table.ids) * self.block_size < sequence.num_slots:
+                    raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
+        self._swapping.check_integrity(sequences)

@@ -1,0 +1,64 @@
+"""BlockTable: which physical blocks hold one sequence's KV in one group. It grows at its end only, so that workers
+receive diffs; a shared block that is about to be written is the one exception, and is told as such."""
+
+from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+
+
+class BlockTable:
+    """Logical block i, tokens [i * block_size, (i + 1) * block_size), lives in physical block `ids[i]`."""
+
+    __slots__ = ("ids", "num_trimmed", "pool")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.ids: list[int] = []
+        self.num_trimmed = 0
+
+    def share(self, ids: list[int]) -> None:
+        """Append blocks that exist: each gets one more reference. Null blocks fill what the window has left behind."""
+        self.pool.touch(ids)
+        self.ids += ids
+
+    def append(self, count: int) -> list[int]:
+        """Append `count` new blocks and return their ids. Raises OutOfBlocks and appends none if too few are free."""
+        new = self.pool.get_new_blocks(count)
+        self.ids += new
+        return new
+
+    def is_shared(self, index: int) -> bool:
+        """Whether logical block `index` exists and another table holds it too."""
+        return index < len(self.ids) and self.pool.blocks[self.ids[index]].ref_count > 1
+
+    def copy_on_write(self, index: int) -> tuple[int, int]:
+        """Put a new block in the place of a shared one: (src, dst) to be copied. Raises OutOfBlocks."""
+        src = self.ids[index]
+        (dst,) = self.pool.get_new_blocks(1)
+        self.ids[index] = dst
+        self.pool.free((src,))
+        return src, dst
+
+    def fork(self, num_blocks: int) -> "BlockTable":
+        """A table of the same first blocks for another sequence; needs no memory."""
+        child = BlockTable(self.pool)
+        child.share(self.ids[:num_blocks])
+        return child
+
+    def trim(self, first_needed: int) -> None:
+        """Give back the blocks before logical block `first_needed`, which no later token reads."""
+        last = min(first_needed, len(self.ids))
+        if last > self.num_trimmed:
+            dropped = self.ids[self.num_trimmed : last]
+            self.ids[self.num_trimmed : last] = [NULL_BLOCK] * len(dropped)
+            self.pool.free(reversed(dropped))
+            self.num_trimmed = last
+
+    def cut(self, num_blocks: int) -> None:
+        """Give back the blocks behind the first `num_blocks`, last first."""
+        self.pool.free(reversed(self.ids[num_blocks:]))
+        del self.ids[num_blocks:]
+
+    def free(self) -> None:
+        """Give all blocks back, last first, so that tails are evicted before prefixes."""
+        self.pool.free(reversed(self.ids))
+        self.ids = []
+        self.num_trimmed = 0

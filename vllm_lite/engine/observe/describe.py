@@ -1,0 +1,88 @@
+"""How a live request is, in the engine's own numbers. Looking changes nothing: no block is touched, no token hashed, so
+that a trace need not know of it."""
+
+from typing import TYPE_CHECKING
+
+from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
+from vllm_lite.engine.blocks.pool import NULL_BLOCK
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.swapping import num_held
+from vllm_lite.protocol import api
+
+if TYPE_CHECKING:
+    from vllm_lite.engine.request import Request
+    from vllm_lite.engine.scheduler import Scheduler
+
+
+def describe(scheduler: "Scheduler", request_ids: tuple[str, ...], now_s: float) -> api.Descriptions:
+    """Those of the requests that live."""
+    found = [scheduler.requests.get(request_id) for request_id in dict.fromkeys(request_ids)]
+    known = [request for request in found if request is not None and request.sequences]
+    waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
+    places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
+    return api.Descriptions([_state(scheduler, request, places, now_s) for request in known])
+
+
+def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], now_s: float) -> api.RequestState:
+    first = next((each for each in request.sequences if each.status is not Status.RUNNING), request.sequences[0])
+    return api.RequestState(
+        request_id=request.request_id,
+        admission=_admission(scheduler, first, places),
+        samples=[_sample(sequence, places) for sequence in request.sequences],
+        num_unforked=len(request.unforked),
+        num_prompt=request.num_prompt,
+        num_cached=request.num_cached_at_start or 0,
+        num_preemptions=request.num_preemptions,
+        priority=request.params.priority,
+        age_s=now_s - request.queued_s,
+        deadline_in_s=None if request.deadline_s is None else request.deadline_s - now_s,
+    )
+
+
+def _sample(sequence: Sequence, places: dict[int, int]) -> api.SampleState:
+    return api.SampleState(
+        index=sequence.index,
+        status=sequence.status.value,  # type: ignore[arg-type]  # a live one is not finished
+        place=places.get(id(sequence)),
+        num_computed=sequence.num_computed,
+        num_output=sequence.num_output,
+        num_blocks=num_held(sequence),
+        num_host_blocks=sum(len(ids) - ids.count(NULL_BLOCK) for ids in sequence.host_ids or ()),
+    )
+
+
+def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int]) -> api.Admission:
+    kv = scheduler.kv
+    if sequence.status is Status.RUNNING:
+        pool = kv.pool
+        held = num_held(sequence)
+        return api.Admission("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
+    chunk = scheduler.options.max_num_batched_tokens
+    if sequence.host_ids is not None:
+        found = kv.swap_in_admission(sequence, chunk)
+    else:
+        # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
+        is_hashed = not places[id(sequence)] and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
+        hit = kv.find_cached(sequence) if is_hashed else PrefixHit([[] for _ in kv.groups], 0)
+        found = kv.admission(sequence, hit, chunk)
+    reason = _reason(scheduler, sequence, found, places[id(sequence)])
+    verdict, *numbers = found
+    return api.Admission(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
+
+
+def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place: int) -> str:
+    """What it waits for, as the scheduler would find it: in the order in which that looks."""
+    options = scheduler.options
+    if sequence.num_pending:
+        return "waits_for_result"
+    if place:
+        return "waits_for_turn"
+    if len(scheduler.running) >= options.max_num_seqs:
+        return "waits_for_seat"
+    if found.verdict is not Verdict.OK:
+        return "waits_for_blocks"
+    if sequence.host_ids is not None and num_held(sequence):
+        return "waits_for_swap"
+    count = 1 if options.chunked_prefill else sequence.num_tokens
+    is_full = scheduler.step_awaited > 0 and scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
+    return "waits_for_budget" if is_full else "waits_for_step"

@@ -1,0 +1,282 @@
+"""Recorder: writes down every input of the scheduler, a digest of every step, and the reasons given for it.
+
+Recording must not change what it watches, nor stop it: when the file cannot be written any more, that is said once
+and the engine serves on without.
+"""
+
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+
+import msgspec
+
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.plan import Produced, Rates
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
+from vllm_lite.runtime import log
+from vllm_lite.trace import records
+from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Note
+from vllm_lite.trace.writer import TraceWriter
+
+FLUSH_S = 1.0
+"""At most this much of the trace is lost when the engine is killed."""
+MAX_FAULT_CHARS = 200
+MAX_WAITS = 1024
+"""Waiting sequences whose last reason is kept, to give it once."""
+
+_encode = msgspec.msgpack.Encoder().encode
+logger = log.get(__name__)
+
+
+class RecordingHasher(PrefixHasher):
+    """Hashes as `inner` does and keeps the beginnings of all digests that were asked for."""
+
+    def __init__(self, inner: PrefixHasher) -> None:
+        self.block_size = inner.block_size
+        self.inner = inner
+        self._log = bytearray()
+
+    def root(self, extra_keys: Seq[str] = ()) -> bytes:
+        digest = self.inner.root(extra_keys)
+        self._log += digest[:HASH_BYTES]
+        return digest
+
+    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:
+        known = len(hashes)
+        self.inner.extend(hashes, root, tokens, num_tokens)
+        for digest in hashes[known:]:
+            self._log += digest[:HASH_BYTES]
+
+    def take(self) -> bytes:
+        """What was asked for since the last call."""
+        taken = bytes(self._log)
+        self._log.clear()
+        return taken
+
+
+class Reasons:
+    """Collects the scheduler's notes as the numbers that a trace holds. The same reason to wait is given once."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._requests = scheduler.requests
+        self._notes: list[Note] = []
+        self._last_waits: dict[tuple[int, int], Note] = {}
+        self.faults: list[str] = []
+
+    def add(self, code: str, sequence: Sequence | None, numbers: dict[str, int | str]) -> None:
+        """The scheduler's callback."""
+        if sequence is None:
+            self.faults.append(str(numbers.get("what"))[:MAX_FAULT_CHARS])
+            return
+        kind = Code[code.upper()]
+        note: Note = [kind, sequence.request.arrival, sequence.index]
+        note += [self._number(name, numbers[name]) for name in FIELDS[kind]]
+        if kind in WAITS:
+            sample = sequence.request.arrival, sequence.index
+            if self._last_waits.get(sample) == note:
+                return
+            if len(self._last_waits) >= MAX_WAITS:
+                self._last_waits.clear()
+            self._last_waits[sample] = note
+        self._notes.append(note)
+
+    def ends(self, produced: list[Produced]) -> list[Note]:
+        """One note for every sample that has ended."""
+        return [
+            [
+                Code.FINISHED,
+                item.request.arrival,
+                item.sample,
+                records.REASONS.index(item.reason),
+                item.start + len(item.token_ids),
+            ]
+            for item in produced
+            if item.reason is not None
+        ]
+
+    def take(self) -> list[Note]:
+        taken, self._notes = self._notes, []
+        return taken
+
+    def _number(self, name: str, value: int | str) -> int:
+        if isinstance(value, int):
+            return value
+        return records.WAYS.index(value) if name == "by" else self._requests[value].arrival
+
+
+class Recorder:
+    """Stands between a core and its scheduler for the calls that decide, and is told of all others."""
+
+    def __init__(self, path: str, header: records.Header, scheduler: Scheduler) -> None:
+        try:
+            self._writer: TraceWriter | None = TraceWriter(path)
+        except OSError as error:
+            raise ConfigError(f"record: {path!r} cannot be written ({error.strerror})") from error
+        self._path = path
+        self._scheduler = scheduler
+        self._hasher = RecordingHasher(scheduler.kv.hasher)
+        self._reasons = Reasons(scheduler)
+        self._next_flush_s = header.clock_s
+        scheduler.kv.hasher = self._hasher
+        scheduler.note = self._reasons.add
+        self._write(header)
+
+    # ---- the calls that decide
+
+    def schedule(self, now_s: float) -> SchedulerOutput | None:
+        """Have the scheduler make a step; also one that fails is in the trace."""
+        plan: SchedulerOutput | None = None
+        try:
+            plan = self._scheduler.schedule(now_s)
+            return plan
+        finally:
+            if self._writer is not None:
+                self._write_step(now_s, plan)
+
+    def _write_step(self, now_s: float, plan: SchedulerOutput | None) -> None:
+        for what in self._reasons.faults:
+            self._write(records.PolicyFault(what))
+        self._reasons.faults.clear()
+        self._write(
+            records.Step(
+                now_s,
+                b"" if plan is None else digest_of(plan),
+                *summary_of(plan, self._scheduler),
+                self._hasher.take(),
+                self._reasons.take(),
+            )
+        )
+        if now_s >= self._next_flush_s:
+            self._next_flush_s = now_s + FLUSH_S
+            self.flush()
+
+    def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
+        """Have the scheduler apply a result; also one that makes it fail is in the trace."""
+        candidates = _candidates(output, self._scheduler.awaited)
+        produced: list[Produced] = []
+        try:
+            produced = self._scheduler.update(output)
+            return produced
+        finally:
+            if self._writer is not None:
+                tokens, width = records.pack_tokens(output.tokens)
+                hashes, notes = self._hasher.take(), self._reasons.ends(produced)
+                counts, failed = output.counts, output.failed
+                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, notes))
+
+    # ---- the rest
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        self._write(self._arrival(request, now_s))
+
+    def forked(self, parent: Request, child: Request, now_s: float) -> None:
+        self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
+
+    def aborted(self, request: Request, samples: Seq[int], now_s: float) -> None:
+        self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
+
+    def expired(self, produced: list[Produced], now_s: float) -> None:
+        if produced:
+            self._write(records.Expired(now_s, [item.request.arrival for item in produced]))
+
+    def cache_reset(self, now_s: float) -> None:
+        self._write(records.CacheReset(now_s, self._hasher.take()))
+
+    def measured(self, rates: Rates) -> None:
+        self._write(records.Measured(*rates))
+
+    def _arrival(self, request: Request, now_s: float) -> records.Arrival:
+        return records.Arrival(
+            number=request.arrival,
+            request_id=request.request_id,
+            clock_s=now_s,
+            num_prompt=request.num_prompt,
+            num_output=request.num_tokens - request.num_prompt,
+            max_len=request.max_len,
+            stop_ids=sorted(request.stop_ids),
+            deadline_s=request.deadline_s,
+            params=_params(request),
+            hashes=self._hasher.take(),
+        )
+
+    # ---- the file
+
+    def _write(self, record: records.Record) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.write(record)
+            except OSError as error:
+                self._give_up(error)
+
+    def flush(self) -> None:
+        """Have everything up to here in the file."""
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """End the trace; the scheduler goes on unwatched."""
+        writer, self._writer = self._writer, None
+        self._scheduler.note = None
+        self._scheduler.kv.hasher = self._hasher.inner
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                logger.warning("the end of the trace %s is lost: %s", self._path, error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
+        writer, self._writer = self._writer, None
+        self.close()
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError:  # what is still buffered cannot be written either
+                pass
+
+
+def digest_of(plan: SchedulerOutput) -> bytes:
+    """Eight bytes that stand for the decisions of a step: tokens and what only the sampler reads are left out."""
+    entries = [entry if type(entry) is Continue else _decision(entry) for entry in plan.entries]
+    return blake2b(_encode((plan.step, plan.block_ops, entries)), digest_size=8).digest()
+
+
+def _decision(entry: Entry) -> object:
+    if isinstance(entry, NewRequest):
+        fields = msgspec.structs.astuple(entry)
+        return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.child, fields[4:]
+    if isinstance(entry, Fork):
+        fields = msgspec.structs.astuple(entry)
+        return "fork", fields[:2], entry.sampling.child, fields[3:]
+    return entry
+
+
+def summary_of(plan: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
+    """Of a step: the number of its entries, of tokens it computes, and of blocks it moves."""
+    return (0, 0, 0) if plan is None else (len(plan.entries), scheduler.num_scheduled_tokens, len(plan.block_ops))
+
+
+def _params(request: Request) -> records.Params:
+    params = request.params
+    beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
+    scored = params.prompt_logprobs is not None
+    return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
+
+
+def _candidates(output: ModelOutput, sampling: Seq[Sequence]) -> list[tuple[int, list[tuple[int, float]]]] | None:
+    """The likeliest tokens of every beam in `sampling`; other requests' logprobs decide nothing."""
+    if output.logprobs is None:
+        return None
+    found, at = [], 0
+    for place, sequence in enumerate(sampling):
+        logprobs = output.logprobs[at] if at < len(output.logprobs) else None
+        if sequence.request.beam is not None and logprobs is not None:
+            found.append((place, list(logprobs.top)))
+        at += 1 if output.counts is None else output.counts[place]
+    return found or None

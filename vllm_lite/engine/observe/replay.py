@@ -1,0 +1,249 @@
+"""Replay: decide again what a trace says was decided, and find the first step where this code decides otherwise.
+
+The prompts of a trace are unknown, so requests come back with zeros for them. Nothing in the scheduler looks at a
+prompt but through its block digests, and those are in the trace; generated tokens are real, so that stops are too.
+"""
+
+from array import array
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from vllm_lite.engine import branching
+from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
+from vllm_lite.engine.plan import Produced, Rates
+from vllm_lite.engine.request import Request
+from vllm_lite.protocol.api import Generate, TokenLogprobs
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.trace import records
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.records import HASH_BYTES, Note
+from vllm_lite.trace.story import describe, describe_notes
+
+
+class Divergence(NamedTuple):
+    """Where a replay left the trace. `recorded` and `replayed` are one line each."""
+
+    step: int
+    what: str
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what}\n  recorded: {self.recorded}\n  replayed: {self.replayed}"
+
+
+class _Diverged(Exception):
+    def __init__(self, what: str, recorded: str, replayed: str) -> None:
+        super().__init__(what)
+        self.what, self.recorded, self.replayed = what, recorded, replayed
+
+
+class ReplayHasher(PrefixHasher):
+    """Hands out recorded digests in the order in which they were asked for."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._given = b""
+        self._at = 0
+
+    def give(self, hashes: bytes) -> None:
+        self._given, self._at = hashes, 0
+
+    def check_used_up(self) -> None:
+        if self._at != len(self._given):
+            recorded, used = len(self._given) // HASH_BYTES, self._at // HASH_BYTES
+            raise _Diverged("fewer blocks were hashed", f"{recorded} digests", f"{used} digests")
+
+    def root(self, extra_keys: Seq[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
+        return self._next()
+
+    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:  # noqa: ARG002
+        hashes.extend(self._next() for _ in range(len(hashes), num_tokens // self.block_size))
+
+    def _next(self) -> bytes:
+        start, self._at = self._at, self._at + HASH_BYTES
+        if self._at > len(self._given):
+            raise _Diverged("more blocks were hashed", f"{len(self._given) // HASH_BYTES} digests", "one more")
+        return self._given[start : self._at]
+
+
+class Replay:
+    """One pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
+
+    def __init__(self, path: str, *, check: bool = True) -> None:
+        """Raises ProtocolError if the file is no trace, ConfigError if its policy cannot be loaded."""
+        self.reader = TraceReader(path)
+        self.check = check
+        self.divergence: Divergence | None = None
+        self.num_ended = 0
+        header = self.reader.header
+        self._hasher = ReplayHasher(header.block_size)
+        self.scheduler = assemble(header, self._hasher)
+        self._reasons = Reasons(self.scheduler)
+        if check:
+            self.scheduler.note = self._reasons.add
+        self._ids: dict[int, str] = {}
+
+    @property
+    def cut_off(self) -> bool:
+        return self.reader.cut_off
+
+    def run(self, until: int | None = None) -> "Replay":
+        """Replay up to and with step `until`, to the end without it; stop at the first divergence."""
+        for record in self.reader:
+            step = self._place(record)
+            try:
+                self._apply(record)
+            except _Diverged as error:
+                self.divergence = Divergence(step, error.what, error.recorded, error.replayed)
+            except Exception as error:  # whatever it is: the engine that wrote the trace got past this place
+                summary = describe(record, self._ids)
+                self.divergence = Divergence(step, "replay failed", summary, repr(error))
+            if self.divergence is not None or (until is not None and self.scheduler.step >= until):
+                self.reader.close()
+                break
+        if self.divergence is None:
+            self.scheduler.check_integrity()
+        return self
+
+    def _place(self, record: records.Record) -> int:
+        """The step that a record is about, before it is applied."""
+        if isinstance(record, records.Result):
+            return self.scheduler.step_awaited
+        return self.scheduler.step + isinstance(record, records.Step)
+
+    def report(self) -> list[str]:
+        """What was found, and the state that is reached, in lines."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        counters = scheduler.counters
+        done = f"{scheduler.step} steps, {len(self._ids)} requests, {counters.generated_tokens} tokens"
+        queues = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
+        blocks = f"{pool.num_used} of {pool.num_usable} blocks in use, {pool.num_cached} cached"
+        lines = [f"{done}, {counters.preemptions} preemptions ({counters.swaps} by swap)", f"{queues}, {blocks}"]
+        if self.cut_off:
+            lines.append("the trace ends within a record; its writer did not end in peace")
+        if self.divergence is not None:
+            lines.append(f"DIVERGED at {self.divergence}")
+        elif self.check:
+            lines.append("every decision is the one recorded")
+        return lines
+
+    # ---- one record
+
+    def _apply(self, record: records.Record) -> None:
+        scheduler = self.scheduler
+        match record:
+            case records.Step():
+                self._schedule(record)
+            case records.Result():
+                self._update(record)
+            case records.Arrival():
+                self._hasher.give(record.hashes)
+                scheduler.add(self._request(record, array("I", bytes(4 * (record.num_prompt + record.num_output)))))
+                self._hasher.check_used_up()
+            case records.Forked():
+                self._fork(record)
+            case records.Aborted():
+                self._hasher.give(record.hashes)
+                branching.end_samples(scheduler, scheduler.requests[self._ids[record.number]], record.samples, "abort")
+                self._hasher.check_used_up()
+            case records.Expired():
+                self._expire(record)
+            case records.CacheReset():
+                self._hasher.give(record.hashes)
+                reset_cache(scheduler)
+                self._hasher.check_used_up()
+            case records.Measured():
+                scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
+
+    def _schedule(self, record: records.Step) -> None:
+        self._hasher.give(record.hashes)
+        plan = self.scheduler.schedule(record.clock_s)
+        self._hasher.check_used_up()
+        if self.check:
+            digest = b"" if plan is None else digest_of(plan)
+            notes = self._reasons.take()
+            if digest != record.digest or notes != record.notes:
+                what = "another step was made" if digest != record.digest else "the same step, for other reasons"
+                replayed = self._as_recorded(record, plan, digest, notes)
+                raise _Diverged(what, describe(record, self._ids), describe(replayed, self._ids))
+
+    def _as_recorded(
+        self, record: records.Step, plan: SchedulerOutput | None, digest: bytes, notes: list[Note]
+    ) -> records.Step:
+        summary = summary_of(plan, self.scheduler)
+        return records.Step(record.clock_s, digest, *summary, record.hashes, notes)
+
+    def _update(self, record: records.Result) -> None:
+        self._hasher.give(record.hashes)
+        tokens = records.unpack_tokens(record.tokens, record.token_bytes)
+        output = ModelOutput(
+            self.scheduler.options.epoch,
+            self.scheduler.step_awaited,
+            tokens,
+            record.counts,
+            _logprobs(record, len(tokens) // 4),
+            record.failed,
+        )
+        produced = self.scheduler.update(output)
+        self._hasher.check_used_up()
+        self._check_ends(record, produced)
+
+    def _check_ends(self, record: records.Result, produced: list[Produced]) -> None:
+        notes = self._reasons.ends(produced)
+        self.num_ended += len(notes)
+        if self.check and notes != record.notes:
+            recorded, replayed = (describe_notes(some, self._ids) for some in (record.notes, notes))
+            raise _Diverged("other requests ended", recorded, replayed)
+
+    def _fork(self, record: records.Forked) -> None:
+        child = record.child
+        self._hasher.give(child.hashes)
+        parent = self.scheduler.requests[self._ids[record.parent]]
+        tokens = parent.sequences[0].tokens[: child.num_prompt + child.num_output]
+        branching.fork_request(self.scheduler, parent, self._request(child, tokens))
+        self._hasher.check_used_up()
+
+    def _expire(self, record: records.Expired) -> None:
+        ended = [item.request.arrival for item in self.scheduler.expire(record.clock_s)]
+        if ended != record.numbers:
+            raise _Diverged("other deadlines passed", f"requests {record.numbers}", f"requests {ended}")
+
+    def _request(self, record: records.Arrival, tokens: "array[int]") -> Request:
+        self._ids[record.number] = record.request_id
+        params, beam = record.params, record.params.beam
+        message = Generate(
+            record.request_id,
+            tokens[: record.num_prompt].tobytes(),
+            SamplingParams(
+                n=params.n,
+                max_tokens=None,
+                min_tokens=params.min_tokens,
+                priority=params.priority,
+                user=params.user,
+                use_beam_search=beam is not None,
+                length_penalty=beam[0] if beam else 1.0,
+                early_stopping=bool(beam and beam[1]),
+                prompt_logprobs=0 if params.scored else None,
+            ),
+            record.num_output,
+            tokens[record.num_prompt :].tobytes(),
+        )
+        request = Request(message, b"", record.max_len, frozenset(record.stop_ids))
+        request.deadline_s = record.deadline_s
+        return request
+
+
+def _logprobs(record: records.Result, num_tokens: int) -> list[TokenLogprobs | None] | None:
+    """The candidates of the beams, each beside its token; beams get one token a step."""
+    if record.candidates is None:
+        return None
+    counts = record.counts or [1] * num_tokens
+    logprobs: list[TokenLogprobs | None] = [None] * num_tokens
+    for place, top in record.candidates:
+        logprobs[sum(counts[:place])] = TokenLogprobs(0.0, 1, tuple(top))
+    return logprobs

@@ -1,0 +1,259 @@
+"""Children that cannot be lost: started by Popen, watched by the parent, watching their parent.
+
+A child is `python -m MODULE`, never a fork and never a re-run of the user's script. Its settings arrive as msgpack
+over a pipe whose other end the parent keeps open until it dies: end of file on it is the parent's death. The kernel
+is asked for a signal as well (PR_SET_PDEATHSIG), for a child that is stuck in native code. That signal fires when the
+*thread* that started the child ends, so the child is started by the very thread that then waits for its end.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from vllm_lite.runtime import log
+from vllm_lite.runtime.wakeup import Wakeup
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+PR_SET_PDEATHSIG = 1
+_MAX_SETTINGS_BYTES = 1024 * 1024
+_LENGTH_BYTES = 4
+_TOLD = b"t"
+"""Written into the pipe before SIGTERM, so that a child knows its parent's request from its parent's death."""
+_EOF_S = 1.0
+
+logger = log.get(__name__)
+
+
+class Child(Protocol):
+    """A started engine or worker."""
+
+    name: str
+    pid: int
+
+    def exited(self) -> str | None:
+        """None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
+
+
+class ChildProcess:
+    """See spawn()."""
+
+    def __init__(
+        self,
+        module: str,
+        settings: msgspec.Struct,
+        name: str,
+        on_exit: Callable[[str], None],
+        fds: Sequence[int] = (),
+    ) -> None:
+        open_standard_files()
+        self.name = name
+        self.pid = 0
+        self._fds = tuple(fds)
+        self._reason: str | None = None
+        self._on_exit = on_exit
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        self._pipe = -1
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, args=(module, settings), name=f"{name} watch", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _live(self, module: str, settings: msgspec.Struct) -> None:
+        try:
+            read_end, write_end = os.pipe()
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(read_end), str(os.getpid())],
+                    pass_fds=(read_end, *self._fds),
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # so that a script's own holds only what the script prints
+                    process_group=0,  # Ctrl-C reaches the parent only, which then ends its children in order
+                )
+            finally:
+                os.close(read_end)
+            self.pid, self._pipe = process.pid, write_end
+        except BaseException as error:
+            self._error = error
+            self._started.set()
+            return
+        self._started.set()
+        try:
+            payload = msgspec.msgpack.encode(settings)
+            _write_all(write_end, len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+        except BrokenPipeError:
+            pass  # it died already; wait() tells how
+        code = process.wait()
+        self._pipe = -1
+        os.close(write_end)
+        self._reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        self._ended.set()
+        self._on_exit(self._reason)
+
+    def exited(self) -> str | None:
+        return self._reason
+
+    def stop(self, grace_s: float) -> None:
+        with suppress(OSError):  # it is gone already
+            os.write(self._pipe, _TOLD)
+        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+            if self._ended.is_set():
+                return
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+            self._ended.wait(patience_s)
+
+
+class ChildThread:
+    """The same entry point run by a thread of this process, for --single-process. It ends when told over its wire."""
+
+    def __init__(self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None]) -> None:
+        self.name = name
+        self.pid = os.getpid()
+        self._reason: str | None = None
+        self._on_exit = on_exit
+        self._stop = Wakeup()
+        self._thread = threading.Thread(target=self._live, args=(module, settings), name=name, daemon=True)
+        self._thread.start()
+
+    def _live(self, module: str, settings: msgspec.Struct) -> None:
+        code = 1
+        try:
+            code = import_module(module).main(settings, self._stop)
+        except Exception:
+            logger.exception("%s failed", self.name)
+        self._reason = f"exit status {code}"
+        self._on_exit(self._reason)
+
+    def exited(self) -> str | None:
+        return self._reason
+
+    def stop(self, grace_s: float) -> None:
+        self._stop.set()
+        self._thread.join(grace_s)
+
+
+def spawn(
+    module: str,
+    settings: msgspec.Struct,
+    name: str,
+    on_exit: Callable[[str], None],
+    *,
+    in_thread: bool = False,
+    fds: Sequence[int] = (),
+) -> Child:
+    """Start `python -m module` with `settings`; `on_exit(reason)` is called on a thread of its own when it ends.
+
+    The child ends when this process does, however this process ends. `in_thread` runs it inside this process instead.
+    It has the open descriptors `fds` under the same numbers.
+    """
+    if in_thread:
+        return ChildThread(module, settings, name, on_exit)
+    return ChildProcess(module, settings, name, on_exit, fds)
+
+
+def run_child(
+    main: Callable[[S, Wakeup], int],
+    settings_type: type[S],
+    *,
+    graceful: bool = False,
+    cleanup: Callable[[S], None] | None = None,
+) -> None:
+    """The body of a child's `if __name__ == "__main__"`: read the settings, watch the parent, run, exit.
+
+    `main(settings, stop)` returns the exit status. If `graceful`, SIGTERM and SIGINT set `stop` and `main` has to
+    look; otherwise they end the process at once, even in native code. `cleanup(settings)` runs if the parent dies,
+    before this process ends without ceremony.
+    """
+    read_end, parent = int(sys.argv[1]), int(sys.argv[2])
+    stop = Wakeup()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel was asked to tell
+        os._exit(1)
+    length = int.from_bytes(_read_exactly(read_end, _LENGTH_BYTES), "little")
+    if length > _MAX_SETTINGS_BYTES:
+        raise SystemExit(f"settings of {length} bytes are too long")
+    settings = msgspec.msgpack.decode(_read_exactly(read_end, length), type=settings_type)
+
+    told = threading.Event()
+
+    def watch_parent() -> None:
+        while os.read(read_end, 1) == _TOLD:
+            told.set()
+        try:  # end of file: the parent is gone
+            if cleanup is not None:
+                cleanup(settings)
+        finally:
+            os._exit(1)
+
+    watch = threading.Thread(target=watch_parent, name="parent watch", daemon=True)
+    watch.start()
+    status = main(settings, stop)
+    if stop.is_set() and not told.is_set():  # a signal, perhaps the kernel's, which comes before the end of file
+        watch.join(_EOF_S)
+    sys.exit(status)
+
+
+def open_standard_files() -> None:
+    """Open /dev/null as stdin, stdout and stderr where those are closed.
+
+    A socket or pipe would get the number otherwise, and with it what is printed, or be replaced in a child.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - stays open
+
+
+def remove_dir(path: str) -> None:
+    """Remove a private run directory and the sockets in it, whether or not another process does so too."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """The parent's environment; a package imported from a checkout must be found by the child as well."""
+    environment = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    return environment
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _read_exactly(fd: int, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = os.read(fd, count - len(data))
+        if not piece:  # the parent died in the middle
+            os._exit(1)
+        data += piece
+    return data

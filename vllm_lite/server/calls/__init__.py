@@ -1,0 +1,1 @@
+"""HTTP requests that generate: their streams, the events that reach them, their answers."""

@@ -1,0 +1,174 @@
+"""Calls: all that run on this server. Who may start one, and who is told that it is over."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from vllm_lite.client.session import Session
+from vllm_lite.errors import EngineError, VllmLiteError
+from vllm_lite.protocol.api import Stats
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.relay import Relay
+from vllm_lite.server.calls.response import PING_S
+from vllm_lite.server.openai.errors import ApiError, in_use, refused, told
+
+LOOK_S = 0.25
+PROBE_TIMEOUT_S = 5.0
+RETRY_AFTER_S = 1
+
+A = TypeVar("A")
+
+
+class Limits(NamedTuple):
+    """How much may run and wait here: of what the engine takes, this server's share if there are several.
+
+    capacity           sequences in a batch
+    max_queued         sequences that may wait for a place in it
+    max_queued_of_all  the same of all servers together, by the engine's own count
+    max_queued_tokens  of prompts without a first token yet; None = any number
+    """
+
+    capacity: int
+    max_queued: int
+    max_queued_of_all: int
+    max_queued_tokens: int | None = None
+
+
+class Calls:
+    """Every method is called on the loop."""
+
+    def __init__(self, relay: Relay, limits: Limits, *, number: int = 0) -> None:
+        """`number` is the server's among several."""
+        self.relay = relay
+        self._suffix = f"@{number}" if number else ""
+        self.is_draining = False
+        self._limits = limits
+        self._num_waiting = self._num_waiting_last = 0
+        self._running: dict[str, Call] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine ended, None as long as it lives."""
+        dead = self.relay.session.dead
+        return None if dead is None else told(dead)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be served, None as long as it can."""
+        if self.death is not None:
+            return self.death
+        return "the server is shutting down" if self.is_draining else None
+
+    def check(self, num_new: int = 1) -> None:
+        """Raises ApiError if no call of `num_new` sequences may start now."""
+        if self.trouble is not None:
+            raise ApiError(503, self.trouble)
+        limits, here = self._limits, self.relay.num_sequences
+        flag, most = f"--max-num-queued-reqs {limits.max_queued_of_all}", limits.capacity + limits.max_queued
+        if num_new > most:
+            what = f"the request has {num_new} sequences, n for each prompt"
+            raise ApiError(400, f"{what}; at most {most} may run and wait here ({flag}): send fewer at a time")
+        if here <= limits.max_queued:  # the engine's count is some time old: those who waited have gone since
+            self._num_waiting = 0
+        waiting = self._num_waiting
+        if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
+            raise _full(f"as many requests as may wait are waiting ({flag})")
+
+    def _check_tokens(self, call: Call) -> None:
+        """Raises ApiError if the prompts that wait hold too many tokens. One that finds the queue empty may always."""
+        limit, queued = self._limits.max_queued_tokens, self.relay.num_queued_tokens
+        if limit is not None and queued and queued + call.num_prompt_tokens > limit:
+            new, flag = call.num_prompt_tokens, f"--max-num-queued-tokens {limit}"
+            raise _full(f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})")
+
+    @contextmanager
+    def run(self, call: Call) -> Iterator[None]:
+        """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
+        self.check(call.num_sequences)
+        self._check_tokens(call)
+        if call.id in self._running or self.relay.has_one_of(call):
+            raise in_use(call.id)
+        self._running[call.id] = call
+        try:
+            try:
+                self.relay.start(call)
+            except VllmLiteError as error:
+                raise refused(error) from error
+            yield
+        finally:
+            del self._running[call.id]
+            self.relay.drop(call)
+
+    def get(self, call_id: str) -> Call:
+        """A call that runs. Raises ApiError if there is none."""
+        call = self.find(call_id)
+        if call is None:
+            raise ApiError(404, f"no request {call_id!r} is running")
+        return call
+
+    def find(self, call_id: str) -> Call | None:
+        return self._running.get(call_id)
+
+    def stream_ids(self, call_id: str, count: int) -> list[str]:
+        """What the engine is to call the streams of a call: no other server's have these names, whoever chose the
+        call's."""
+        names = [call_id] if count == 1 else [f"{call_id}-{place}" for place in range(count)]
+        return [name + self._suffix for name in names]
+
+    def abort_all(self) -> None:
+        """The server ends. What has begun keeps what it has, what has not is refused."""
+        for call in self._running.values():
+            call.cut_short()
+            self.relay.abort(call)
+
+    async def probe(self) -> Stats:
+        """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
+        if self.trouble is not None:
+            raise ApiError(503, self.trouble)
+        return await self.stats()
+
+    async def stats(self) -> Stats:
+        """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
+        return await self.ask(lambda session: session.request_stats())
+
+    async def ask(self, question: Callable[[Session], Future[A]]) -> A:
+        """What the engine answers to a question put by the session. Raises ApiError if it does not."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(question(self.relay.session)), PROBE_TIMEOUT_S)
+        except (TimeoutError, EngineError) as error:
+            text = told(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
+            raise ApiError(503, text) from error
+
+    async def watch(self) -> None:
+        """For ever: comments where streams are silent, a look at the queue."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            for call in list(self._running.values()):
+                if now_s - call.quiet_since_s >= PING_S:
+                    call.wake()
+            await self._look_at_queue()
+
+    async def _look_at_queue(self) -> None:
+        """What waits at two looks, one after the other, waits for more than the next step."""
+        before, self._num_waiting_last = self._num_waiting_last, await self._count_waiting()
+        self._num_waiting = min(before, self._num_waiting_last)
+
+    async def _count_waiting(self) -> int:
+        """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
+        if self.trouble is not None or self.relay.num_sequences <= self._limits.max_queued:
+            return 0
+        try:
+            return (await self.probe()).num_waiting
+        except ApiError:
+            return 0
+
+
+def _full(message: str) -> ApiError:
+    return ApiError(429, f"{message}; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})

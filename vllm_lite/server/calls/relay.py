@@ -1,0 +1,100 @@
+"""Relay: the engine's events, from the session's thread to the calls of this event loop.
+
+One crossing from thread to loop for each message of the engine, however many streams it is for; a call with several
+streams is woken once for all of them.
+"""
+
+import asyncio
+
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Event, Failure, RequestStream, shows
+from vllm_lite.errors import VllmLiteError
+from vllm_lite.protocol.api import Tokens
+from vllm_lite.runtime import log
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.pace import Pace
+
+logger = log.get(__name__)
+
+
+class Relay:
+    """All streams of one session. Every method is called on the loop."""
+
+    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+        self.session = session
+        self._loop = loop
+        self._pace = Pace(loop)
+        self._streams: dict[str, tuple[RequestStream, Call]] = {}
+        self.num_sequences = 0
+        """Of the streams that run."""
+        self.num_queued_tokens = 0
+        """Of the prompts of streams that have no first token yet."""
+        self._queued: dict[str, int] = {}
+
+    def start(self, call: Call) -> None:
+        """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
+        try:
+            for stream in call.streams:
+                self.session.submit(stream.message(), self._arrive)
+                self._streams[stream.request_id] = stream, call
+                if not stream.num_tokens:  # a fork has some already, and with them the prompt
+                    self._queued[stream.request_id] = len(stream.prompt.token_ids)
+                    self.num_queued_tokens += len(stream.prompt.token_ids)
+                self.num_sequences += len(stream.samples)
+        except BaseException:
+            self.drop(call)
+            raise
+
+    def has_one_of(self, call: Call) -> bool:
+        """Whether a stream of another call has the name of one of its streams: the prompts of a list are numbered."""
+        return any(stream.request_id in self._streams for stream in call.streams)
+
+    def drop(self, call: Call) -> None:
+        """Nobody wants more of `call`: what still runs is aborted in the engine."""
+        self._pace.forget(call)
+        for stream in call.streams:
+            if self._streams.get(stream.request_id, (None, None))[1] is call:
+                self._forget(stream)
+
+    def abort(self, call: Call) -> None:
+        """End `call`; its streams end when the engine says so."""
+        for stream in call.streams:
+            self.session.abort(stream.request_id)
+
+    def _arrive(self, events: list[Event]) -> None:
+        """On the session's thread."""
+        self._loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[Event]) -> None:
+        woken: dict[Call, bool] = {}  # and whether that cannot wait
+        for event in events:
+            stream, call = self._streams.get(event.request_id, (None, None))
+            if stream is None or call is None:
+                continue
+            try:
+                if stream.starts_again(event, self.session.is_live):
+                    self.session.submit(stream.message(), self._arrive)
+                else:
+                    stream.apply(event)
+            except Exception as error:  # of one stream; the others' events are still to be sorted
+                logger.exception("request %s failed", event.request_id)
+                stream.apply(Failure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
+            if event.request_id in self._queued and shows(event):
+                self._leave_queue(event.request_id)
+            if stream.finished:  # at a stop string, perhaps, of which the engine does not know
+                self._forget(stream)
+            else:
+                stream.settle(self.session)
+            woken[call] = woken.get(call, False) or not isinstance(event, Tokens) or stream.finished
+        for call, at_once in woken.items():
+            self._pace.wake(call, self.num_sequences, at_once=at_once)
+
+    def _forget(self, stream: RequestStream) -> None:
+        """If the engine has not ended it, it is aborted there."""
+        del self._streams[stream.request_id]
+        self._leave_queue(stream.request_id)
+        self.num_sequences -= len(stream.samples)
+        self.session.drop(stream.request_id, stopped=stream.finished and stream.error is None)
+
+    def _leave_queue(self, request_id: str) -> None:
+        self.num_queued_tokens -= self._queued.pop(request_id, 0)

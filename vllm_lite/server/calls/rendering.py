@@ -1,0 +1,181 @@
+"""Rendering of chats in the template's own process, which is started again when a template has taken too much."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Refused, Render, Rendered, RenderSettings, frame
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.errors import EngineError, ModelError, RequestError
+from vllm_lite.runtime import log, supervise
+
+MODULE = "vllm_lite.client.text.template_process"
+START_S = 60.0
+ANSWER_S = 60.0
+"""For what no processor time counts: a process that was stopped, a machine that stands still."""
+END_S = 1.0
+CLOSED = "the server is shutting down"
+TOO_MUCH = "killed by SIGPROF"
+
+_Answer = Rendered | Refused
+logger = log.get(__name__)
+
+
+class TextTooLongError(RequestError):
+    """A chat has more characters than the rendering may make of it."""
+
+    def __init__(self, message: str, num_chars: int) -> None:
+        super().__init__(message)
+        self.num_chars = num_chars
+
+
+class Renderer:
+    """One template, rendered one chat at a time."""
+
+    def __init__(self, template: TemplateSource) -> None:
+        """Starts the process. Raises ModelError for a template that cannot be read."""
+        self._template = template
+        self._wire: socket.socket | None = None
+        self._child: supervise.Child
+        self._ended = threading.Event()
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+        self.num_starts = 0
+        self._start()
+
+    async def render(self, chat: Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
+        """The text of `chat`. When its turn has come, `is_wanted` is asked whether anybody still waits for it.
+
+        Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
+        """
+        try:
+            data = frame(chat)
+        except OverflowError as error:
+            raise RequestError("chat_template_kwargs: integers may have at most 64 bits") from error
+        async with self._turn:
+            if not await is_wanted():
+                raise RequestError("the client has gone")
+            try:
+                answer = await self._asked(data)
+            except (ModelError, OSError) as error:
+                raise EngineError(f"the chat template cannot be rendered: {error}") from error
+        if isinstance(answer, Refused):
+            if answer.num_chars is not None:
+                raise TextTooLongError(answer.message, answer.num_chars)
+            raise RequestError(answer.message)
+        return answer.text
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def close(self) -> None:
+        """No more: who waits is told that the server ends."""
+        self._is_closed = True
+        threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
+        if not self._turn.locked():
+            self._end(0.0)
+
+    async def _asked(self, data: bytes) -> _Answer:
+        """What the process answers. Raises OSError, ModelError, or RequestError if it has ended of it."""
+        if self._is_closed:
+            raise OSError(CLOSED)
+        if self._wire is not None and _is_closed(self._wire):  # somebody has killed it
+            self._end(0.0)
+        wire = self._wire
+        if wire is None:
+            wire = await asyncio.to_thread(self._start)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await loop.sock_sendall(wire, data)
+                length = int.from_bytes(await _received(wire, LENGTH_BYTES), "little")
+                return _decoded(await _received(wire, length))
+        except (OSError, TimeoutError):
+            reason = await asyncio.to_thread(self._end, END_S)
+            if reason != TOO_MUCH:
+                raise OSError(CLOSED if self._is_closed else reason) from None
+            logger.warning("the chat template took too much; its process is started again with the next chat")
+            raise RequestError(f"the model's chat template takes too much: {LIMIT}") from None
+        except BaseException:  # in the middle of an answer, which nobody will read
+            self._end(0.0)
+            raise
+
+    def _start(self) -> socket.socket:
+        """The wire to a new process. Raises ModelError."""
+        ours, theirs = socket.socketpair()
+        self._ended.clear()
+        with theirs:
+            settings, ended = RenderSettings(theirs.fileno()), self._ended
+            self._child = supervise.spawn(
+                MODULE, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
+            )
+        self.num_starts += 1
+        try:
+            ours.settimeout(START_S)
+            ours.sendall(frame(self._template))
+            answer = _decoded(_read(ours))
+        except OSError as error:
+            ours.close()
+            reason = self._end(END_S)
+            text = "compiling it takes too long" if reason == TOO_MUCH else reason
+            raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
+        if isinstance(answer, Refused):
+            ours.close()
+            raise ModelError(answer.message)
+        ours.setblocking(False)
+        self._wire = ours
+        return ours
+
+    def _end(self, patience_s: float) -> str:
+        """No process. Returns why it ended, if it has within `patience_s` of itself."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+        self._ended.wait(patience_s)
+        reason = self._child.exited()
+        if reason is None:
+            threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
+        return reason or "it does not answer"
+
+
+def _is_closed(wire: socket.socket) -> bool:
+    """Whether the other side has ended; the kernel knows before whoever waits for the process does."""
+    try:
+        return not wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _decoded(data: bytes) -> _Answer:
+    answer: _Answer = msgspec.msgpack.decode(data, type=_Answer)
+    return answer
+
+
+async def _received(wire: socket.socket, count: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), bytearray()
+    while len(data) < count:
+        piece = await loop.sock_recv(wire, min(count - len(data), 1 << 18))
+        if not piece:
+            raise ConnectionResetError
+        data += piece
+    return bytes(data)
+
+
+def _read(wire: socket.socket) -> bytes:
+    """One frame, by a socket that blocks. Raises OSError."""
+    data = b""
+    for length in (LENGTH_BYTES, -1):
+        left = int.from_bytes(data, "little") if length < 0 else length
+        data = b""
+        while len(data) < left:
+            piece = wire.recv(left - len(data))
+            if not piece:
+                raise ConnectionResetError
+            data += piece
+    return data

@@ -1,0 +1,1 @@
+"""HTTP below the routes: limits of connections, reading of bodies, API keys."""

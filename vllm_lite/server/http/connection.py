@@ -1,0 +1,201 @@
+"""Connections with limits: headers have a size and a time, errors in them are OpenAI's, what a client sends ahead of
+the answers is bounded in bytes, and one that does not read them is cut off.
+
+uvicorn bounds none of these: without this a client could send headers without end, or never end them, or requests
+without end that become objects before anybody looks at their keys. Nor does it tell a request that its client has gone
+once another one has come behind it on the same connection.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from vllm_lite.runtime import log
+from vllm_lite.server.openai.errors import error_body
+
+MAX_HEADER_BYTES = 64 * 1024
+PIECE_BYTES = 4096
+"""As much is parsed before it is asked whether a request waits already. The shortest has 18 bytes, and takes 3 kB."""
+MAX_UNPARSED_BYTES = 64 * 1024
+"""What may have come behind a request that waits. With more the client is not read, nor missed if it goes."""
+
+logger = log.get(__name__)
+
+
+class _HeadersTooLong(Exception):
+    pass
+
+
+class _Flow(FlowControl):
+    """Resumes reading only if it may: uvicorn resumes it after every response, and whenever a body is asked for."""
+
+    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._may_read = may_read
+
+    def resume_reading(self) -> None:
+        if self._may_read():
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """See the module. `limited` gives it its times.
+
+    Two requests of one connection are known at once, the one that is answered and the one behind it, and whatever else
+    was in the same piece. What has come behind them stays bytes until the first is answered.
+    """
+
+    header_timeout_s: float
+    write_timeout_s: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unparsed = b""
+        self._unsent_bytes = 0
+        self._unread_since_s: float | None = None
+        self._header_bytes = 0
+        """Since the message began, or since the last of its body: headers, trailers, what describes chunks."""
+        self._in_headers = True  # from the very start: a client that says nothing is slow as well
+        self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
+        self._timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None
+        self._error = (400, "what was sent is not HTTP")
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._may_read)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._unparsed = b""
+        self.pipeline.clear()
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._parse(self._unparsed + data)
+        if not self._may_read():
+            self.flow.pause_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._parse(self._unparsed)
+        self.flow.resume_reading()
+
+    def look(self, now_s: float) -> None:
+        """To be called now and then: cuts off a client that has read nothing for write_timeout_s, whatever it was sent
+        and whether or not the connection is closing."""
+        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+        if self._unread_since_s is None or self._unsent_bytes < before:
+            self._unread_since_s = now_s
+        if not self._unsent_bytes:
+            self._unread_since_s = None
+        elif now_s - self._unread_since_s > self.write_timeout_s:
+            where = self.client[0] if self.client else "a client"
+            logger.warning("%s has not read for %.0f s; it is cut off", where, now_s - self._unread_since_s)
+            self.transport.abort()
+
+    def _may_read(self) -> bool:
+        return len(self._unparsed) < MAX_UNPARSED_BYTES
+
+    def _parse(self, data: bytes) -> None:
+        """Piece by piece, until a request waits."""
+        done = 0
+        while done < len(data) and not self.pipeline and not self.transport.is_closing():
+            self._parse_piece(data[done : done + PIECE_BYTES])
+            done += PIECE_BYTES
+        self._unparsed = data[done:]
+
+    def _parse_piece(self, piece: bytes) -> None:
+        self._is_new = False
+        super().data_received(piece)
+        if self.transport.is_closing():
+            return
+        if not self._is_new:
+            self._header_bytes += len(piece)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse_headers()
+                return
+        if self._timer is None and self._is_idle():  # the base's own timer ended with the first byte
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = self._is_new = True
+        self._header_bytes = 0
+        self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # trailers are nobody's headers: whoever let the headers pass has not seen them
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_headers = False
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._error = _TOO_LONG
+            raise _HeadersTooLong  # to data_received of the base, which answers
+        super().on_headers_complete()
+        self.flow.resume_reading()  # the base pauses it when a request has to wait; it is how the client's end is seen
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        self._is_new = True
+        super().on_body(body)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
+        """Whatever is wrong before there is a request."""
+        status, message = self._error
+        body = error_body(status, message)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _refuse_headers(self) -> None:
+        self._error = _TOO_LONG
+        self.send_400_response("")
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.header_timeout_s, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_idle(self) -> bool:
+        """All that was asked has been answered, and nothing new."""
+        return self.cycle is not None and self.cycle.response_complete
+
+    def _too_slow(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self._is_idle():
+            self._start_timer()  # once it is answered there is time again
+            return
+        if not self._in_headers:
+            self.transport.close()
+            return
+        self._error = (408, f"the headers of a request must come within {self.header_timeout_s:g} s")
+        self.send_400_response("")
+
+
+_TOO_LONG = (431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
+
+
+def limited(header_timeout_s: float, write_timeout_s: float) -> type[Connection]:
+    """A Connection whose headers have `header_timeout_s`, and whose client `write_timeout_s` to read."""
+    times = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
+    return type("LimitedConnection", (Connection,), times)

@@ -1,0 +1,93 @@
+"""What every request passes before any route: it gets an id, and shows its key.
+
+A user's key opens what generates. Routes that change the server call require_admin(): they need an admin key, which
+opens all the rest as well. If there are API keys and no admin key, nobody may change the server; if there are no keys
+at all, those on this machine may, but no web page.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from hashlib import sha256
+from hmac import compare_digest
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_lite.server.config import Keys
+from vllm_lite.server.openai.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+"""What needs no key. Compared with the path as the server routes it, so that no header moves it."""
+_NO_ADMIN = "vllm_lite.no_admin"
+"""In a scope: why its sender is no admin, None if it is."""
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_FLAGS = "--admin-api-key or --admin-api-key-file"
+
+
+class Gate:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, *, is_local: bool, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+        """Without user keys everybody may call; `is_local`: only this machine can reach the server."""
+        self._app = app
+        self._open_paths = open_paths
+        self._users, self._admins = _digests(keys.user), _digests(keys.admin)
+        self._is_local = is_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _ID.fullmatch(given) else os.urandom(12).hex().encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        authorization = headers.get(b"authorization", b"")
+        is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
+        if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
+            await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
+            return
+        scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, is_page=b"origin" in headers)
+        await self._app(scope, receive, send_with_id)
+
+    def _why_no_admin(self, authorization: bytes, *, is_page: bool) -> ApiError | None:
+        """`is_page`: a web page asks, which may be anybody's, in a browser of this machine."""
+        if self._admins:
+            return ApiError(403, "this needs an admin key") if authorization else _unknown("this needs an admin key")
+        if self._users:
+            return ApiError(403, f"this needs an admin key, and the server has none; start it with {_FLAGS}")
+        if self._is_local and not is_page:
+            return None
+        if is_page:
+            return ApiError(403, f"this is closed to web pages without keys; start the server with {_FLAGS}")
+        return ApiError(403, f"this is closed to a network without keys; start the server with {_FLAGS}")
+
+
+def require_admin(request: Request) -> None:
+    """Raises ApiError unless its sender may change the server."""
+    reason: ApiError | None = request.scope[_NO_ADMIN]
+    if reason is not None:
+        raise reason
+
+
+def _unknown(message: str) -> ApiError:
+    return ApiError(401, f"{message}, as `Authorization: Bearer KEY`", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [sha256(key.encode()).digest() for key in keys]
+
+
+def _is_among(digests: Sequence[bytes], authorization: bytes) -> bool:
+    """In a time that does not tell how much of a key was right, nor which."""
+    scheme, _, key = authorization.partition(b" ")
+    digest = sha256(key.strip()).digest()
+    known = False
+    for other in digests:
+        known |= compare_digest(digest, other)
+    return known and scheme.lower() == b"bearer"

@@ -1,0 +1,133 @@
+"""Bodies: how much of them is read, for how long, and what they are decoded into.
+
+What decoding makes of a body can be far larger than the body: a list that holds nothing is two bytes of it and 80 of
+memory. So it is counted, while the body comes, how many values it can hold at most.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.openai import bodies
+from vllm_lite.server.openai.bodies import GenerateBody, Sampling
+from vllm_lite.server.openai.errors import ApiError
+
+DRAIN_S = 2.0
+"""How long a body that is refused is still read, so that its client comes to read the answer."""
+MAX_VALUES = 1 << 20
+"""Lists, objects and commas of a body, or tokens of a context if those are more; those in texts are counted as well, as
+that is what can be counted fast. As many take up to 80 MB and 100 ms."""
+SMALL_BYTES = 64 * 1024
+"""So much of each body is always taken."""
+MAX_HELD = 2
+"""Bodies of the longest kind that may be held at a time, by all clients together, beyond what of each is small."""
+BIG_BYTES = 256 * 1024
+"""Longer bodies are decoded in a thread."""
+RETRY_AFTER_S = 1
+_HELD = "vllm_lite.held_bytes"
+"""In a request's scope: how much of what is held is its."""
+
+B = TypeVar("B", bound=msgspec.Struct)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Reader:
+    """Every method raises ApiError."""
+
+    def __init__(self, config: ServeConfig, max_model_len: int = 0) -> None:
+        self._max_bytes = config.max_request_bytes
+        self._max_values = max(MAX_VALUES, max_model_len + SMALL_BYTES)
+        self._timeout_s = config.body_timeout_s
+        self.held_bytes = 0
+        """Of the bodies that are not yet whole, and of those that are not yet tokenized."""
+
+    def holding(self, endpoint: Endpoint) -> Endpoint:
+        """`endpoint`, at whose end what it has read of a body is no longer held."""
+
+        async def held(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            finally:
+                self.held_bytes -= request.scope.pop(_HELD, 0)
+
+        return held
+
+    async def read(self, request: Request, kind: type[B]) -> tuple[B, dict[str, str]]:
+        """The body, and the header that says what of it is ignored."""
+        return await decoded(await self.receive(request), kind)
+
+    async def receive(self, request: Request) -> bytes:
+        """The body as it is, which has to be declared as JSON: that a web page may not send to another site unasked."""
+        media = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if media != "application/json":
+            raise ApiError(415, f"the body must have Content-Type: application/json, got {media!r}")
+        length = request.headers.get("content-length", "0")
+        refusal = self._too_long() if length.isdecimal() and int(length) > self._max_bytes else None
+        data, num_values = bytearray(), 0
+        try:
+            async with asyncio.timeout(self._timeout_s if refusal is None else DRAIN_S) as patience:
+                async for piece in _pieces(request):
+                    if refusal is not None:
+                        continue
+                    data += piece
+                    num_values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+                    refusal = self._refusal(request, len(data), num_values)
+                    if refusal is not None:
+                        data.clear()
+                        self.held_bytes -= request.scope.pop(_HELD, 0)
+                        patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
+        except TimeoutError as error:
+            if refusal is None:
+                text = f"the body must come within {self._timeout_s:g} s"
+                raise ApiError(408, text, headers={"Connection": "close"}) from error
+        if refusal is not None:
+            raise refusal
+        return bytes(data)
+
+    def _refusal(self, request: Request, num_bytes: int, num_values: int) -> ApiError | None:
+        """What is wrong with a body of which so much has come; None, and it is held, if nothing is."""
+        if num_bytes > self._max_bytes:
+            return self._too_long()
+        if num_values > self._max_values:
+            text = f"a body may have at most {self._max_values} lists, objects and commas"
+            return ApiError(413, text, headers={"Connection": "close"})
+        more = max(0, num_bytes - SMALL_BYTES) - request.scope.setdefault(_HELD, 0)
+        if self.held_bytes + more > MAX_HELD * self._max_bytes:
+            text = f"bodies of {self.held_bytes} bytes are being read, and this one is too much; try again later"
+            return ApiError(429, text, headers={"Connection": "close", "Retry-After": str(RETRY_AFTER_S)})
+        self.held_bytes += more
+        request.scope[_HELD] += more
+        return None
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"a body may have at most {self._max_bytes} bytes", headers={"Connection": "close"})
+
+
+async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
+    """The same as decode(), without the loop for a long one."""
+    return await asyncio.to_thread(decode, data, kind) if len(data) > BIG_BYTES else decode(data, kind)
+
+
+def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
+    """A body, and the header that says what of it is ignored. Raises ApiError."""
+    body, ignored = bodies.read(data, kind)
+    wanted = body.sampling_params if isinstance(body, GenerateBody) else body
+    if isinstance(wanted, Sampling) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
+        raise ApiError(400, "prompt_logprobs are not told in a stream", "prompt_logprobs")
+    return body, bodies.warning(ignored)
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ApiError if the client goes."""
+    while True:
+        message = await request.receive()
+        if message["type"] != "http.request":
+            raise ApiError(400, "the client has gone")
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,1 @@
+"""OpenAI's formats: request bodies, prompts, answers, logprobs, errors, the document of all of them."""

@@ -1,0 +1,346 @@
+"""What a request may say, as structs. One table says which fields are passed on, refused or ignored.
+
+Fields of sampling are passed on to SamplingParams; one that a later version will have is refused by name, unless its
+value means nothing; any other is ignored, and the answer's Warning header names it.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.protocol.params import MAX_BIASES, SamplingParams
+from vllm_lite.server.openai.errors import ApiError
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_FIELDS = 256
+MAX_CHOICES = 1024
+"""Of all prompts of one request together."""
+_TOLD = re.compile(r"[^\w.-]")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+Name = Annotated[str, Meta(max_length=256)]
+"""As the engine takes them: what it cannot decode it would not answer."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What is passed on to SamplingParams under the same name. None: not given."""
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    priority: int | None = None
+    user: Name | None = None
+    cache_salt: Name | None = None
+    deadline_ms: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+G = TypeVar("G", bound=msgspec.Struct)
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
+"""Python's `$` would let a line end be behind it."""
+
+
+class Body(Sampling, frozen=True, kw_only=True):
+    """What both kinds of generation share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the prompt is told, with its logprobs if they are asked for, and nothing behind it."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """`tool_calls` and `tool_call_id` are there to be refused by name."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Variables = dict[str, str | int | float | bool | None]
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    echo: bool | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Name | None = None
+
+
+class GenerateParams(Sampling, frozen=True, kw_only=True):
+    """Sampling of POST /inference/v1/generate."""
+
+    logprobs: int | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: GenerateParams = GenerateParams()
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    cache_salt: Name | None = None
+    priority: int | None = None
+
+
+class ForkBody(Sampling, frozen=True, kw_only=True):
+    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    return_token_ids: bool | None = None
+
+    def over(self, body: G) -> G:
+        """`body`, told as this one asks."""
+        changes: dict[str, Any] = {"stream": self.stream, "stream_options": self.stream_options}
+        if isinstance(body, Body) and self.return_token_ids is not None:
+            changes["return_token_ids"] = self.return_token_ids
+        return msgspec.structs.replace(body, **changes)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: either a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+
+
+SAMPLING = Sampling.__struct_fields__
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "documents": (),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "features": (),
+    "function_call": ("none",),
+    "functions": (),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "lora_path": (),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "modalities": (["text"],),
+    "no_repeat_ngram_size": (0,),
+    "prediction": (),
+    "prompt_embeds": (),
+    "regex": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (),
+    "return_prompt_text": (),
+    "return_tokens_as_token_ids": (),
+    "smoothing_factor": (0,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": (),
+    "tfs": (1,),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "top_a": (0,),
+    "truncation_side": ("left",),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
+    "watermarking": (),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+"""Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
+
+_SPELLINGS = {
+    bool: {
+        **dict.fromkeys((b"1.0", b'"yes"', b'"y"', b'"on"', b'"t"'), msgspec.Raw(b"true")),
+        **dict.fromkeys((b"0.0", b'"no"', b'"n"', b'"off"', b'"f"'), msgspec.Raw(b"false")),
+    },
+    int: {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")},
+}
+_SPELLINGS[float] = _SPELLINGS[int]
+"""What pydantic takes besides what msgspec does, and what for; by the type of the field."""
+MAX_SPELLING = max(len(spelling) for known in _SPELLINGS.values() for spelling in known)
+
+B = TypeVar("B", bound=msgspec.Struct)
+_Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
+
+
+def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
+    """The body and the names of the fields that are ignored. Raises ApiError."""
+    fields = _decode(data, _Fields)
+    ignored = _ignored(fields, kind)
+    respelled = _respelled(fields, kind)
+    if kind is GenerateBody and bytes(memoryview(fields.get("sampling_params", b""))[:1]) == b"{":
+        inner = _decode(fields["sampling_params"], _Fields)
+        ignored += _ignored(inner, GenerateParams)
+        if more := _respelled(inner, GenerateParams):
+            respelled["sampling_params"] = msgspec.Raw(msgspec.json.encode({**inner, **more}))
+    body: B = _decode(msgspec.json.encode({**fields, **respelled}) if respelled else data, kind)
+    return body, ignored
+
+
+def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
+    """Those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
+    spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
+    for name, raw in fields.items():
+        known = spellings.get(name)
+        if known is not None and memoryview(raw).nbytes <= MAX_SPELLING:
+            respelled = known.get(bytes(raw).lower())
+            if respelled is not None:
+                found[name] = respelled
+    return found
+
+
+@cache
+def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]]:
+    """The spellings of the fields that are a flag or a number."""
+    hints = get_type_hints(kind)
+    return {name: known for name, hint in hints.items() for each, known in _SPELLINGS.items() if hint == each | None}
+
+
+def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
+    """Those of `fields` that are. Raises ApiError for one that is refused."""
+    known = set(kind.__struct_fields__)
+    for name in fields.keys() - known:
+        if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
+            raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
+    return sorted(fields.keys() - known - REFUSED.keys())
+
+
+def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """0 is not False here: as a limit it says something."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*NOTHING, *harmless))
+
+
+def warning(ignored: Iterable[str]) -> dict[str, str]:
+    """The header that names ignored fields; of their names, which a client made up, only what may stand there."""
+    names = [_TOLD.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
+    return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
+
+
+def _reason(name: str) -> str:
+    if name == "chat_template":
+        return ": templates come from the model or the server's --chat-template, never from a request"
+    return ""
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Numbers and flags may also be spelled as other servers take them: 16.0, "16", "true", 1."""
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
+        raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def sampling(body: Sampling, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
+    """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
+        given["seed"] = body.seed % 2**64
+    try:
+        return SamplingParams(**{**defaults, **given, **changes})
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), field_of(str(error))) from error
+
+
+def field_of(message: str, default: str | None = None) -> str | None:
+    """The field that a message of the client library or the engine is about: it begins with it, or names it."""
+    names = SamplingParams.__struct_fields__
+    words = re.findall(r"\w+", message)
+    if words and words[0] in names:
+        return str(words[0])
+    return next((word for word in words if "_" in word and word in names), default)

@@ -1,0 +1,132 @@
+"""Log-probabilities in OpenAI's two shapes: lists side by side for completions, objects for chats."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.outputs import Logprob
+from vllm_lite.client.stream import RequestStream
+from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
+from vllm_lite.client.text.tokenizer import Tokenizer
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+Candidates = dict[int, Logprob]
+"""For one token: by id, the token itself first."""
+
+
+class Spelling:
+    """The bytes and the text of single tokens. One that is only a part of a character is spelled "bytes:\\xc3"."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._vocabulary: Vocabulary | None = None if tokenizer is None else vocabulary(tokenizer)
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """As text and as bytes, in the middle of a text."""
+        known = self._known.get(token_id)
+        if known is None:
+            data = self._bytes(token_id)
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            known = self._known[token_id] = text, data
+        return known
+
+    def _bytes(self, token_id: int) -> bytes:
+        words = self._vocabulary
+        if isinstance(words, ByteVocabulary):
+            return words.bytes_of(token_id)
+        if isinstance(words, PieceVocabulary):
+            byte = words.byte_ids.get(token_id)
+            return words.later_text([token_id]).encode() if byte is None else bytes([byte])
+        return f"token_id:{token_id}".encode()
+
+
+class Offsets:
+    """Where in its text each token of a choice begins, in characters."""
+
+    def __init__(self, start: int) -> None:
+        self.place = start
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, data: bytes) -> int:
+        """The place of the next token, which has these bytes."""
+        place = self.place
+        self.place += len(self._utf8.decode(data))
+        return place
+
+
+def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat, with the `top` likeliest candidates of each token."""
+    return {"content": [_chat_token(candidates, top, spelling) for candidates in entries], "refusal": None}
+
+
+def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
+    """Encoded, so that what it is made of is there for one token at a time."""
+    token_id = next(iter(candidates))
+    likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
+    return _encoded(
+        {
+            **_candidate(token_id, candidates[token_id], spelling),
+            "top_logprobs": [_candidate(other, candidate, spelling) for other, candidate in likeliest],
+        }
+    )
+
+
+def _candidate(token_id: int, candidate: Logprob, spelling: Spelling) -> dict[str, Any]:
+    text, data = spelling.of(token_id)
+    return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(data)}
+
+
+def of_completion(
+    token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: Spelling
+) -> dict[str, list[Any]]:
+    """`choices[].logprobs` of a completion, or of the prompt before it, whose first token has none; `offsets` go on
+    from one piece to the next."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token_id, candidates in zip(token_ids, entries, strict=False):
+        text, data = spelling.of(token_id)
+        found["tokens"].append(text)
+        found["text_offset"].append(offsets.next(data))
+        if candidates is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(_finite(candidates[token_id].logprob))
+        found["top_logprobs"].append({spelling.of(other)[0]: _finite(it.logprob) for other, it in candidates.items()})
+    return found
+
+
+def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
+    """Of the prompt of a stream that has ended, None if not asked for."""
+    return stream.output().prompt_logprobs
+
+
+def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
+    """`prompt_logprobs` as vLLM answers them, by token id; each is encoded."""
+    if entries is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else _encoded(
+            {
+                str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
+                for token_id, it in candidates.items()
+            }
+        )
+        for candidates in entries
+    ]
+
+
+def _encoded(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

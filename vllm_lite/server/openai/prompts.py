@@ -1,0 +1,183 @@
+"""Bodies to prompts: texts, token ids, messages through the chat template."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from vllm_lite.client.prompt import PromptLike, check_text, encode, max_text_bytes, too_many_bytes
+from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
+from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.calls.rendering import Renderer, TextTooLongError
+from vllm_lite.server.calls.threads import Workers
+from vllm_lite.server.openai.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
+from vllm_lite.server.openai.errors import ApiError, refused
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+NUM_TOKENIZERS = 2
+"""Long texts that are tokenized at a time, each of them in about 100 MB."""
+SLICE_TOKENS = 16_384
+"""Decoded in one go, in 10 ms."""
+
+Check = Callable[[], None]
+"""Raises if the client has gone."""
+T = TypeVar("T")
+_FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+
+
+class Prompts:
+    """For one model. Every method raises ApiError. `request` is watched while others are served first: once its client
+    has gone, nothing more is done for it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, renderer: Renderer | None, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self._renderer = renderer
+        self._max_model_len = max_model_len
+        self._vocabulary: Vocabulary | None = None
+        self._workers = Workers(NUM_TOKENIZERS, "tokenizer")
+
+    async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
+        """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
+        prompts = _several(body.prompt)
+        if body.add_special_tokens is not False or not any(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+
+        def encoded(check: Check) -> list[PromptLike]:
+            return [self._encoded(it, False, params, check) if isinstance(it, str) else it for it in prompts]
+
+        try:
+            return await self.tokenized(encoded, prompts, request)
+        except RequestError as error:
+            raise refused(error, "prompt") from error
+
+    async def of_chat(
+        self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request
+    ) -> list[int]:
+        """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
+        template's, unless more are asked for."""
+        text, is_special = await self.render(body, params, request), bool(body.add_special_tokens)
+        try:
+            return await self.tokenized(lambda check: self._encoded(text, is_special, params, check), [text], request)
+        except RequestError as error:
+            raise refused(error, "messages") from error
+
+    async def of_text(self, text: str, request: Request, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, which need not fit into the context."""
+        try:
+            return await self.tokenized(
+                lambda check: self._encoded(text, add_special_tokens, None, check), [text], request
+            )
+        except RequestError as error:
+            raise refused(error, "prompt") from error
+
+    async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> str:
+        """The text of a chat, special tokens included."""
+        if self._renderer is None:
+            raise ApiError(
+                400,
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        continued = bool(body.continue_final_message)
+        generated = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+        variables = body.chat_template_kwargs or {}
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            variables = {"reasoning_effort": body.reasoning_effort, **variables}
+        chat = Render(
+            messages=_plain(body.messages or []),
+            add_generation_prompt=generated,
+            continue_final_message=continued,
+            variables=variables,
+            max_chars=max_text_bytes(self._max_model_len),
+        )
+
+        async def is_wanted() -> bool:
+            return not await request.is_disconnected()
+
+        try:
+            return await self._renderer.render(chat, is_wanted)
+        except TextTooLongError as error:
+            raise refused(too_many_bytes(error.num_chars, self._max_model_len, params), "messages") from error
+        except VllmLiteError as error:
+            raise refused(error, "messages") from error
+
+    async def tokenized(self, work: Callable[[Check], T], prompts: Sequence[PromptLike], request: Request) -> T:
+        """What `work` makes of `prompts`, whose texts it tokenizes: here, or in a thread if they are long."""
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT_CHARS:
+            return work(lambda: None)
+        return await self._workers.run(work, request.receive)
+
+    def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
+        """Raises RequestError as well."""
+        tokenizer = self._needed()
+        check()
+        check_text(text, tokenizer, self._max_model_len, params, check)
+        return encode(text, tokenizer, add_special_tokens=add_special_tokens)
+
+    def _needed(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
+        return self.tokenizer
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of `token_ids`. The loop has its turn between slices of many."""
+        if self.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
+        if len(token_ids) <= SLICE_TOKENS:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        self._vocabulary = self._vocabulary or vocabulary(self.tokenizer)
+        machine = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)
+        pieces = []
+        for place in range(0, len(token_ids), SLICE_TOKENS):
+            pieces.append(machine.feed(token_ids[place : place + SLICE_TOKENS]))
+            await asyncio.sleep(0)
+        return "".join([*pieces, machine.flush()])
+
+
+def _several(given: Any) -> list[PromptLike]:
+    """One prompt or many: a list of integers is one."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) != 1:
+        raise ApiError(400, f"{_FORMS}, got {'a mixed' if kinds else 'an empty'} list", "prompt")
+    if kinds == {int}:
+        return [list(given)]
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", "prompt")
+    return list(given)
+
+
+def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates know them, with one text each."""
+    plain = []
+    for place, message in enumerate(messages):
+        if message.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise ApiError(400, f"messages[{place}].role must be one of {known}, got {message.role!r}", "messages")
+        for field in ("tool_calls", "tool_call_id"):
+            if getattr(message, field):
+                raise ApiError(400, f"messages[{place}].{field} is not supported by this server", "messages")
+        name = {} if message.name is None else {"name": message.name}
+        plain.append({"role": message.role, "content": text_of(message, place), **name})
+    return plain
+
+
+def text_of(message: ChatMessage, place: int = -1) -> str:
+    """All its parts."""
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role == "assistant":
+            return ""
+        raise ApiError(400, f"messages[{place}].content is missing", "messages")
+    texts = []
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise ApiError(400, f"messages[{place}].content holds {part.type!r}; only text is supported", "messages")
+        texts.append(part.text)
+    return "\n".join(texts)

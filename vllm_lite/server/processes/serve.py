@@ -1,0 +1,128 @@
+"""`vllm-lite serve`: engine, workers and HTTP in one command, until SIGTERM, Ctrl-C, or the engine's end."""
+
+import errno
+import os
+import signal
+import socket
+import ssl
+import stat
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_lite.client.launch import launch
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError, VllmLiteError
+from vllm_lite.runtime import log
+from vllm_lite.server.config import ServeConfig
+
+if TYPE_CHECKING:
+    from vllm_lite.server.processes.front import Front
+
+
+def serve(config: ServeConfig) -> int:
+    """Returns the exit status: 0 if told to stop, 1 if the engine died. Raises VllmLiteError if it cannot start."""
+    log.moment("server", "imports")
+    log.setup("server", *config.logging)
+    keys = config.keys()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    _check_tls(config)
+    listeners = _bind(config)
+    fronts: list[Front] = []
+    try:
+        try:
+            launched = launch(config.engine(), stop.is_set, lambda engine: fronts.append(_front(config, engine)))
+        except VllmLiteError:
+            if stop.is_set():
+                return 0
+            raise
+        try:
+            return fronts[0].run(launched, keys, listeners, stop)
+        finally:
+            launched.close()
+    finally:
+        for listener in listeners:
+            listener.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+def _front(config: ServeConfig, engine: EngineConfig) -> "Front":
+    """Imported, too, while the engine starts, which is what a start takes most of its time for."""
+    from vllm_lite.server.processes.front import Front
+
+    return Front(config, engine)
+
+
+def _bind(config: ServeConfig) -> list[socket.socket]:
+    """The sockets, one for each server or one for all, which refuse connections until there is something to serve.
+    Raises ConfigError."""
+    try:
+        if config.uds is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            _remove_stale(config.uds)
+            listener.bind(config.uds)
+            os.chmod(config.uds, 0o600)
+            return [listener]
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        first = _bound(family, kind, proto, address)
+        if config.api_server_count == 1:
+            return [first]
+        address = first.getsockname()  # nobody else has it; now it can be shared
+        first.close()
+        return [_bound(family, kind, proto, address, shared=True) for _ in range(config.api_server_count)]
+    except OSError as error:
+        where = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another") from error
+
+
+def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = False) -> socket.socket:
+    """A socket whose address nobody else can take, though it does not listen yet: with SO_REUSEADDR two could, and the
+    second would notice when its engine has started. The option is needed only, and only while binding, where
+    connections of a server that has ended linger; whoever listens sets it for the next one (`listen` of service.py).
+    """
+    listener = socket.socket(family, kind, proto)
+    try:
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """A socket that nobody listens on any more is in the way; one that somebody does is not ours to remove."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def _check_tls(config: ServeConfig) -> None:
+    """What uvicorn would meet when the engine has started already. Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        if config.ssl_certfile is not None:
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs)))
+        raise ConfigError(f"the TLS files {files} cannot be used: {error}") from error

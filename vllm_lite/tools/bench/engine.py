@@ -1,0 +1,303 @@
+"""`vllm-lite bench engine`: what the engine itself costs, without any model. Medians, on whatever machine this is."""
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_lite.client.session import Session
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.plan import Options
+from vllm_lite.engine.policy import BUILT_IN, load
+from vllm_lite.engine.process import made_to_last
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
+from vllm_lite.runtime import supervise
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.transport.interface import poller
+
+STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
+SIZES = (16, 64, 256, 1024)
+BLOCK_SIZE = 16
+
+
+def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
+    """Measure everything; `report` is told what is being measured."""
+    figures: dict[str, Any] = {}
+    for name, measure in (
+        ("import_s", import_s),
+        ("engine_ready_s", engine_ready_s),
+        ("client_rss_mb", client_rss_mb),
+        ("round_trip_us", round_trip_us),
+        ("schedule_update_us", lambda: {str(size): schedule_update_us(size) for size in SIZES}),
+        ("schedule_10000_waiting_us", lambda: {policy: schedule_waiting_us(policy, 10_000) for policy in BUILT_IN}),
+        ("message_bytes", lambda: {str(size): message_bytes(size) for size in SIZES}),
+        ("codec_us", lambda: {str(size): codec_us(size) for size in SIZES}),
+        ("block_alloc_free_us", block_alloc_free_us),
+        ("block_touch_free_us", block_touch_free_us),
+        ("block_cache_us", block_cache_us),
+        ("lookup_4096_us", lookup_4096_us),
+    ):
+        report(f"measuring {name} ...")
+        figures[name] = measure()
+    return figures
+
+
+def _median_us(action: Callable[[], object], repeats: int) -> float:
+    """Median of one call, in microseconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 3)
+
+
+def _python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return result.stdout.strip()
+
+
+def import_s() -> float:
+    """`import vllm_lite` and its public names in a fresh interpreter, without the interpreter's own start."""
+    code = (
+        "from time import perf_counter as now; t = now(); import vllm_lite; vllm_lite.SamplingParams; print(now() - t)"
+    )
+    return round(statistics.median(float(_python(code)) for _ in range(5)), 4)
+
+
+def client_rss_mb() -> float:
+    """Resident memory of a fresh process with the client imported, in MB."""
+    code = (
+        "import vllm_lite, resource; vllm_lite.LLM, vllm_lite.AsyncClient; "
+        "print(int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 1e6)"
+    )
+    return round(statistics.median(float(_python(code)) for _ in range(3)), 1)
+
+
+def _stub_config() -> EngineConfig:
+    config = EngineConfig.check({"log_level": "error"})
+    return config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
+
+
+def engine_ready_s() -> float:
+    """From the start of an engine process, with a worker that has no model, to its answer to Hello."""
+    times = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
+            address = f"ipc://{run_dir}/clients"
+            start = time.perf_counter()
+            settings = EngineSettings(_stub_config(), address, run_dir, STUB_WORKER)
+            child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
+            session = Session.connect(address, alive=child.exited)
+            times.append(time.perf_counter() - start)
+            session.close()
+            child.stop(5.0)
+    return round(statistics.median(times), 4)
+
+
+def round_trip_us() -> float:
+    """A step of one sequence from the engine to a worker process without a model and back."""
+    with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
+        executor = MultiprocExecutor(_stub_config(), f"ipc://{run_dir}/workers", 1, STUB_WORKER)
+        try:
+            executor.start(60.0, Wakeup())
+            executor.allocate(16, 0)
+            watched = poller(executor)
+            output = SchedulerOutput(1, 1, [], [Continue(0, 1, [])])
+
+            def trip() -> None:
+                executor.submit(output)
+                while executor.poll() is None:
+                    watched.poll(1000)
+
+            return _median_us(trip, 3000)
+        finally:
+            executor.close()
+
+
+def _scheduler(num_requests: int) -> Scheduler:
+    """One with `num_requests` running, each in the middle of its decode."""
+    pool = BlockPool(num_requests * 64 + 1)
+    kv = KVCacheManager(pool, make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+    scheduler = Scheduler(kv, Options(max_num_seqs=num_requests, max_num_batched_tokens=10**9, max_model_len=900))
+    params = SamplingParams(max_tokens=10**6, temperature=0.0)
+    for index in range(num_requests):
+        prompt = pack_tokens(range(index, index + 100 + index % BLOCK_SIZE))  # blocks fill up at different steps
+        scheduler.add(Request(Generate(f"request-{index}", prompt, params), b"client", 900, frozenset((0,))))
+    return scheduler
+
+
+def schedule_update_us(num_requests: int) -> float:
+    """schedule() and update() together, per step of `num_requests` decodes."""
+    with made_to_last():
+        scheduler = _scheduler(num_requests)
+    tokens = pack_tokens([1] * num_requests)
+    times = []
+    for _ in range(320):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        middle = time.perf_counter()
+        if plan is None:
+            raise RuntimeError("the scheduler has nothing to do")
+        output = ModelOutput(0, plan.step, tokens)
+        resumed = time.perf_counter()
+        scheduler.update(output)
+        times.append(middle - start + time.perf_counter() - resumed)
+    gc.unfreeze()
+    scheduler.check_integrity()
+    return round(statistics.median(times[20:]) * 1e6, 1)
+
+
+def schedule_waiting_us(policy: str, num_waiting: int) -> float:
+    """schedule() of a step with one decode, while so many requests of 100 users wait for blocks."""
+    kv = KVCacheManager(BlockPool(64), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+    options = Options(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1000)
+    scheduler = Scheduler(kv, options, load(policy))
+
+    def add(number: int, num_prompt: int) -> None:
+        params = SamplingParams(max_tokens=400, priority=number % 7, user=str(number % 100))
+        message = Generate(f"request-{number}", pack_tokens(range(number, number + num_prompt)), params)
+        request = Request(message, b"client", num_prompt + 400, frozenset((0,)))
+        request.deadline_s = 1e9 + number % 13
+        scheduler.add(request)
+
+    with made_to_last():
+        add(0, 600)  # before all others under every policy
+        scheduler.schedule()
+        scheduler.update(ModelOutput(0, 1, pack_tokens([1])))
+        for number in range(1, num_waiting + 1):
+            add(number, 500)
+    times = []
+    for _ in range(320):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        times.append(time.perf_counter() - start)
+        if plan is None or len(scheduler.waiting) != num_waiting:
+            raise RuntimeError("one sequence should run, and all others wait")
+        scheduler.update(ModelOutput(0, plan.step, pack_tokens([1])))
+    gc.unfreeze()
+    return round(statistics.median(times[20:]) * 1e6, 1)
+
+
+def _decode_step(num_requests: int) -> SchedulerOutput:
+    scheduler = _scheduler(num_requests)
+    plan = scheduler.schedule()
+    while plan is not None and not all(isinstance(entry, Continue) for entry in plan.entries):
+        scheduler.update(ModelOutput(0, plan.step, pack_tokens([1] * num_requests)))
+        plan = scheduler.schedule()
+    if plan is None:
+        raise RuntimeError("the scheduler has nothing to do")
+    return plan
+
+
+def message_bytes(num_requests: int) -> int:
+    """Length of the SchedulerOutput of one step of decodes."""
+    return len(engine_to_worker.encode(_decode_step(num_requests)))
+
+
+def codec_us(num_requests: int) -> float:
+    """Encoding and decoding that message."""
+    plan = _decode_step(num_requests)
+    return _median_us(lambda: engine_to_worker.decode(engine_to_worker.encode(plan)), 500)
+
+
+def block_alloc_free_us() -> float:
+    """get_new_blocks + free, per block, 64 blocks at a time."""
+    pool = BlockPool(10_000)
+    return round(_median_us(lambda: pool.free(reversed(pool.get_new_blocks(64))), 2000) / 64, 4)
+
+
+def block_touch_free_us() -> float:
+    """touch + free of evictable blocks, per block, 64 blocks at a time."""
+    pool = BlockPool(10_000)
+    ids = pool.get_new_blocks(64)
+    pool.free(ids)
+
+    def action() -> None:
+        pool.touch(ids)
+        pool.free(ids)
+
+    return round(_median_us(action, 2000) / 64, 4)
+
+
+def _sequence(kv: KVCacheManager, num_tokens: int) -> Sequence:
+    message = Generate("r", pack_tokens(range(num_tokens)), SamplingParams())
+    sequence = Request(message, b"client", 10**6, frozenset()).sequences[0]
+    kv.register(sequence)
+    return sequence
+
+
+def _prompt_manager() -> KVCacheManager:
+    return KVCacheManager(BlockPool(1000), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+
+
+def block_cache_us() -> float:
+    """Hashing and indexing the full blocks of a prompt of 4096 tokens, per block."""
+    times = []
+    for _ in range(100):
+        kv = _prompt_manager()
+        sequence = _sequence(kv, 4096)
+        kv.admit(sequence, PrefixHit([[]], 0), 4096)
+        start = time.perf_counter()
+        kv.cache_blocks(sequence, 4096)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6 / (4096 / BLOCK_SIZE), 4)
+
+
+def lookup_4096_us() -> float:
+    """Finding all blocks of a cached prompt of 4096 tokens that has not been hashed yet."""
+    kv = _prompt_manager()
+    first = _sequence(kv, 4096)
+    kv.admit(first, PrefixHit([[]], 0), 4096)
+    kv.cache_blocks(first, 4096)
+    times = []
+    for _ in range(100):
+        sequence = _sequence(kv, 4096)
+        start = time.perf_counter()
+        kv.find_cached(sequence)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+BUDGETS: tuple[tuple[str, str, float], ...] = (
+    ("import_s", "", 0.1),
+    ("engine_ready_s", "", 0.5),
+    ("client_rss_mb", "", 60.0),
+    ("round_trip_us", "", 150.0),
+    ("schedule_update_us", "256", 1000.0),
+    ("message_bytes", "256", 4096.0),
+    ("codec_us", "256", 150.0),
+    ("block_alloc_free_us", "", 0.4),
+    ("block_touch_free_us", "", 0.24),
+)
+"""(figure, size, the most it may be): DESIGN section 10."""
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures beside their budgets."""
+    lines = [f"{'figure':<28}{'measured':>12}{'budget':>12}"]
+    for name, size, budget in BUDGETS:
+        value = figures[name][size] if size else figures[name]
+        label = f"{name} at {size}" if size else name
+        lines.append(f"{label:<28}{value:>12g}{budget:>12g}  {'ok' if value < budget else 'OVER'}")
+    per_request = {size: figures["schedule_update_us"][str(size)] / size for size in (SIZES[0], SIZES[-1])}
+    ratio = per_request[SIZES[-1]] / per_request[SIZES[0]]
+    lines.append(f"{'per request, 1024 over 16':<28}{ratio:>12.2f}{1.6:>12g}  {'ok' if ratio <= 1.6 else 'OVER'}")
+    lines.append(f"cores: {os.cpu_count()}, Python {sys.version.split()[0]}")
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""`vllm-lite bench kernels`: the native CPU kernels, held against the machine's memory and against torch.
+
+`rows` are what memory bounds: `gb_s` against `limit`, the speed at which as many threads read it, and `share` of it.
+`against_torch` is the rest, held against the same work in plain torch alone.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear
+
+PARTS = ("attention", "linear", "fused")
+
+
+def run(
+    parts: Sequence[str], threads: Sequence[int], report: Callable[[str], None] = lambda _line: None
+) -> dict[str, Any]:
+    """Measure `parts` of PARTS with each number of threads; `report` is told what is being measured."""
+    rows: list[dict[str, Any]] = []
+    for num_threads in threads:
+        for part in parts:
+            report(f"measuring {part}, threads: {num_threads} ...")
+            rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads)]
+    return {
+        "device": _cpu_name(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "command": f"vllm-lite bench kernels --json --parts {','.join(parts)} --threads {','.join(map(str, threads))}",
+        "rows": [row for row in rows if "share" in row],
+        "against_torch": [row for row in rows if "share" not in row],
+    }
+
+
+def _measure(part: str, num_threads: int) -> list[Any]:
+    if part == "attention":
+        return list(kernels_attention.measure(num_threads))
+    if part == "linear":
+        return [row for dtype in (torch.bfloat16, torch.float32) for row in kernels_linear.measure(num_threads, dtype)]
+    return kernels_fused.measure(num_threads)
+
+
+def table(figures: dict[str, Any]) -> str:
+    lines = [f"{figures['device']}, {figures['date']}, commit {figures['commit']}"]
+    for row in [*figures["rows"], *figures["against_torch"]]:
+        values = "  ".join(
+            f"{name} {value}" for name, value in row.items() if name not in ("kernel", "shape", "threads")
+        )
+        lines.append(f"{row['threads']} threads  {row['kernel']:<38} {row['shape']:<34} {values}")
+    return "\n".join(lines)
+
+
+def _rounded(row: Any) -> dict[str, Any]:
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown CPU'}, {len(names)} hardware threads"
+
+
+def _commit() -> str:
+    """Of the checkout that this file lies in, with a + where it has been changed since; "" without one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

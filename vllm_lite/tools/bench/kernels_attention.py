@@ -1,0 +1,191 @@
+"""Paged attention and cache writes on a CPU, ours and plain torch in turn in the same run.
+
+Decoding is held against the speed at which as many threads read memory, since each byte of the cache is used once. The
+cache lies as the engine lays it out, on huge pages and in blocks of random order, and is larger than the processor's
+caches. With one thread time is CPU time, which a busy machine does not lengthen much. Torch gathers a sequence's blocks
+and calls its fused attention, for all sequences at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.cpu import CpuBackend
+from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.ops import Rotation
+from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
+
+NUM_SEQS, CONTEXT = 32, 1024
+NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
+NUM_LAYERS = 2
+"""Of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
+GROUPS = (1, 4, 8)
+"""Heads that share a KV head."""
+CHUNK, PREFIXES = 512, (0, 4096)
+NUM_WRITTEN = (1, 32, 512)
+MIN_TIME_S = 0.5  # for each kernel
+TORCH_ROUNDS = 3  # at least; it takes 50 times as long
+
+Row = dict[str, Any]
+
+
+class Batch:
+    """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], group: int, dtype: torch.dtype, layout: str = "block-major"
+    ) -> None:
+        num_heads = NUM_KV_HEADS * group
+        device = torch.device("cpu")
+        self.shape = AttentionShape(num_heads, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, dtype, device)
+        counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
+        self.kv = cache(sum(counts), dtype, layout)
+        for block in self.kv:
+            block.normal_()
+        ids = torch.randperm(sum(counts)).int().split(counts)
+        table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        for row, blocks in zip(table, ids, strict=True):
+            row[: len(blocks)] = blocks
+        num_tokens = sum(query_len for query_len, _ in lengths)
+        self.metadata = AttentionMetadata(
+            num_tokens=num_tokens,
+            num_seqs=len(lengths),
+            max_query_len=max(query_len for query_len, _ in lengths),
+            max_seq_len=max(seq_len for _, seq_len in lengths),
+            query_start_loc=torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0).int(),
+            seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32),
+            block_tables=(table,),
+            slot_mapping=(torch.full((num_tokens,), PAD_SLOT),),
+        )
+        self.backend = CpuBackend(self.shape)
+        self.backend.prepare(self.metadata)
+        self.query = torch.randn(num_tokens, num_heads, HEAD_SIZE).to(dtype)
+        self.out = torch.empty_like(self.query)
+        query_len, seq_len = lengths[0]
+        self.mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        self.lengths = lengths
+
+    def attend(self) -> None:
+        self.backend.attend(self.query, self.kv, self.metadata, 0, self.out)
+
+    def attend_in_torch(self) -> torch.Tensor:
+        """All sequences have the same lengths."""
+        blocks = self.kv[self.metadata.block_tables[0].flatten()]
+        sequences = blocks.unflatten(0, (len(self.lengths), -1)).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        key, value = sequences  # [num_seqs, num_kv_heads, seq_len, head_size]
+        query = self.query.unflatten(0, (len(self.lengths), -1)).transpose(1, 2)
+        mask = self.mask if self.lengths[0][0] > 1 else None
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def cache(num_blocks: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
+    if layout == "layer by layer":
+        shape: tuple[int, ...] = (num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    elif layout == "block-major":
+        shape = (num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    else:  # heads inside of tokens
+        shape = (num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    pool = zeros(torch.Size(shape).numel(), dtype).view(shape)
+    if layout == "layer by layer":
+        return pool
+    return pool[:, 0] if layout == "block-major" else pool[:, 0].transpose(2, 3)
+
+
+def measure(num_threads: int) -> Iterator[Row]:
+    """Decoding, chunks of prompts, cache writes, layouts of the cache. Changes the number of threads, torch's too."""
+    if not cpu.available():
+        raise RuntimeError("there are no native CPU kernels to measure")
+    torch.set_num_threads(num_threads)
+    cpu.set_num_threads(num_threads)
+    yield from decoding(num_threads)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from prefill(num_threads, dtype)
+    yield from writes(num_threads)
+    yield from layouts(num_threads)
+
+
+def decoding(num_threads: int) -> Iterator[Row]:
+    limit = 0.0
+    for group in GROUPS:
+        limit = max(limit, read_bandwidth_gb_s(num_threads))
+        batch = Batch([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
+        seconds, torch_s = _best_times(num_threads, [batch.attend, batch.attend_in_torch])
+        speed = _kv_bytes(batch) / seconds / 1e9
+        yield _row("decode", batch, gb_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
+
+
+def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
+    for prefix in PREFIXES:
+        batch = Batch([(CHUNK, prefix + CHUNK)], 4, dtype)
+        seconds, torch_s = _best_times(num_threads, [batch.attend, batch.attend_in_torch])
+        flops = 4 * HEAD_SIZE * batch.shape.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
+        yield _row("prefill", batch, gflop_s=flops / seconds / 1e9, ratio_torch=torch_s / seconds)
+
+
+def writes(num_threads: int) -> Iterator[Row]:
+    """Rotation of Q and K and the write of K and V, four heads to a KV head."""
+    for num_tokens in NUM_WRITTEN:
+        batch = Batch([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
+        batch.metadata.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
+        key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
+        turn = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
+        heads = Heads(batch.query, key, value, Rotation(turn, turn * 0))
+        calls = [_writer(backend, batch, heads) for backend in (CpuBackend, ReferenceBackend)]
+        seconds, torch_s = _best_times(num_threads, calls)
+        yield _row("rotate and write", batch, us=seconds * 1e6, torch_us=torch_s * 1e6, ratio_torch=torch_s / seconds)
+
+
+def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, heads: Heads) -> Callable[[], object]:
+    """One write of `heads`, with a plan of its own."""
+    backend, metadata = backend_type(batch.shape), replace(batch.metadata)
+    backend.prepare(metadata)
+    return lambda: backend.write_kv(heads, batch.kv, metadata, 0)
+
+
+def layouts(num_threads: int) -> Iterator[Row]:
+    """The same decoding over caches that are laid out differently; the engine's is block-major."""
+    names = ("block-major", "layer by layer", "heads inside tokens")
+    batches = [Batch([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
+    times = _best_times(num_threads, [batch.attend for batch in batches])
+    for name, batch, seconds in zip(names, batches, times, strict=True):
+        yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
+
+
+def _kv_bytes(batch: Batch) -> int:
+    return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * HEAD_SIZE * batch.shape.dtype.itemsize
+
+
+def _row(kernel: str, batch: Batch, **figures: float) -> Row:
+    query_len, seq_len = batch.lengths[0]
+    tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
+    heads = f"{batch.shape.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"
+    dtype = str(batch.shape.dtype).removeprefix("torch.")
+    return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {dtype}", **figures}
+
+
+def _best_times(num_threads: int, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of the shortest call of each. They take turns; quick ones are called several times a turn."""
+    clock = time.process_time if num_threads == 1 else time.perf_counter
+    best = [float("inf")] * len(calls)
+    deadline = time.monotonic() + MIN_TIME_S * len(calls)
+    rounds = 0
+    while rounds < TORCH_ROUNDS or time.monotonic() < deadline:
+        rounds += 1
+        for i, call in enumerate(calls):
+            until = time.monotonic() + 0.02
+            while True:
+                start = clock()
+                call()
+                best[i] = min(best[i], clock() - start)
+                if time.monotonic() > until:
+                    break
+    return best

@@ -1,0 +1,120 @@
+"""The small operations and the sampler on a CPU, ours and plain torch in turn in the same run.
+
+Each figure is the shortest of many calls, from Python and back, on data that lies in the caches: what a call costs when
+nobody else needs the machine, which the shortest one tells even if somebody often does.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from vllm_lite.checkpoint.model_spec import Rope
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.fused import CpuOps
+from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
+from vllm_lite.layers.rope import RotaryEmbedding
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
+
+HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_SIZE = 1024, 2816, 24, 64
+"""Of a model with 0.5 G parameters; the heads are those of Q and K."""
+NUM_ROWS = (1, 32, 512)
+DTYPES = (torch.bfloat16, torch.float32)
+FILTERS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "T=0.8": {},
+    "T=0.8 top_k=50": {"top_k": 50},
+    "T=0.8 top_p=0.9": {"top_p": 0.9},
+    "T=0.8 top_k=50 top_p=0.9": {"top_k": 50, "top_p": 0.9},
+    "T=0.8 min_p=0.05": {"min_p": 0.05},
+}
+LOGITS = ((32, 4096), (1, 152_000), (8, 152_000))
+MIN_TIME_S = 0.2  # for each pair
+
+
+class Row(TypedDict):
+    kernel: str
+    shape: str
+    us: float
+    torch_us: float
+    ratio: float  # torch_us / us
+
+
+def measure(num_threads: int = 1) -> list[Row]:
+    """Everything. Changes the number of threads, torch's too."""
+    if not cpu.available():
+        raise RuntimeError("there are no native CPU kernels to measure")
+    cpu.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
+    return [*_ops(), *_rotations(), *_sampler()]
+
+
+def _ops() -> Iterator[Row]:
+    for dtype in DTYPES:
+        for num_rows in NUM_ROWS:
+            for name, size, run in _op_calls(num_rows, dtype):
+                shape = f"{num_rows} x {size} {str(dtype).removeprefix('torch.')}"
+                yield _row(name, shape, partial(run, CpuOps()), partial(run, TorchOps()))
+
+
+def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callable[[Ops], None]]]:
+    """Name, size of a row, and the call itself."""
+    zeros, x, out = torch.zeros(3, num_rows, HIDDEN, dtype=dtype)
+    x.normal_()
+    weight = torch.randn(HIDDEN).to(dtype)
+    heads = torch.randn(num_rows, NUM_HEADS, HEAD_SIZE).to(dtype)
+    angles = torch.randn(num_rows, HEAD_SIZE)
+    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    gate_up = torch.randn(num_rows, 2 * INTERMEDIATE).to(dtype)
+    activated = torch.empty(num_rows, INTERMEDIATE, dtype=dtype)
+    by_head = f"{NUM_HEADS} x {HEAD_SIZE}"
+    return [
+        # 0 + 0 stays 0, whatever the number of calls
+        ("add + RMSNorm", str(HIDDEN), lambda ops: ops.add_rms_norm(zeros, zeros, weight, 1e-6, out)),
+        ("RMSNorm", str(HIDDEN), lambda ops: ops.rms_norm(x, weight, 1e-6, out)),
+        ("RMSNorm of heads", by_head, lambda ops: ops.rms_norm(heads, weight[:HEAD_SIZE], 1e-6, heads)),
+        ("RoPE", by_head, lambda ops: ops.rotate(heads, rotation)),
+        ("silu and mul", str(INTERMEDIATE), lambda ops: ops.silu_and_mul(gate_up, activated)),
+        ("gelu and mul", str(INTERMEDIATE), lambda ops: ops.gelu_and_mul(gate_up, activated)),
+    ]
+
+
+def _rotations() -> Iterator[Row]:
+    native, plain = (RotaryEmbedding(Rope("default", 1e4), HEAD_SIZE, 8192, device=torch.device("cpu")) for _ in "np")
+    plain.native = False
+    for num_rows in NUM_ROWS:
+        positions = torch.randint(8192, (num_rows,))
+        out = Rotation(*torch.empty(2, num_rows, HEAD_SIZE, dtype=torch.bfloat16))
+        shape = f"{num_rows} x {HEAD_SIZE} bfloat16"
+        yield _row(
+            "rows of cos and sin", shape, partial(native.select, positions, out), partial(plain.select, positions, out)
+        )
+
+
+def _sampler() -> Iterator[Row]:
+    for num_rows, vocab_size in LOGITS:
+        logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+        sampler = Sampler(vocab_size, torch.device("cpu"))
+        for name, columns in FILTERS.items():
+            params: np.ndarray[Any, Any] = np.zeros(num_rows, ROW_PARAMS)
+            params["seed"] = np.arange(num_rows)
+            for column, value in ({"temperature": 0.8, "top_p": 1.0} | columns).items():
+                params[column] = value
+            draws = draw_records(params, np.zeros(num_rows, np.int64), vocab_size)
+            native, plain = partial(sampler.pick, logits, draws), partial(sampler.pick_plainly, logits, draws)
+            yield _row(f"sampler, {name}", f"{num_rows} x {vocab_size}", native, plain)
+
+
+def _row(kernel: str, shape: str, own: Callable[[], object], plain: Callable[[], object]) -> Row:
+    best = [float("inf"), float("inf")]
+    deadline, rounds = time.monotonic() + MIN_TIME_S, 0
+    while rounds < 5 or time.monotonic() < deadline:
+        rounds += 1
+        for i, run in enumerate((own, plain)):
+            start = time.perf_counter_ns()
+            run()
+            best[i] = min(best[i], (time.perf_counter_ns() - start) / 1e3)
+    return Row(kernel=kernel, shape=shape, us=best[0], torch_us=best[1], ratio=best[1] / best[0])

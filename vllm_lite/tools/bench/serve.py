@@ -1,0 +1,190 @@
+"""`vllm-lite bench serve`: load for any OpenAI-compatible server, and what it did with it.
+
+serve_datasets.py  which requests are sent
+serve_http.py      HTTP and event streams
+serve_client.py    one request, and what was seen of its answer
+serve_result.py    figures and table
+serve_plot.py      the picture
+
+Requests start at the times of a Poisson process (or a gamma process, by burstiness), whether or not earlier ones have
+ended, but never more than `max_concurrency` at once.
+"""
+
+import asyncio
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from vllm_lite.client.progress import Progress
+from vllm_lite.client.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.bench.serve_client import ENDPOINTS, Api, Outcome
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, Request, make_requests
+from vllm_lite.tools.bench.serve_http import HttpClient
+from vllm_lite.tools.bench.serve_result import DETAILS, summarize
+
+Report = Callable[[Outcome], None]
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flags of the same names say."""
+
+    dataset: DatasetOptions = DatasetOptions()
+    backend: str = "openai"
+    base_url: str = "http://127.0.0.1:8000"
+    endpoint: str | None = None
+    model: str | None = None
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    request_rate: float = float("inf")
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput: dict[str, float] = {}
+    sampling: dict[str, Any] = {}
+    """Whatever else a request's body says."""
+    headers: dict[str, str] = {}
+    insecure: bool = False
+    request_timeout_s: float = 6 * 3600.0
+    show_progress: bool = False
+
+
+class Run(msgspec.Struct, frozen=True):
+    """`result` has vLLM's keys; `cpu_s` is what this client itself took while it measured."""
+
+    result: dict[str, Any]
+    served: list[Outcome]
+    cpu_s: float
+
+
+def run(options: ServeOptions) -> Run:
+    """Measure. Raises ConfigError for what cannot be asked, HttpError if nobody says which model to ask for."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(options))
+
+
+async def _run(options: ServeOptions) -> Run:
+    endpoint = options.endpoint or ENDPOINTS[options.backend]
+    tokenizer = load_tokenizer(options)
+    requests = make_requests(options.dataset, tokenizer)
+    if endpoint.endswith("chat/completions") and not all(isinstance(request.prompt, str) for request in requests):
+        raise ConfigError("a chat is made of text, these prompts are token ids; give --tokenizer FOLDER")
+    _allow_sockets(len(requests))
+    client = HttpClient(options.base_url, options.headers, check_tls=not options.insecure)
+    try:
+        model = options.served_model_name or options.model or await Api(client, endpoint, {}, timeout_s=0).model()
+        api = Api(client, endpoint, {"model": model, **options.sampling}, timeout_s=options.request_timeout_s)
+        if options.num_warmups:
+            warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
+            await drive(api, warmups, [0.0] * len(warmups), options.max_concurrency, lambda _: None)
+        times_s = arrivals(len(requests), options.request_rate, options.burstiness, options.dataset.seed)
+        cpu_s = time.process_time()
+        with Progress(len(requests), enabled=options.show_progress) as progress:
+
+            def report(outcome: Outcome) -> None:
+                progress.tokens(outcome.output_len)
+                progress.request()
+
+            outcomes, duration_s = await drive(api, requests, times_s, options.max_concurrency, report)
+        cpu_s = time.process_time() - cpu_s
+    finally:
+        client.close()
+    _count_what_nobody_counted(outcomes, tokenizer)
+    result = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options.backend,
+        "backend": options.backend,
+        "model_id": options.model or model,
+        "tokenizer_id": options.tokenizer or options.model or model,
+        "num_prompts": len(requests),
+        "request_rate": "inf" if options.request_rate == float("inf") else options.request_rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+        **summarize(outcomes, duration_s, options.percentiles, options.goodput),
+    }
+    return Run(result, [outcome for outcome in outcomes if not outcome.error], cpu_s)
+
+
+def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
+    """The one that was named, or that of a model that is a folder here. Raises ModelError."""
+    if options.tokenizer is not None:
+        return Tokenizer.load(options.tokenizer)
+    if options.model is not None and Path(options.model, TOKENIZER_FILE).is_file():
+        return Tokenizer.load(options.model)
+    return None
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which requests are sent: gaps of a gamma distribution with `burstiness` as its shape
+    (1: Poisson), stretched so that the last one comes after count / rate seconds."""
+    if rate == float("inf"):
+        return [0.0] * count
+    rng = random.Random(seed)
+    times = list(accumulate(rng.gammavariate(burstiness, 1.0) for _ in range(count)))
+    stretch_s = count / rate / times[-1] if times[-1] > 0 else 0.0
+    return [time * stretch_s for time in times]
+
+
+async def drive(
+    api: Api, requests: Sequence[Request], times_s: Sequence[float], max_concurrency: int | None, report: Report
+) -> tuple[list[Outcome], float]:
+    """Send each request at its time. Returns the outcomes in the order of the requests, and the seconds all took."""
+    places = asyncio.Semaphore(max_concurrency or len(requests))
+
+    async def send(request: Request) -> Outcome:
+        async with places:
+            outcome = await api.send(request)
+        report(outcome)
+        return outcome
+
+    start_s = time.perf_counter()
+    tasks = []
+    for request, time_s in zip(requests, times_s, strict=True):
+        wait_s = start_s + time_s - time.perf_counter()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        tasks.append(asyncio.ensure_future(send(request)))
+    outcomes = await asyncio.gather(*tasks)
+    return outcomes, time.perf_counter() - start_s
+
+
+def _count_what_nobody_counted(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
+    """A server that tells no usage: the text's tokens, or without a tokenizer its chunks."""
+    for outcome in outcomes:
+        if not outcome.error and not outcome.output_len:
+            counted = tokenizer.encode(outcome.text, add_special_tokens=False) if tokenizer is not None else []
+            outcome.output_len = len(counted) or len(outcome.chunks_s)
+
+
+def _allow_sockets(count: int) -> None:
+    """Each request that runs is a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count + 64:
+        wanted = count + 64 if hard == resource.RLIM_INFINITY else min(count + 64, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def save(result: dict[str, Any], path: str, *, detailed: bool) -> None:
+    """As JSON. Raises ConfigError if it cannot be written."""
+    kept = {name: value for name, value in result.items() if detailed or name not in DETAILS}
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2 if not detailed else 0))
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written to {path}: {error}") from error
+
+
+def file_name(result: dict[str, Any], label: str | None) -> str:
+    """As vLLM calls it."""
+    concurrency = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] is not None else ""
+    name = str(result["model_id"]).rstrip("/").rsplit("/", 1)[-1]
+    return f"{label or result['backend']}-{result['request_rate']}qps{concurrency}-{name}-{result['date']}.json"

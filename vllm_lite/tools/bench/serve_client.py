@@ -1,0 +1,169 @@
+"""One request of `bench serve`: what is asked, and what was seen of its answer and when."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from vllm_lite.tools.bench.serve_datasets import Request
+from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
+
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+"""By --backend."""
+MAX_ERROR_CHARS = 500
+
+
+class Outcome:
+    """Times are perf_counter's, lengths are in tokens; `error` is "" for a request that was served to its end."""
+
+    __slots__ = ("chunks_s", "error", "input_len", "output_len", "start_s", "text")
+
+    def __init__(self, input_len: int) -> None:
+        self.start_s = 0.0
+        self.chunks_s: list[float] = []
+        self.input_len = input_len
+        self.output_len = 0
+        self.text = ""
+        self.error = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """From the request to the first chunk."""
+        return self.chunks_s[0] - self.start_s if self.chunks_s else 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """From the request to the last chunk."""
+        return self.chunks_s[-1] - self.start_s if self.chunks_s else 0.0
+
+    @property
+    def itls_s(self) -> list[float]:
+        """From each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
+        return [later - earlier for earlier, later in pairwise(self.chunks_s)]
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content or self.reasoning or self.reasoning_content or ""
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class _Answer:
+    """Fills an Outcome with the events of its stream."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.is_complete = False
+        self._outcome = outcome
+        self._texts: list[str] = []
+
+    def take(self, events: list[bytes], now_s: float) -> None:
+        """Raises HttpError for an event that is no chunk."""
+        for data in events:
+            if data == b"[DONE]":
+                self.is_complete = True
+                continue
+            try:
+                chunk = _decode(data)
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+                raise HttpError(f"an event is no chunk of a completion: {error}") from error
+            if chunk.error is not None:
+                raise HttpError(f"error in the stream: {_message(chunk.error)}")
+            if chunk.choices:
+                self._take_choice(chunk.choices[0], now_s)
+            if chunk.usage is not None:
+                self._outcome.input_len = chunk.usage.prompt_tokens or self._outcome.input_len
+                self._outcome.output_len = chunk.usage.completion_tokens
+
+    def _take_choice(self, choice: _Choice, now_s: float) -> None:
+        delta = choice.delta
+        text = (choice.text if delta is None else delta.text) or ""
+        if delta is not None and delta.role and not text and choice.finish_reason is None:
+            return  # it opens a chat's stream and holds no token
+        self._outcome.chunks_s.append(now_s)
+        self._texts.append(text)
+        if choice.finish_reason is not None:
+            self.is_complete = True
+
+    def close(self) -> None:
+        self._outcome.text = "".join(self._texts)
+
+
+class Api:
+    """Requests to one endpoint, which share `settings`: model, sampling and whatever else the body says."""
+
+    def __init__(self, client: HttpClient, endpoint: str, settings: Mapping[str, Any], *, timeout_s: float) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._is_chat = endpoint.rstrip("/").endswith("chat/completions")
+        self._settings = {**settings, "stream": True, "stream_options": {"include_usage": True}}
+        self._timeout_s = timeout_s
+
+    async def send(self, request: Request) -> Outcome:
+        """Never raises for what the server does: the outcome says it."""
+        outcome = Outcome(request.input_len)
+        answer = _Answer(outcome)
+        body = msgspec.json.encode(self.body(request))
+        outcome.start_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._client.stream(self._endpoint, body, answer.take)
+        except TimeoutError:
+            outcome.error = f"no end after {self._timeout_s:g} s"
+        except HttpError as error:
+            if error.status or not answer.is_complete:  # a server may end its answer by closing the connection
+                outcome.error = str(error)[:MAX_ERROR_CHARS]
+        answer.close()
+        if not outcome.error and not answer.is_complete:
+            outcome.error = "the stream ended without [DONE]"
+        if not outcome.error and not outcome.chunks_s:
+            outcome.error = "the stream held no token"
+        return outcome
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """What is sent for `request`."""
+        if self._is_chat:
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
+            limit = "max_completion_tokens"
+        else:
+            prompt, limit = {"prompt": request.prompt}, "max_tokens"
+        return {**prompt, limit: request.output_len, **self._settings}
+
+    async def model(self) -> str:
+        """The first model that the server has. Raises HttpError."""
+        data = await self._client.get("/v1/models")
+        try:
+            return str(msgspec.json.decode(data)["data"][0]["id"])
+        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as error:
+            raise HttpError("the server's /v1/models names no model; give --model") from error
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,184 @@
+"""The requests that `bench serve` sends: random tokens, shared prefixes, conversations, or prompts from a file.
+
+Lengths are in tokens. The same seed makes the same requests.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ConfigError
+
+PLAIN_IDS = (5, 1000)
+"""Without a tokenizer random prompts are ids of this range, which every vocabulary has."""
+MAX_TRIES = 16
+"""How often a random text is cut or lengthened until its tokens are as many as asked for."""
+SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
+"""Conversations outside of these lengths are left out, as in vLLM's benchmark, so that results compare."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`prompt` is a text or token ids; `input_len` its tokens, 0 where nobody could count them."""
+
+    prompt: str | list[int]
+    input_len: int
+    output_len: int
+
+
+class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flags of the same names say."""
+
+    dataset_name: str = "random"
+    dataset_path: str | None = None
+    num_prompts: int = 1000
+    seed: int = 0
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    sharegpt_output_len: int | None = None
+    custom_output_len: int = 256
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Turn] = []
+
+
+class _Line(msgspec.Struct):
+    prompt: str | list[int]
+    output_tokens: int | None = None
+
+
+class RandomPrompts:
+    """Prompts of random tokens: texts if there is a tokenizer, else token ids."""
+
+    def __init__(self, rng: random.Random, tokenizer: Tokenizer | None) -> None:
+        self._rng = rng
+        self._tokenizer = tokenizer
+        special = frozenset() if tokenizer is None else tokenizer.special_ids
+        ids = range(*PLAIN_IDS) if tokenizer is None else range(tokenizer.vocab_size)
+        self._ids = [token_id for token_id in ids if token_id not in special]
+
+    def ids(self, length: int) -> list[int]:
+        return self._rng.choices(self._ids, k=length)
+
+    def prompt(self, ids: list[int]) -> tuple[str | list[int], int]:
+        """`ids` as a prompt, and its length. Few random ids survive being decoded: what the text's tokens lack or have
+        too many is added or cut at its end, until they are as many as `ids`; a text that never fits stays close."""
+        if self._tokenizer is None:
+            return ids, len(ids)
+        wanted = len(ids)
+        best, text = ids, ""
+        for attempt in range(MAX_TRIES):
+            text = self._tokenizer.decode(best)
+            best = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(best) == wanted:
+                break
+            best = best[: max(wanted - attempt, 0)]  # each time more of the end is new: what failed once may fail again
+            best += self.ids(wanted - len(best))
+        return text, len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def make_requests(options: DatasetOptions, tokenizer: Tokenizer | None) -> list[Request]:
+    """`options.num_prompts` of them, or as many as the file has. Raises ConfigError."""
+    maker = MAKERS[options.dataset_name]
+    requests = list(maker(options, random.Random(options.seed), tokenizer))
+    if not requests:
+        raise ConfigError(
+            f"the dataset {options.dataset_path or options.dataset_name} holds no request that can be used"
+        )
+    return requests
+
+
+def _random(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+    prompts = RandomPrompts(rng, tokenizer)
+    prefix = prompts.ids(options.random_prefix_len)
+    for _ in range(options.num_prompts):
+        num_own = _around(rng, options.random_input_len, options.random_range_ratio)
+        output_len = _around(rng, options.random_output_len, options.random_range_ratio)
+        yield Request(*prompts.prompt(prefix + prompts.ids(num_own)), output_len)
+
+
+def _around(rng: random.Random, length: int, ratio: float) -> int:
+    """Uniform between length * (1 - ratio) and length * (1 + ratio)."""
+    return max(rng.randint(int(length * (1 - ratio)), int(length * (1 + ratio))), 1)
+
+
+def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+    num_prefixes = options.prefix_repetition_num_prefixes
+    if num_prefixes > options.num_prompts:
+        raise ConfigError(f"{num_prefixes} prefixes need at least as many prompts, got {options.num_prompts}")
+    prompts = RandomPrompts(rng, tokenizer)
+    prefixes = [prompts.ids(options.prefix_repetition_prefix_len) for _ in range(num_prefixes)]
+    turns = [place % num_prefixes for place in range(options.num_prompts)]
+    rng.shuffle(turns)
+    for turn in turns:
+        ids = prefixes[turn] + prompts.ids(options.prefix_repetition_suffix_len)
+        yield Request(*prompts.prompt(ids), options.prefix_repetition_output_len)
+
+
+def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+    """First question and first answer of each conversation, whose length is that of the output."""
+    talks = _decode(options, lambda data: msgspec.json.decode(data, type=list[_Conversation]))
+    if tokenizer is None and options.sharegpt_output_len is None:
+        raise ConfigError(
+            "the lengths of ShareGPT's answers need a tokenizer; give --tokenizer or --sharegpt-output-len"
+        )
+    talks = [talk for talk in talks if len(talk.conversations) >= 2]
+    rng.shuffle(talks)
+    found = 0
+    for talk in talks:
+        if found == options.num_prompts:
+            return
+        question, answer = (turn.value for turn in talk.conversations[:2])
+        if tokenizer is None:
+            found += 1
+            yield Request(question, 0, options.sharegpt_output_len or 0)
+            continue
+        input_len = len(tokenizer.encode(question, add_special_tokens=False))
+        output_len = options.sharegpt_output_len or len(tokenizer.encode(answer, add_special_tokens=False))
+        is_short = output_len < SHAREGPT_MIN and options.sharegpt_output_len is None
+        is_long = input_len > SHAREGPT_MAX_INPUT or input_len + output_len > SHAREGPT_MAX_TOTAL
+        if input_len >= SHAREGPT_MIN and not is_short and not is_long:
+            found += 1
+            yield Request(question, input_len, output_len)
+
+
+def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+    """One JSON object on each line: "prompt", a text or token ids, and "output_tokens" if they differ."""
+    lines = _decode(options, lambda data: msgspec.json.Decoder(_Line).decode_lines(data))
+    for line in lines[: options.num_prompts]:
+        ids = line.prompt
+        if isinstance(ids, str):
+            ids = [] if tokenizer is None else tokenizer.encode(ids, add_special_tokens=False)
+        yield Request(line.prompt, len(ids), line.output_tokens or options.custom_output_len)
+
+
+def _decode(options: DatasetOptions, decode: Callable[[bytes], list[Any]]) -> list[Any]:
+    """The file. Raises ConfigError."""
+    if options.dataset_path is None:
+        raise ConfigError(f"the dataset {options.dataset_name} is read from a file; give --dataset-path FILE")
+    try:
+        return decode(Path(options.dataset_path).read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{options.dataset_path} cannot be read as {options.dataset_name}: {error}") from error
+
+
+MAKERS: dict[str, Callable[[DatasetOptions, random.Random, Tokenizer | None], Iterator[Request]]] = {
+    "random": _random,
+    "sharegpt": _sharegpt,
+    "prefix_repetition": _prefix_repetition,
+    "custom": _custom,
+}

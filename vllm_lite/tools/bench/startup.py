@@ -1,0 +1,239 @@
+"""`vllm-lite bench startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
+
+Server, engine and workers note what they have done in a file (`runtime.log.moment`); they share the machine's clock.
+"""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from msgspec.structs import replace
+from tqdm import tqdm
+
+from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.errors import EngineError
+from vllm_lite.executor.multiproc import SPAWNS_WORKERS
+from vllm_lite.runtime import log
+from vllm_lite.tools.bench.serve_client import Api, Outcome
+from vllm_lite.tools.bench.serve_datasets import Request
+from vllm_lite.tools.bench.serve_http import HttpClient
+
+START_S = 900.0
+END_S = 30.0
+ANSWER_S = 300.0
+PROMPT = Request([5, 6, 7, 8], 4, 16)
+"""Token ids, which need no tokenizer."""
+SCRIPT = """
+import json, sys, time
+from vllm_lite import LLM, SamplingParams
+settings, prompt, max_tokens = json.loads(sys.argv[1])
+with LLM(**settings) as llm:
+    times = [time.monotonic()]
+    for _ in range(2):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
+        times += [output.metrics.arrival_time, output.metrics.first_token_time]
+    print(json.dumps(times))
+"""
+"""What is measured in place of a server: a script as a user would write it, which tells when it was ready and, for two
+requests, when they began and had their first token."""
+SPAWNED_BY = {"engine": ("server", SPAWNS_ENGINE), "worker": ("engine", SPAWNS_WORKERS)}
+"""Where the first part of a process begins: with this part's end."""
+_BAR = 40
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a process did until `end_s`, in seconds since the command, and how long it took. Processes overlap."""
+
+    process: str
+    what: str
+    end_s: float
+    took_s: float
+
+
+class Start(msgspec.Struct, frozen=True):
+    """One start, in seconds since the command; `again_s` is what the same request takes to its first token later."""
+
+    ready_s: float
+    first_token_s: float
+    again_s: float
+    parts: list[Part]
+
+
+def run(
+    command: Sequence[str],
+    measure: Callable[[], Start],
+    num_iters: int,
+    *,
+    idle_s: float = 0.0,
+    show_progress: bool = False,
+) -> dict[str, Any]:
+    """Measure a start again and again, each after `idle_s` of nothing. The parts are those of the median start.
+
+    Raises EngineError for one that does not come up, or does not answer.
+    """
+    starts = []
+    for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True):
+        time.sleep(idle_s)
+        starts.append(measure())
+    ordered = sorted(starts, key=lambda start: start.first_token_s)
+    median = ordered[num_iters // 2]
+    return {
+        "command": list(command),
+        "idle_s": idle_s,
+        "ready_s": median.ready_s,
+        "first_token_s": median.first_token_s,
+        "again_s": median.again_s,
+        "all_ready_s": [start.ready_s for start in starts],
+        "all_first_token_s": [start.first_token_s for start in starts],
+        "parts": msgspec.to_builtins(median.parts),
+    }
+
+
+def serve_start(serve_words: Sequence[str]) -> Start:
+    """One start of a server on a free port, two requests, its end."""
+    with tempfile.TemporaryDirectory(prefix="vl-") as folder:
+        moments = Path(folder, "moments")
+        with open(Path(folder, "log"), "w+") as errors:
+            begin_s = time.monotonic()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_lite", "serve", *serve_words, "--port", "0"],
+                env={**os.environ, log.MOMENTS_VARIABLE: str(moments)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            watchdog = threading.Timer(START_S, process.kill)
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                url = _wait_until_ready(process, errors.name)
+                ready_s = time.monotonic()
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    first, again = runner.run(_ask(url))
+            finally:
+                watchdog.cancel()
+                _end(process)
+        parts = read_parts(moments.read_text(), begin_s)
+    first_token_s = first.chunks_s[0] - begin_s
+    parts.append(Part("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - parts[-1].end_s))
+    parts.append(Part("client", "first request, first chunk", first_token_s, first.ttft_s))
+    return Start(ready_s - begin_s, first_token_s, again.ttft_s, parts)
+
+
+def llm_start(settings: dict[str, Any]) -> Start:
+    """One start of a script that makes LLM(**settings), two requests, its end."""
+    request = json.dumps([settings, PROMPT.prompt, PROMPT.output_len])
+    with tempfile.TemporaryDirectory(prefix="vl-") as folder:
+        moments = Path(folder, "moments")
+        begin_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, request],
+            env={**os.environ, log.MOMENTS_VARIABLE: str(moments)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise EngineError(f"the script did not come to its end; its last words: {_last_line(done.stderr)}")
+        parts = read_parts(moments.read_text(), begin_s)
+    ready_s, asked_s, first_s, asked_again_s, again_s = json.loads(done.stdout)
+    parts = [replace(part, process="script") if part.process == "server" else part for part in parts]
+    parts.append(Part("script", "first request, first token", first_s - begin_s, first_s - asked_s))
+    return Start(ready_s - begin_s, first_s - begin_s, again_s - asked_again_s, parts)
+
+
+def _wait_until_ready(process: "subprocess.Popen[str]", errors: str) -> str:
+    """The address. Raises EngineError with the last thing that the server said."""
+    for line in process.stdout or ():
+        if found := re.search(r"ready at (\S+),", line):
+            if not found.group(1).startswith("http"):
+                raise EngineError(f"the start is measured over TCP, this server listens at {found.group(1)}; no --uds")
+            return found.group(1)
+    raise EngineError(f"the server did not start; its last words: {_last_line(Path(errors).read_text())}")
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["none"])[-1]
+
+
+async def _ask(url: str) -> tuple[Outcome, Outcome]:
+    """The same request twice: the first of the server's life, and a later one."""
+    keys = os.environ.get("VLLM_LITE_API_KEY", "").split(",")
+    client = HttpClient(url, {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}, check_tls=False)
+    api = Api(client, "/v1/completions", {"temperature": 0.0, "ignore_eos": True}, timeout_s=ANSWER_S)
+    try:
+        outcomes = await api.send(PROMPT), await api.send(PROMPT)
+    finally:
+        client.close()
+    for outcome in outcomes:
+        if outcome.error:
+            raise EngineError(f"the server does not answer: {outcome.error}")
+    return outcomes
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(END_S)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def read_parts(text: str, begin_s: float) -> list[Part]:
+    """The moments that processes noted, in order of time, each with the time since the process's one before."""
+    noted = sorted(
+        (float(time_s) - begin_s, process, what) for time_s, process, what in map(_fields, text.splitlines())
+    )
+    ends = {(process, what): time_s for time_s, process, what in noted}
+    before = {"server": 0.0}
+    parts = []
+    for time_s, process, what in noted:
+        from_s = before[process] if process in before else ends.get(SPAWNED_BY[process], 0.0)
+        parts.append(Part(process, what, time_s, time_s - from_s))
+        before[process] = time_s
+    return parts
+
+
+def _fields(line: str) -> tuple[str, str, str]:
+    time_s, process, what = line.split("\t")
+    return time_s, process, what
+
+
+def table(figures: dict[str, Any]) -> str:
+    times, ready = sorted(figures["all_first_token_s"]), sorted(figures["all_ready_s"])
+    idle = f" after {figures['idle_s']:g} s of nothing each" if figures["idle_s"] else ""
+    lines = [
+        " ".join(figures["command"]) + f": {len(times)} starts{idle}, medians (least to most), in seconds",
+        f"  ready         {figures['ready_s']:7.3f}  ({ready[0]:.3f} to {ready[-1]:.3f})",
+        f"  first token   {figures['first_token_s']:7.3f}  ({times[0]:.3f} to {times[-1]:.3f})",
+        f"  the same request a second time takes {1000 * figures['again_s']:.1f} ms to its first token",
+        "",
+        f"  {'process':<9}{'until':>7}{'took':>8}  {'':<{_BAR}}  what",
+    ]
+    scale = _BAR / figures["first_token_s"]
+    for part in figures["parts"]:
+        end_s, took_s = part["end_s"], part["took_s"]
+        left = round((end_s - took_s) * scale)
+        bar = " " * left + "#" * max(round(end_s * scale) - left, 1)
+        if part["what"].startswith("waits"):
+            bar = bar.replace("#", ".")
+        lines.append(f"  {part['process']:<9}{end_s:7.3f}{took_s:8.3f}  {bar:<{_BAR}.{_BAR}}  {part['what']}")
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
+
+The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs tell the
+time of each kernel. Shown are means over the steps in which all streams decode.
+"""
+
+import os
+import queue
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.client.launch import resolve
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.protocol.api import Finished, Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime import supervise
+from vllm_lite.runtime.machine import num_physical_cores
+from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
+from vllm_lite.tools.bench.ledger import CPU, FOLDER, REST, WHOLE, Step, load
+
+PATIENCE_S = 120.0
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+LARGEST_READ = 512 << 20
+
+
+def run(model: str, num_streams: int, context: int, num_steps: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Decode `num_steps` tokens of each of `num_streams` prompts, whose context is `context` tokens in the middle.
+
+    `settings` are fields of EngineConfig. Raises ConfigError for numbers that do not fit the model.
+    """
+    if num_streams < 1 or num_steps < 4 or context <= num_steps // 2:
+        raise ConfigError(
+            "there must be at least 1 stream and 4 steps, and the context must be longer than half of the steps; got "
+            f"{num_streams} streams, {num_steps} steps and a context of {context} tokens"
+        )
+    given = settings | {"model": model, "max_num_seqs": num_streams, "log_level": "error"}
+    config = resolve(EngineConfig.check(given | {"enable_prefix_caching": False}))
+    spec = ModelSpec.load(config.model)
+    threads = config.cpu_threads or num_physical_cores()
+    worker, engine, client = _decode(config, spec, num_streams, context - num_steps // 2, num_steps)
+    parts = _mean(worker, num_streams)
+    kernels = {
+        name.removeprefix("call "): {"calls": parts.pop(f"calls {name.removeprefix('call ')}"), "us": parts.pop(name)}
+        for name in [name for name in parts if name.startswith("call ")]
+    }
+    step_us = parts[WHOLE]
+    num_bytes = step_bytes(config, spec, num_streams, context)
+    gb_s = read_bandwidth_gb_s(threads, min(num_bytes, LARGEST_READ))
+    bound_us = num_bytes / gb_s / 1e3
+    return {
+        "model": model,
+        "streams": num_streams,
+        "context": context,
+        "threads": threads,
+        "step_us": step_us,
+        "tokens_per_s": num_streams / step_us * 1e6,
+        "worker": parts,
+        "kernels": kernels,
+        "engine": _mean(engine, num_streams),
+        "client": client,
+        "bound": {"bytes": num_bytes, "gb_s": gb_s, "us": bound_us, "share": bound_us / step_us},
+    }
+
+
+def step_bytes(config: EngineConfig, spec: ModelSpec, num_streams: int, context: int) -> int:
+    """What a decode step has to read: all weights but the embedding, whose rows are few, and the KV of the contexts."""
+    weights = spec.num_parameters() - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
+    item_bytes = 1 if config.quantization == "int8" else ITEM_BYTES[config.dtype]
+    token_bytes = spec.kv_block_bytes(1, ITEM_BYTES.get(config.kv_cache_dtype, ITEM_BYTES[config.dtype]))
+    return weights * item_bytes + num_streams * context * token_bytes
+
+
+def _decode(
+    config: EngineConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
+) -> tuple[list[Step], list[Step], dict[str, float]]:
+    """The steps of the worker and the engine, and the client's part of one."""
+    with tempfile.TemporaryDirectory(prefix="vl-") as folder, _environment({FOLDER: folder, "GOMP_SPINCOUNT": "0"}):
+        run_dir = tempfile.mkdtemp(prefix="vl-")
+        address = f"ipc://{run_dir}/engine"
+        engine = EngineSettings(config, address, run_dir, "vllm_lite.tools.bench.step_worker")
+        child = supervise.spawn("vllm_lite.tools.bench.step_engine", engine, "engine", lambda _reason: None)
+        try:
+            session = Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)
+            try:
+                prompts = _prompts(num_streams, prompt_len, spec.vocab_size)
+                client = [_generate(session, prompts, num_steps) for _ in range(2)][-1]
+            finally:
+                session.close()
+        finally:
+            child.stop(PATIENCE_S)
+            supervise.remove_dir(run_dir)
+        return load(folder, "worker"), load(folder, "engine"), client
+
+
+def _prompts(count: int, length: int, vocab_size: int) -> list[bytes]:
+    rng = random.Random(0)
+    return [pack_tokens([rng.randrange(vocab_size) for _ in range(length)]) for _ in range(count)]
+
+
+def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[str, float]:
+    """Generate `num_steps` tokens for each prompt; what this process does meanwhile, per step."""
+    inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    params = SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True, detokenize=False)
+    cpu_ns, start_ns, left, num_messages = time.process_time_ns(), time.perf_counter_ns(), len(prompts), 0
+    for index, prompt in enumerate(prompts):
+        session.submit(Generate(f"{start_ns}-{index}", prompt, params), inbox.put)
+    while left:
+        for event in inbox.get(timeout=PATIENCE_S):
+            if isinstance(event, Failure) or (isinstance(event, Finished) and event.error):
+                raise EngineError(f"a request failed: {event}")
+            left -= isinstance(event, Finished)
+        num_messages += 1
+    return {
+        CPU: (time.process_time_ns() - cpu_ns) / num_steps / 1e3,
+        "messages": num_messages / num_steps,
+        "wall": (time.perf_counter_ns() - start_ns) / num_steps / 1e3,
+    }
+
+
+def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
+    """What a step cost of each part, in microseconds (calls: how many): a mean over the later half of those in which
+    all streams decoded, without what took three times as long as usual."""
+    full = [step for step in steps if step["streams"] == num_streams]
+    full = full[len(full) // 2 + 1 : -2]
+    if not full:
+        raise EngineError("the streams never decoded all together; let them decode more tokens")
+    usual = statistics.median(step[WHOLE] / step["steps"] for step in full)
+    full = [step for step in full if step[WHOLE] <= 3 * usual * step["steps"]]
+    names = sorted(
+        {name for step in full for name in step} - {"streams", "steps"}, key=lambda name: (name == REST, name)
+    )
+    num_steps = sum(step["steps"] for step in full)
+    scale = {name: 1 if name.startswith("calls ") else 1000 for name in names}
+    return {name: sum(step.get(name, 0) for step in full) / num_steps / scale[name] for name in names}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures, one part a line, with its share of the step."""
+    step_us, bound = figures["step_us"], figures["bound"]
+    what = f"streams: {figures['streams']}, context: {figures['context']}, threads: {figures['threads']}"
+    lines = [f"{figures['model']}, {what}: {step_us:.0f} us a step, {figures['tokens_per_s']:.0f} tokens/s"]
+
+    def line(name: str, value_us: float, remark: str = "") -> None:
+        lines.append(f"  {name:<28}{value_us:>10.1f} us {100 * value_us / step_us:>6.1f} %  {remark}".rstrip())
+
+    for process in ("worker", "engine"):
+        lines.append(f"{process}, one thread")
+        for name, value_us in figures[process].items():
+            if name not in (WHOLE, CPU):
+                line(name, value_us)
+            if name == "program":
+                for kernel, cost in sorted(figures["kernels"].items(), key=lambda item: -item[1]["us"]):
+                    line(f"  {kernel}", cost["us"], f"{cost['calls']:.0f} calls")
+    lines.append("CPU time of all threads")
+    for process in ("worker", "engine", "client"):
+        line(process, figures[process][CPU])
+    lines.append(
+        f"bound: {bound['bytes'] / 1e6:.1f} MB, read at {bound['gb_s']:.1f} GB/s in this run: {bound['us']:.0f} us, "
+        f"{100 * bound['share']:.0f} % of the step"
+    )
+    return "\n".join(lines)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Children started meanwhile have `values` in their environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,83 @@
+"""The worker's process with a ledger, in which recorded programs tell the time of each call. Entry point of a child."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.config import WorkerSettings
+from vllm_lite.kernels.cpu.program import Program
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.tools.bench.ledger import Ledger
+from vllm_lite.transport.interface import poller
+from vllm_lite.worker import process
+from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs
+from vllm_lite.worker.sampling.sampler import Sampler
+from vllm_lite.worker.worker import Worker
+
+LINEARS = ("qkv", "output", "gate-up", "down")
+"""The linear layers of a decoder layer, in their order; the last one of all is the LM head."""
+
+
+def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
+    ledger = Ledger()
+    ledger.watch(type(poller()), {"poll": "wait"})
+    ledger.watch(process.Session, {"receive": "receive", "send": "send"})
+    ledger.watch(InputBatch, dict.fromkeys(("apply", "build", "sample_inputs", "commit"), "batch"))
+    ledger.watch(DecodeInputs, {"load": "batch"})
+    ledger.watch(DecodeGraphs, {"logits": "graph"})
+    ledger.watch(Sampler, {"sample": "sampler"})
+    ledger.watch(Worker, {"execute": "runner"})
+    profiles = _Profiles(ledger)
+    _end_steps(ledger)
+    try:
+        return process.process_main(settings, stop)
+    finally:
+        profiles.enter()
+        ledger.save("worker")
+
+
+class _Profiles:
+    """The times of the calls of recorded programs, kept as they come: to sort them is not to slow a step down."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._kept: list[tuple[int, Program, NDArray[np.int64]]] = []
+        Program.replay = ledger.timed("program", self._replay)  # type: ignore[method-assign]
+
+    def _replay(self, program: Program) -> None:
+        self._kept.append((len(self._ledger.steps), program, program.profile()))
+
+    def enter(self) -> None:
+        """Into the ledger, as "call NAME", and how many there were as "calls NAME"."""
+        for number, program, times_ns in self._kept:
+            step = self._ledger.steps[number]
+            for name, took_ns in zip(call_names(program.names), times_ns.tolist(), strict=True):
+                step[f"call {name}"] = step.get(f"call {name}", 0) + took_ns
+                step[f"calls {name}"] = step.get(f"calls {name}", 0) + 1
+
+
+def _end_steps(ledger: Ledger) -> None:
+    """Behind each step: what it costs to send its results counts for the next one."""
+    execute = Worker.execute
+
+    def execute_and_turn(worker: Worker, step: SchedulerOutput) -> ModelOutput:
+        output = execute(worker, step)
+        ledger.end_step(streams=len(step.entries), steps=1)
+        return output
+
+    Worker.execute = execute_and_turn  # type: ignore[method-assign,assignment]
+
+
+def call_names(functions: list[str]) -> list[str]:
+    """What each call of a program is for, by the order of a decoder's linear layers."""
+    names = [function.removeprefix("vllm_lite_") for function in functions]
+    linears = [index for index, name in enumerate(names) if name == "linear"]
+    for number, index in enumerate(linears):
+        names[index] = "linear " + ("LM head" if index == linears[-1] else LINEARS[number % len(LINEARS)])
+    return names
+
+
+if __name__ == "__main__":
+    run_child(_process_main, WorkerSettings, graceful=True)

@@ -1,0 +1,139 @@
+"""`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes.
+
+With a peer, both measure in turns, so that what else the machine does falls on both.
+"""
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from vllm_lite.client.llm import LLM
+from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.tools.bench.models import RANDOM_MODELS, write_config
+
+ALONE = 4
+"""Requests that are measured one at a time."""
+
+
+class _Ours:
+    def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
+        self.llm = stack.enter_context(LLM(folder, **settings))
+        self.input_len, output_len = lengths
+        self.rng = random.Random(0)
+        self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+    def seconds(self, num_prompts: int) -> float:
+        """Prompts are random ids without a common prefix."""
+        vocab_size = self.llm.engine.vocab_size
+        prompts = [[self.rng.randrange(5, vocab_size) for _ in range(self.input_len)] for _ in range(num_prompts)]
+        start_s = time.perf_counter()
+        self.llm.generate(prompts, self.params, use_tqdm=False)
+        return time.perf_counter() - start_s
+
+
+class _Transformers:
+    def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
+        threads = settings.get("cpu_threads") or _physical_cores()
+        arguments = [folder, str(settings.get("dtype", "auto")), str(threads), *map(str, lengths)]
+        self.process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "vllm_lite.tools.bench.transformers_generate", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        self._answer()
+
+    def seconds(self, num_prompts: int) -> float:
+        if self.process.stdin is None:
+            raise RuntimeError("the process has no input")
+        self.process.stdin.write(f"{num_prompts}\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            raise ConfigError("transformers could not run this model; its message stands above")
+        return line
+
+
+def run(
+    model: str,
+    num_prompts: int,
+    lengths: tuple[int, int],  # prompt and generated tokens
+    settings: dict[str, Any],  # of EngineConfig
+    *,
+    compare: bool = False,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Medians of output tokens per second, one at a time and all at once; with `compare` those of transformers, too."""
+    with ExitStack() as stack:
+        folder = model
+        if model in RANDOM_MODELS:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
+            write_config(model, folder)
+            settings = settings | {"load_format": "dummy"}
+        engines: dict[str, _Ours | _Transformers] = {"ours": _Ours(stack, folder, lengths, settings)}
+        if compare:
+            engines["transformers"] = _Transformers(stack, folder, lengths, settings)
+        alone: dict[str, list[float]] = {name: [] for name in engines}
+        together: dict[str, list[float]] = {name: [] for name in engines}
+        for engine in engines.values():
+            engine.seconds(2)
+        for _ in range(repeats):
+            for name, engine in engines.items():
+                alone[name].append(sum(engine.seconds(1) for _ in range(ALONE)) / ALONE)
+                together[name].append(engine.seconds(num_prompts))
+    figures: dict[str, Any] = {
+        "model": model,
+        "num_prompts": num_prompts,
+        "input_len": lengths[0],
+        "output_len": lengths[1],
+        "settings": settings,
+    }
+    for name in engines:
+        alone_s, together_s = statistics.median(alone[name]), statistics.median(together[name])
+        prefix = "" if name == "ours" else f"{name}_"
+        figures[f"{prefix}alone_tok_s"] = round(lengths[1] / alone_s, 1)
+        figures[f"{prefix}together_tok_s"] = round(num_prompts * lengths[1] / together_s, 1)
+    figures["ratio"] = round(figures["together_tok_s"] / figures["alone_tok_s"], 2)
+    return figures
+
+
+def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of all at once under the names of vLLM's benchmark, which counts prompt tokens, too."""
+    num_prompts = figures["num_prompts"]
+    output_tok_s = figures["together_tok_s"]
+    elapsed_s = num_prompts * figures["output_len"] / output_tok_s
+    num_tokens = num_prompts * (figures["input_len"] + figures["output_len"])
+    return {
+        "elapsed_time": elapsed_s,
+        "num_requests": num_prompts,
+        "total_num_tokens": num_tokens,
+        "requests_per_second": num_prompts / elapsed_s,
+        "tokens_per_second": num_tokens / elapsed_s,
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    sizes = f"{figures['num_prompts']} prompts of {figures['input_len']} tokens, {figures['output_len']} out"
+    lines = [f"{figures['model']}: {sizes}, output tokens/s", f"{'':<14}{'one at a time':>14}{'all at once':>14}"]
+    for name, prefix in (("vllm_lite", ""), ("transformers", "transformers_")):
+        if f"{prefix}alone_tok_s" in figures:
+            alone, together = figures[f"{prefix}alone_tok_s"], figures[f"{prefix}together_tok_s"]
+            lines.append(f"{name:<14}{alone:>14.1f}{together:>14.1f}")
+    return "\n".join(lines)
+
+
+def _physical_cores() -> int:
+    from vllm_lite.runtime.machine import num_physical_cores
+
+    return num_physical_cores()

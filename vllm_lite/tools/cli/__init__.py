@@ -1,0 +1,131 @@
+"""The command line: one module for each command, imported when it is called."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NoReturn
+
+from vllm_lite import __version__
+from vllm_lite.errors import VllmLiteError
+
+COMMANDS = {
+    "serve": "engine, workers and an OpenAI-compatible HTTP server",
+    "chat": "talk with a model in the terminal",
+    "complete": "continue a text",
+    "run-batch": "answer a file of requests, in OpenAI's batch format",
+    "bench": "measure this machine, or a server",
+    "ps": "the engines and servers of this user",
+    "kill": "end some of them",
+    "plan": "what a model takes, what fits beside it, and the flags for that",
+    "doctor": "what is installed, what works, and what to do about the rest",
+    "keys": "make the keys that engine and clients know each other by over tcp",
+    "replay": "decide again what a trace says was decided",
+    "why": "tell what happened to one request, and why",
+}
+"""Each is a module of this package with `add_flags(parser)` and `run(arguments) -> exit status`."""
+
+
+MAX_FLAGS_IN_USAGE = 12
+CLOSED_PIPE = 141
+"""What a shell says of a process whose reader has gone: 128 + SIGPIPE."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Of many flags the line `usage` names only those that must be given."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
+        flags = [action for action in actions if action.option_strings and not action.required]
+        if len(flags) > MAX_FLAGS_IN_USAGE:
+            actions = [action for action in actions if action not in flags]
+            actions.append(argparse.Action([], "flags", nargs="*", metavar="flag"))
+            groups = ()
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds: dict[Any, str] = {int: "N", float: "X"}
+        return kinds.get(action.type) or action.dest.rsplit("_", 1)[-1].upper()
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for an error, as for every other error."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """The hook by which argparse refuses what is not among `choices`."""
+        choices = [str(choice) for choice in action.choices or ()]
+        if choices and str(value) not in choices:
+            near = get_close_matches(str(value), choices, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentError(action, f"must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
+        # Imported here, because it takes longer than all that a command without processes needs.
+        supervise = import_module("vllm_lite.runtime.supervise")
+        supervise.open_standard_files()
+    words = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
+    parser.add_argument("--version", action="version", version=__version__)
+    add_commands(parser, f"{__name__}.", COMMANDS, words[:1])
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    arguments = _parse(parser, words)
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return _reader_gone()
+    except VllmLiteError as error:
+        print(f"vllm-lite: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, prefix: str, commands: Mapping[str, str], wanted: Sequence[str]
+) -> None:
+    """Add `commands` to `parser`, modules whose names begin with `prefix`. Only the `wanted` ones are imported."""
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in commands.items():
+        command = parsers.add_parser(name, help=text, allow_abbrev=False)
+        if name in wanted:
+            module = import_module(f"{prefix}{name.replace('-', '_')}")
+            command.description = module.__doc__
+            command.set_defaults(run=getattr(module, "run", None), parser=command)
+            module.add_flags(command)
+
+
+def _reader_gone() -> int:
+    """The exit status when nobody reads stdout any more; nothing is to be written there at the end either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What is not known is said with the nearest flag that is."""
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser = getattr(arguments, "parser", parser)
+        flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
+        near = get_close_matches(unknown[0].split("=")[0], flags, 1)
+        parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return arguments

@@ -1,0 +1,231 @@
+"""Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and result
+have the names that vLLM's benchmark gives them."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_lite.tools.bench.serve import ServeOptions
+
+BACKENDS = ("openai", "openai-chat", "vllm")
+DATASETS = ("random", "sharegpt", "prefix_repetition", "custom")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
+    "temperature": (float, 0.0),
+    "top_p": (float, None),
+    "top_k": (int, None),
+    "min_p": (float, None),
+    "frequency_penalty": (float, None),
+    "presence_penalty": (float, None),
+    "repetition_penalty": (float, None),
+    "logprobs": (int, None),
+}
+"""Fields of a request's body, their types and what is sent if nothing is said."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser.add_argument_group("server"))
+    _add_datasets(parser.add_argument_group("requests"))
+    _add_load(parser.add_argument_group("load"))
+    _add_results(parser.add_argument_group("results"))
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]"
+    )
+    group.add_argument("--base-url", help="the server's address, instead of host and port")
+    group.add_argument("--host", default="127.0.0.1", help="[127.0.0.1]")
+    group.add_argument("--port", type=int, default=8000, help="[8000]")
+    group.add_argument("--endpoint", help="path of the API [/v1/completions, for openai-chat /v1/chat/completions]")
+    group.add_argument("--model", help="what to ask for; a folder is used as tokenizer too [the server's first]")
+    group.add_argument("--served-model-name", help="what to ask for, if not --model")
+    group.add_argument("--tokenizer", help="folder with tokenizer.json; without one random prompts are token ids")
+    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="send it too; repeatable")
+    group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=6 * 3600.0,
+        metavar="S",
+        help="seconds that one request may take [21600]",
+    )
+
+
+def _add_datasets(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="[random]")
+    group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
+    group.add_argument("--num-prompts", type=int, default=1000, help="[1000]")
+    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals [0]")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]"
+    )
+    group.add_argument("--random-output-len", "--output-len", type=int, default=128, help="[128]")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, below 1 [0]"
+    )
+    group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with [0]")
+    for name, value in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
+        group.add_argument(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
+    group.add_argument("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
+    group.add_argument("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
+    group.add_argument("--ignore-eos", action="store_true", help="generate as many tokens as are asked for")
+    for name, (kind, default) in SAMPLING.items():
+        text = "[the server's]" if default is None else f"[{default:g}]"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
+    group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as one JSON object")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--request-rate", type=float, default=float("inf"), help="requests a second [inf: all at once]")
+    group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly [1]")
+    group.add_argument("--max-concurrency", type=int, help="requests that may run at once [any number]")
+    group.add_argument("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--percentile-metrics", default=",".join(METRICS), help=f"which are shown [{','.join(METRICS)}]")
+    group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="such as 50,90,99 [99]")
+    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within, ttft:200")
+    group.add_argument("--save-result", action="store_true", help="write a JSON file")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="with the lengths, times and texts of every request"
+    )
+    group.add_argument("--result-dir", default=".", metavar="FOLDER", help="[.]")
+    group.add_argument("--result-filename", metavar="FILE", help="[made of backend, rate, model and date]")
+    group.add_argument("--label", help="what the file's name begins with [the backend]")
+    group.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
+    group.add_argument("--plot", metavar="FILE.png", help="draw latencies, and throughput over time")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.tools.bench import serve, serve_plot, serve_result
+
+    options, metrics, metadata = _options(arguments), _names(arguments), _pairs("metadata", arguments.metadata)
+    if arguments.plot is not None:
+        serve_plot.check(arguments.plot)
+    done = serve.run(options)
+    result = done.result
+    print(serve_result.table(result, metrics, options.percentiles))
+    if arguments.save_result or arguments.save_detailed or arguments.result_filename:
+        place = Path(arguments.result_dir, arguments.result_filename or serve.file_name(result, arguments.label))
+        serve.save({**metadata, **result}, str(place), detailed=arguments.save_detailed)
+        print(f"result: {place}")
+    if arguments.plot is not None:
+        title = f"{result['model_id']}: {result['completed']} requests, {result['output_throughput']:.1f} tokens/s"
+        serve_plot.plot(done.served, title, arguments.plot)
+        print(f"plot: {arguments.plot}")
+    if tokens := result["total_output_tokens"]:
+        print(f"this client took {done.cpu_s:.2f} s of CPU time, {1e6 * done.cpu_s / tokens:.1f} us for each token")
+    errors = [error for error in result["errors"] if error]
+    if errors:
+        print(f"vllm-lite: {len(errors)} requests failed, the first with: {errors[0]}", file=sys.stderr)
+    return 0 if result["completed"] else 1
+
+
+def _options(arguments: argparse.Namespace) -> "ServeOptions":
+    """Raises ConfigError."""
+    from vllm_lite.tools.bench.serve import ServeOptions
+    from vllm_lite.tools.bench.serve_datasets import DatasetOptions
+
+    _check_ranges(arguments)
+    dataset = DatasetOptions(**{name: getattr(arguments, name) for name in DatasetOptions.__struct_fields__})
+    sampling = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+    if arguments.ignore_eos:
+        sampling["ignore_eos"] = True
+    headers = _pairs("header", arguments.header)
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers = {"Authorization": f"Bearer {key}", **headers}
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    return ServeOptions(
+        dataset=dataset,
+        backend=arguments.backend,
+        base_url=arguments.base_url or f"http://{host}:{arguments.port}",
+        endpoint=arguments.endpoint,
+        model=arguments.model,
+        served_model_name=arguments.served_model_name,
+        tokenizer=arguments.tokenizer,
+        request_rate=arguments.request_rate,
+        burstiness=arguments.burstiness,
+        max_concurrency=arguments.max_concurrency,
+        num_warmups=arguments.num_warmups,
+        percentiles=_percentiles(arguments.metric_percentiles),
+        goodput=_goodput(arguments.goodput),
+        sampling=sampling | _extra(arguments.extra_body),
+        headers=headers,
+        insecure=arguments.insecure,
+        request_timeout_s=arguments.request_timeout,
+        show_progress=not arguments.disable_tqdm,
+    )
+
+
+def _check_ranges(arguments: argparse.Namespace) -> None:
+    for name, value in vars(arguments).items():
+        is_length = name == "num_prompts" or name.endswith(("_output_len", "_num_prefixes", "_input_len"))
+        if is_length and value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if name.endswith(("_prefix_len", "_suffix_len", "_warmups")) and value < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+        is_share = name in ("request_rate", "burstiness", "max_concurrency", "request_timeout")
+        if is_share and value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    if not 0 <= arguments.random_range_ratio < 1:
+        raise ConfigError(f"--random-range-ratio must be at least 0 and below 1, got {arguments.random_range_ratio:g}")
+    if arguments.prefix_repetition_prefix_len + arguments.prefix_repetition_suffix_len < 1:
+        raise ConfigError("prompts need tokens; give --prefix-repetition-prefix-len or --prefix-repetition-suffix-len")
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    names = [name for name in arguments.percentile_metrics.split(",") if name]
+    if unknown := set(names) - set(METRICS):
+        raise ConfigError(f"--percentile-metrics are some of {', '.join(METRICS)}, got {', '.join(sorted(unknown))}")
+    return names
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(word) for word in text.split(",") if word)
+    except ValueError as error:
+        raise ConfigError(f"--metric-percentiles must be numbers like 50,90,99, got {text!r}") from error
+    if not all(0 <= value <= 100 for value in values):
+        raise ConfigError(f"--metric-percentiles lie between 0 and 100, got {text!r}")
+    return values
+
+
+def _goodput(words: list[str]) -> dict[str, float]:
+    from vllm_lite.tools.bench.serve_result import GOODPUT_METRICS
+
+    limits = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--goodput must look like ttft:200 tpot:50, in milliseconds, got {word!r}") from error
+        if name not in GOODPUT_METRICS or not limits[name] >= 0:
+            raise ConfigError(f"--goodput takes {', '.join(GOODPUT_METRICS)} with milliseconds, got {word!r}")
+    return limits
+
+
+def _pairs(flag: str, words: list[str]) -> dict[str, str]:
+    for word in words:
+        if not word.partition("=")[1]:
+            raise ConfigError(f"--{flag} must look like NAME=VALUE, got {word!r}")
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    import msgspec
+
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"--extra-body must be a JSON object ({error}), got {text!r}") from error

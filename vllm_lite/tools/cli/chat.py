@@ -1,0 +1,71 @@
+"""Talk with a model in the terminal: with the server that is running, or with MODEL on a server of its own. Lines from
+a pipe are questions as well; then only the answers are printed."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vllm_lite.tools.cli.remote import (
+    add_own_server_flags,
+    add_sampling_flags,
+    add_server_flags,
+    own_config,
+    sampling,
+    server,
+)
+
+if TYPE_CHECKING:
+    from vllm_lite.tools.chat.chat import Chat
+    from vllm_lite.tools.chat.terminal import Terminal
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
+    add_server_flags(parser)
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and exit")
+    parser.add_argument("--system-prompt", metavar="TEXT")
+    add_sampling_flags(parser)
+    add_own_server_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.tools.chat.chat import Chat
+    from vllm_lite.tools.chat.conversation import Conversation
+    from vllm_lite.tools.chat.terminal import Terminal
+
+    with server(arguments, own_config(arguments)) as remote:
+        model = remote.model
+        terminal = Terminal()
+        is_quick = arguments.quick is not None
+        conversation = Conversation(arguments.system_prompt, sampling(arguments))
+        chat = Chat(remote, terminal, conversation, can_retry=not is_quick)
+        if is_quick:
+            chat.ask(arguments.quick)
+            return int(chat.failed)
+        if terminal.is_interactive:
+            where = "" if arguments.folder else f" at {remote.address.shown}"
+            terminal.note(f"{model}{where}. /help lists commands; Ctrl-C stops an answer.")
+        return _talk(chat, terminal)
+
+
+def _talk(chat: "Chat", terminal: "Terminal") -> int:
+    """Until the end of input. From a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
+    num_interrupts = 0
+    while True:
+        try:
+            line = terminal.read("... " if chat.in_message else "> ")
+            num_interrupts = 0
+            if line is None:
+                chat.end()
+                break
+            if not chat.line(line):
+                break
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            if not terminal.is_interactive:
+                raise
+            if num_interrupts > 1:
+                terminal.note("")
+                break
+            cleared = chat.cancel_message()
+            terminal.note("\n" + ("the message is cleared" if cleared else "Ctrl-C again, or Ctrl-D, leaves"))
+    return int(chat.failed and not terminal.is_interactive)

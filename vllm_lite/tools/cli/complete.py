@@ -1,0 +1,76 @@
+"""Continue a text: by the server that is running, or by MODEL on a server of its own. Without a text, the whole of
+stdin; on a terminal, line by line. Without MODEL give the text as -q."""
+
+import argparse
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.cli.remote import (
+    add_own_server_flags,
+    add_sampling_flags,
+    add_server_flags,
+    own_config,
+    sampling,
+    server,
+)
+
+if TYPE_CHECKING:
+    from vllm_lite.tools.chat.api import Remote
+    from vllm_lite.tools.chat.terminal import Terminal
+
+MAX_TOKENS = 256
+"""Where nothing is given: the API's own default of 16 ends before a sentence does."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="what to continue")
+    add_server_flags(parser)
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="what to continue")
+    add_sampling_flags(parser)
+    add_own_server_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.tools.chat.terminal import Terminal
+
+    if arguments.url is not None and arguments.folder is not None:
+        raise ConfigError(f"the server at --url has its model; give the text as -q, got {arguments.folder!r}")
+    if arguments.text is not None and arguments.quick is not None:
+        raise ConfigError("the text is given twice; leave out -q or TEXT")
+    given = arguments.text if arguments.quick is None else arguments.quick
+    with server(arguments, own_config(arguments)) as remote:
+        terminal = Terminal()
+        if given is None and terminal.is_interactive:
+            return _lines(arguments, remote, terminal)
+        _complete(arguments, remote, terminal, _piped() if given is None else given)
+        return 0
+
+
+def _lines(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal") -> int:
+    where = "" if arguments.folder else f" at {remote.address.shown}"
+    terminal.note(f"{remote.model}{where}. Each line is continued; Ctrl-C stops that, Ctrl-D leaves.")
+    while (line := terminal.read("> ")) is not None:
+        if not line:
+            continue
+        with terminal.interruptible():
+            try:
+                _complete(arguments, remote, terminal, line)
+            except KeyboardInterrupt:
+                terminal.note("stopped")
+    return 0
+
+
+def _complete(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal", prompt: str) -> None:
+    with closing(remote.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling(arguments)})) as pieces:
+        for piece in pieces:
+            if piece.text:
+                terminal.write(piece.text)
+    terminal.end()
+
+
+def _piped() -> str:
+    """All of stdin, without the end of line that a shell's echo adds."""
+    return sys.stdin.read().removesuffix("\n")

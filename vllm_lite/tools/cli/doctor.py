@@ -1,0 +1,40 @@
+"""What is installed, what works on this machine, and what to do about the rest. Exit status 1 if something does not."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.doctor.bundle import redactor, write_bundle
+from vllm_lite.tools.doctor.checks import Line, as_json, examine
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="where a server is to listen [8000]")
+    parser.add_argument("--json", action="store_true", help="print one list of objects")
+    parser.add_argument("--bundle", metavar="FILE", help="also write an archive (.tar.gz) for support, without secrets")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    lines = examine(arguments.port)
+    if arguments.json:
+        print(redactor()(json.dumps(as_json(lines), indent=1, ensure_ascii=False)))
+    else:
+        _print(lines)
+    if arguments.bundle:
+        try:
+            write_bundle(Path(arguments.bundle), lines)
+        except OSError as error:
+            raise ConfigError(f"the archive {arguments.bundle!r} cannot be written: {error.strerror}") from error
+        print(f"wrote {arguments.bundle}; look at it before you send it to anybody", file=sys.stderr)
+    return int(any(line.level == "FAIL" for line in lines))
+
+
+def _print(lines: list[Line]) -> None:
+    hide = redactor()
+    for line in lines:
+        advice = f"\n{'':<25}{line.advice}" if line.advice else ""
+        print(hide(f"{line.level:<5} {line.name:<18} {line.text}{advice}"))
+    counts = {level: sum(line.level == level for line in lines) for level in ("OK", "WARN", "FAIL")}
+    print(f"\n{counts['OK']} OK, {counts['WARN']} to look at, {counts['FAIL']} that do not work")

@@ -1,0 +1,95 @@
+"""What commands that speak to a server share: which server, and what to sample with."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_lite.server.config import ServeConfig
+    from vllm_lite.tools.chat.api import Remote
+
+SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="server, with or without /v1, or unix:PATH [http://localhost:8000]")
+    parser.add_argument("--api-key", help="its API key [of VLLM_LITE_API_KEY or OPENAI_API_KEY]")
+    parser.add_argument("--model-name", metavar="NAME", help="model to ask for [the server's first]")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    for name, kind in SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+
+
+def add_own_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="settings of a server of its own, as for serve")
+
+
+def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given."""
+    values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["Remote"]:
+    """The server that is running, or with `load` one of our own that ends with the block. Raises VllmLiteError."""
+    from vllm_lite.tools.chat.api import DEFAULT_URL, Remote, key_from_environment
+
+    if load is None:
+        key = arguments.api_key or key_from_environment()
+        with Remote(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
+            yield remote
+        return
+    if arguments.url is not None:
+        raise ConfigError("give either a model, for a server of its own, or --url of one that is running")
+    from vllm_lite.tools.chat.own import OwnServer
+
+    config = load()
+    with ExitStack() as stack:
+        with _starting(config.model) as show:
+            own = stack.enter_context(OwnServer(config, show))
+        yield stack.enter_context(Remote(own.url, None, arguments.model_name, own.reason))
+
+
+def own_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
+    """For a command that takes MODEL."""
+    if arguments.folder is None:
+        if arguments.config is not None:
+            raise ConfigError("--config is for a server of its own; give a model as well")
+        return None
+
+    def load() -> "ServeConfig":
+        from vllm_lite.server.config import ServeConfig
+
+        return ServeConfig.load({"model": arguments.folder}, file=arguments.config)
+
+    return load
+
+
+@contextmanager
+def _starting(model: str) -> Iterator[Callable[[float], None]]:
+    """A line that counts the seconds where somebody sits."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    name = os.path.basename(model.rstrip("/"))
+    shown = ""
+
+    def show(elapsed_s: float) -> None:
+        nonlocal shown
+        before, shown = shown, f"\rstarting {name}: {elapsed_s:.1f} s"
+        if shown != before:
+            print(shown, end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,33 @@
+"""Serve a model over HTTP; without MODEL the bundled demo model. Flags win over VLLM_LITE_* variables, those over the
+file of --config."""
+
+import argparse
+from pathlib import Path
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
+from vllm_lite.runtime.settings import add_flags as add_config_flags
+from vllm_lite.server.config import ServeConfig
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or org/model")
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
+    add_config_flags(parser, ServeConfig)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    log.moment("server", "python, command line")
+    flags = {name: getattr(arguments, name) for name in ServeConfig.__struct_fields__}
+    flags["model"] = arguments.folder or arguments.model
+    last_name = (arguments.served_model_name or [""])[-1]
+    if flags["model"] is None and last_name and Path(last_name, "config.json").is_file():
+        raise ConfigError(f"{last_name!r} was read as a name of --served-model-name; give MODEL before the flags")
+    config = ServeConfig.load(flags, file=arguments.config)
+    if arguments.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    from vllm_lite.server.processes.serve import serve
+
+    return serve(config)

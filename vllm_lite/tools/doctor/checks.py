@@ -1,0 +1,366 @@
+"""The checks of `vllm-lite doctor`. Each is a function that yields lines; one that raises is itself a line."""
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_lite.runtime import machine
+
+GIB = 1024**3
+PACKAGE = "vllm-lite"
+MODULES = {"pyzmq": "zmq", "pyyaml": "yaml"}
+"""Distributions whose module has another name."""
+OTHER_VARIABLES = {"VLLM_LITE_ISA", "VLLM_LITE_CACHE"}
+"""Read by parts that have no setting of that name."""
+MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 64 << 20, 256 << 20
+PROBE_S = 60.0
+IPC_BYTES = 107
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding; `advice` says what to do about one that is not OK."""
+
+    level: Literal["OK", "WARN", "FAIL"]
+    name: str
+    text: str
+    advice: str = ""
+
+
+def examine(port: int = 8000) -> list[Line]:
+    """All lines of the report."""
+    checks: list[tuple[str, Callable[[], Iterator[Line]]]] = [
+        ("python", python),
+        ("packages", packages),
+        ("torch", torch_build),
+        ("native kernels", native_kernels),
+        ("cpu", cpu),
+        ("memory", memory),
+        ("gpu", gpu),
+        ("port", lambda: ports(port)),
+        ("open files", open_files),
+        ("shared memory", shared_memory),
+        ("TMPDIR", temporary_files),
+        ("model hub", model_hub),
+        ("settings", settings),
+        ("instances", left_overs),
+    ]
+    return [line for name, check in checks for line in guarded(name, check)]
+
+
+def guarded(name: str, check: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """The lines of a check, and one more if it raises."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield Line("FAIL", name, f"cannot be looked at: {type(error).__name__}: {error}", "install vllm-lite again")
+
+
+def as_json(lines: list[Line]) -> list[dict[str, str]]:
+    return [asdict(line) for line in lines]
+
+
+# ---- software
+
+
+def python() -> Iterator[Line]:
+    text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        yield Line("FAIL", "python", text, "install Python 3.11, 3.12 or 3.13")
+    elif (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        yield Line("WARN", "python", text, "Linux on x86-64 is what is tested")
+    else:
+        yield Line("OK", "python", text)
+
+
+def packages() -> Iterator[Line]:
+    """What is declared, in the versions that are declared; those that are there are imported, each kind in a child."""
+    try:
+        own, declared = metadata.version(PACKAGE), metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        yield Line("FAIL", PACKAGE, "is not installed, only found", "pip install . in its folder")
+        return
+    yield Line("OK", PACKAGE, own)
+    importable = []
+    for requirement in declared:
+        name, least, extra = _parts(requirement)
+        if extra in ("test", "dev"):
+            continue
+        found = _version(name)
+        if found is None:
+            level: Literal["OK", "FAIL"] = "OK" if extra else "FAIL"
+            text = f"not installed (optional: {PACKAGE}[{extra}])" if extra else "not installed"
+            yield Line(level, name, text, "" if extra else f"pip install '{name}>={least}'")
+        elif _numbers(found) < _numbers(least):
+            yield Line("FAIL", name, f"{found}, at least {least} is needed", f"pip install -U '{name}>={least}'")
+        else:
+            yield Line("OK", name, found)
+            if name != "torch" and not extra:
+                importable.append(MODULES.get(name, name.replace("-", "_")))
+    broken = probe(
+        "import importlib, json, sys\nbroken = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n        importlib.import_module(name)\n"
+        "    except BaseException as error:\n        broken[name] = f'{type(error).__name__}: {error}'\n"
+        "print(json.dumps(broken))",
+        *importable,
+    )
+    for name, error in broken.items():
+        yield Line("FAIL", name, f"cannot be imported: {error}", "install it again")
+
+
+def torch_build() -> Iterator[Line]:
+    if _version("torch") is None:
+        return  # told above
+    found = probe(
+        "import json, torch\n"
+        "cuda = torch.cuda.is_available()\n"
+        "count = torch.cuda.device_count() if cuda else 0\n"
+        "peers = [[i, j] for i in range(count) for j in range(count)\n"
+        "         if i != j and not torch.cuda.can_device_access_peer(i, j)]\n"
+        "names = [f'{torch.cuda.get_device_name(i)} sm_%d%d' % torch.cuda.get_device_capability(i)\n"
+        "         for i in range(count)]\n"
+        "print(json.dumps(dict(version=torch.__version__, cuda=torch.version.cuda, available=cuda, peers=peers,\n"
+        "                      names=names, threads=torch.get_num_threads())))"
+    )
+    if "error" in found:
+        yield Line("FAIL", "torch", f"cannot be imported: {found['error']}", "install it again")
+        return
+    built = f"for CUDA {found['cuda']}" if found["cuda"] else "for CPUs"
+    yield Line("OK", "torch build", f"{found['version']} {built}, {found['threads']} threads")
+    for name in found["names"]:
+        yield Line("OK", "torch sees", name)
+    if found["peers"]:
+        pairs = ", ".join(f"{first}-{second}" for first, second in found["peers"])
+        yield Line("WARN", "peer access", f"not between GPUs {pairs}", "copies between them go through host memory")
+
+
+def native_kernels() -> Iterator[Line]:
+    has = _isas_of_cpu()
+    found = probe(
+        "import json\nfrom vllm_lite.kernels.cpu.library import ABI, isa, open_library\n"
+        "open_library()\nprint(json.dumps(dict(abi=ABI, isa=isa())))"
+    )
+    if "error" in found:
+        advice = "install a C++ compiler and vllm-lite again; until then plain torch does the work, much slower"
+        yield Line("WARN", "native kernels", found["error"], advice)
+        return
+    text = f"ABI {found['abi']}, using {found['isa']}; this CPU has {', '.join(has) or 'none of AVX2 and later'}"
+    forced = os.environ.get("VLLM_LITE_ISA")
+    if forced is not None:
+        yield Line("WARN", "native kernels", f"{text}; VLLM_LITE_ISA is {forced}", "unset it for the best there is")
+    else:
+        yield Line("OK", "native kernels", text)
+
+
+# ---- hardware
+
+
+def cpu() -> Iterator[Line]:
+    physical, logical, allowed = machine.num_physical_cores(), os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    text = f"{_cpu_name()}: {physical} physical cores to use, {allowed} of {logical} hardware threads"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) < physical:
+        yield Line("WARN", "cpu", f"{text}; OMP_NUM_THREADS is {threads}", "unset it, or give --cpu-threads")
+    else:
+        yield Line("OK", "cpu", text)
+
+
+def memory() -> Iterator[Line]:
+    limit = machine.memory_limit_bytes()
+    fields = dict(re.findall(r"^(\w+):\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    free = min(limit, int(fields.get("MemAvailable", "0")) * 1024)
+    text = f"{_gib(limit)}, of which {_gib(free)} are available"
+    if free < MIN_MEMORY:
+        yield Line("WARN", "memory", text, "end what uses it; vllm-lite plan MODEL says what a model takes")
+    else:
+        yield Line("OK", "memory", text)
+
+
+def gpu() -> Iterator[Line]:
+    if not machine.has_driver():
+        yield Line("OK", "gpu", "no NVIDIA driver: workers run on the CPU")
+        return
+    for device in machine.gpus():
+        yield Line("OK", "gpu", f"{device.name}, {_gib(device.memory_bytes)}, driver {device.driver}")
+    lack = machine.lacks_for_cuda()
+    if lack is not None:
+        yield Line("WARN", "gpu", f"is not used: {lack}", "--device cpu says that this is meant")
+        return
+    found = probe(
+        "import cupy, json\nfrom cupy.cuda import nvrtc, runtime\n"
+        "kernel = cupy.RawKernel('extern \"C\" __global__ void k(int* x) { *x = 1; }', 'k')\n"
+        "x = cupy.zeros(1, dtype='int32'); kernel((1,), (1,), (x,))\n"
+        "print(json.dumps(dict(cupy=cupy.__version__, nvrtc='%d.%d' % nvrtc.getVersion(), ran=int(x[0]),\n"
+        "                      runtime=runtime.runtimeGetVersion())))"
+    )
+    if found.get("ran") == 1:
+        text = f"cupy {found['cupy']} with NVRTC {found['nvrtc']} compiles and runs kernels"
+        yield Line("OK", "cupy", text)
+    else:
+        advice = "install vllm-lite[cuda12] or vllm-lite[cuda13], as the driver's CUDA version is"
+        yield Line("FAIL", "cupy", f"cannot run a kernel: {found.get('error')}", advice)
+
+
+# ---- the system
+
+
+def ports(port: int) -> Iterator[Line]:
+    with socket.socket() as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind(("127.0.0.1", port))
+        except OSError as error:
+            yield Line("WARN", "port", f"{port} cannot be listened on: {error.strerror}", "give serve another --port")
+        else:
+            yield Line("OK", "port", f"{port} is free")
+
+
+def open_files() -> Iterator[Line]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"up to {soft}"
+    if 0 <= soft < MIN_FILES:
+        advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; each connection takes one"
+        yield Line("WARN", "open files", text, advice)
+    else:
+        yield Line("OK", "open files", text)
+
+
+def shared_memory() -> Iterator[Line]:
+    place = "/dev/shm"  # noqa: S108 - looked at, not written
+    free = shutil.disk_usage(place).free
+    if free < MIN_SHM:
+        advice = "give a container --shm-size 1g, or --ipc host"
+        yield Line("WARN", "shared memory", f"{place} has {_gib(free)} free", advice)
+    else:
+        yield Line("OK", "shared memory", f"{place} has {_gib(free)} free")
+
+
+def temporary_files() -> Iterator[Line]:
+    folder = tempfile.gettempdir()
+    with tempfile.NamedTemporaryFile(prefix="vl-"):
+        pass
+    free, length = shutil.disk_usage(folder).free, len(os.fsencode(f"{folder}/vl-12345678/workers"))
+    if length > IPC_BYTES:
+        text = f"{folder}: a socket in it would have a path of {length} bytes, at most {IPC_BYTES} are possible"
+        yield Line("FAIL", "TMPDIR", text, "set TMPDIR to a shorter folder")
+    elif free < MIN_TMP:
+        yield Line("WARN", "TMPDIR", f"{folder} has {_gib(free)} free", "free some, or set TMPDIR to another folder")
+    else:
+        yield Line("OK", "TMPDIR", f"{folder} has {_gib(free)} free, socket paths take {length} of {IPC_BYTES} bytes")
+
+
+def model_hub() -> Iterator[Line]:
+    from huggingface_hub import constants, get_token
+
+    cache = Path(constants.HF_HUB_CACHE)
+    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    token = "a token is set" if get_token() else "no token"
+    offline = ", offline" if constants.is_offline_mode() else ""
+    text = f"{constants.ENDPOINT}{offline}, {token}; cache {cache} with {_gib(shutil.disk_usage(nearest).free)} free"
+    if not os.access(nearest, os.W_OK):
+        yield Line("WARN", "model hub", text, "the cache cannot be written: set HF_HOME to a folder that can")
+    else:
+        yield Line("OK", "model hub", text)
+
+
+def settings() -> Iterator[Line]:
+    """Of the environment: that each is known, and has a value that a server would take."""
+    from vllm_lite.errors import ConfigError
+    from vllm_lite.runtime.settings import ALIASES, ENV_PREFIX
+    from vllm_lite.server.config import ServeConfig
+
+    fields = {ENV_PREFIX + name.upper() for name in (*ServeConfig.__struct_fields__, *ALIASES)}
+    given = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
+    for name in given:
+        if name not in fields | OTHER_VARIABLES:
+            near = get_close_matches(name, fields, 1)
+            yield Line("WARN", "settings", f"{name} is not read", f"did you mean {near[0]}?" if near else "unset it")
+    try:
+        ServeConfig.load()
+    except ConfigError as error:
+        yield Line("FAIL", "settings", str(error), "correct the variable VLLM_LITE_... of that name")
+    else:
+        yield Line("OK", "settings", ", ".join(given) or "no VLLM_LITE_ variables")
+
+
+def left_overs() -> Iterator[Line]:
+    from vllm_lite.client.instances import find
+
+    found = find()
+    stale = [instance for instance in found if instance.state == "stale"]
+    yield Line("OK", "instances", f"{len(found) - len(stale)} of yours are running")
+    if stale:
+        yield Line("WARN", "instances", f"{len(stale)} have left files behind", "vllm-lite ps --clean")
+
+
+# ---- how it is found out
+
+
+def probe(program: str, *words: str) -> dict[str, Any]:
+    """The object that `program` prints, run in a child: what is looked at may end the process. Or {"error": why}."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {PROBE_S:.0f} s"}
+    if done.returncode < 0:
+        return {"error": f"killed by signal {-done.returncode}"}
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"error": lines[-1].strip() if lines else f"exit status {done.returncode}"}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _parts(requirement: str) -> tuple[str, str, str | None]:
+    """Name, least version and extra of a requirement: 'transformers>=5; extra == "hf"'."""
+    specifier, _, marker = requirement.partition(";")
+    name = re.split(r"[<>=!~ \[(]", specifier.strip())[0]
+    least = re.search(r">=\s*([\w.]+)", specifier)
+    extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
+    return name.lower(), least.group(1) if least else "0", extra.group(1) if extra else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
+
+
+def _cpu_fields() -> dict[str, str]:
+    text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpu_fields().get("model name", platform.machine())
+
+
+def _isas_of_cpu() -> list[str]:
+    flags = set(_cpu_fields().get("flags", "").split())
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
+    return [flag for flag in wanted if flag in flags]
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,444 @@
+"""What a model takes on a machine, and what fits beside it, told from config.json and the headers of its weights.
+
+KV blocks, graphs and swap space are computed by the engine's own arithmetic (sizing, engine.kv_groups). Weights are
+exact. Activations, and what a process has in use beside all that, are estimates: on a GPU the worker measures them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.checkpoint import hub
+from vllm_lite.checkpoint.headers import Tensor, read_headers
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
+from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
+from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, EngineConfig, demo_folder
+from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, longest_sequence, make_groups
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.runtime.machine import gpus, memory_limit_bytes
+from vllm_lite.runtime.settings import Section
+
+OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
+"""Of the processes themselves: on a CPU torch and three interpreters, on a GPU its context and kernels. Estimates."""
+LEAST_TOKENS = 512
+"""A request that is worth serving, where no length is asked for."""
+MAX_SPLITS, SPLIT_TOKENS = 64, 512
+"""How attention on a GPU cuts long sequences, for its scratch memory."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An engine's settings, and the machine that is asked about."""
+
+    gpu: Annotated[
+        str | None,
+        Section("machine"),
+        Meta(description="memory of the GPU asked about, like 24GiB (default: this machine's)"),
+    ] = None
+    memory: Annotated[
+        str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")
+    ] = None
+    concurrency: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="requests of max_model_len that must fit at once")
+    ] = None
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="GPUs that share the model")] = 1
+
+    def engine_values(self) -> dict[str, Any]:
+        """The engine's settings that were given."""
+        defaults = EngineConfig()
+        values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
+        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed and what fits, for one device. Sizes in bytes."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    device: str
+    tensor_parallel_size: int
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    block_size: int
+    memory_bytes: int
+    usable_bytes: int
+    weights_bytes: int
+    activations_bytes: int
+    graph_bytes: int
+    outside_bytes: int
+    block_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_beyond_windows: int
+    """Of each further token of a sequence that is longer than its sliding windows."""
+    num_blocks: int
+    num_host_blocks: int
+    kv_cache_bytes: int
+    kv_tokens: int
+    max_model_len: int
+    """What one request is served with; 0 if nothing is."""
+    largest_max_model_len: int
+    """That could be served to `concurrency` requests at once with all of the memory, at most the model's."""
+    max_position_embeddings: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    concurrent_requests: int
+    """Of max_model_len."""
+    needed_bytes: int
+    """Memory of a device that could do what is asked."""
+    problems: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+    """Flags, each of which alone would make it possible."""
+    command: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What is read of a model."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+
+
+def load(config: EngineConfig) -> Checkpoint:
+    """Read config.json and the headers of the weights, and of a hub id no more than these. Raises ModelError."""
+    if config.model == DEMO_MODEL:
+        folder = Path(demo_folder())
+        return Checkpoint(ModelSpec.load(folder), read_headers(folder))
+    source = hub.Source(config.model, config.revision, config.download_dir)
+    folder = Path(hub.local_folder(source, what="config"))
+    spec = ModelSpec.load(folder)
+    try:
+        return Checkpoint(spec, read_headers(folder))
+    except ModelError:
+        if not hub.is_hub_id(config.model):
+            raise
+    return Checkpoint(spec, hub.remote_headers(source))
+
+
+def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
+    """The plan for what is asked, with what would make it possible if it is not. Raises ConfigError."""
+    plan = _plan(config, checkpoint)
+    advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
+    return msgspec.structs.replace(plan, advice=advice, command=_command(config, checkpoint, plan))
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """ "24GiB", "24G" (both 2**30) or "24GB" (10**9) as bytes. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{name}: expected an amount of memory like 24GiB, got {text!r}")
+    letter = match[2].upper()
+    unit = _DECIMAL[letter + "B"] if letter and match[3].lower() == "b" else _UNITS[letter]
+    return int(float(match[1]) * unit)
+
+
+# ---- one plan
+
+
+class _Sizes:
+    """The parts that do not depend on what is left for the KV cache."""
+
+    def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
+        spec, tp = checkpoint.spec, config.tensor_parallel_size
+        dtype = resolve_dtype(config.dtype, spec)
+        device, memory_bytes = machine = _machine(config)
+        self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
+        defaults = DEVICE_DEFAULTS[device]
+        most = config.max_num_batched_tokens or defaults.max_num_batched_tokens  # a step has a token for each
+        self.num_seqs = config.max_num_seqs or min(max(defaults.max_num_seqs, config.concurrency or 1), most)
+        self.config = msgspec.structs.replace(config, max_num_seqs=self.num_seqs).resolve(
+            max_position_embeddings=spec.max_position_embeddings,
+            dtype=dtype,
+            model_path=config.model,
+            machine=machine,
+            kv=spec,
+        )
+        self.length = self.config.max_model_len or 1
+        self.chunk = self.config.max_num_batched_tokens or 1
+        self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
+        self.block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
+        self.weights = weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, tp)
+        self.activations = self._activations(DTYPE_BYTES[dtype])
+        self.graphs = self._graphs()
+        self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
+        host = num_host_blocks(self.config.swap_space or 0.0, self.block_bytes)
+        self.num_host_blocks = host
+        self.fixed = self.weights + self.activations + self.graphs + OUTSIDE_BYTES[device]
+        if device == "cpu":  # there swap space is the same memory
+            self.fixed += host * self.block_bytes
+
+    def _activations(self, dtype_bytes: int) -> int:
+        """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
+        spec, tp = self.spec, self.tp
+        query, kv = spec.num_heads * spec.head_dim // tp, spec.kv_heads_per_rank(tp) * spec.head_dim
+        row = 2 * spec.hidden_size + 2 * query + 2 * kv + 2 * spec.head_dim + 3 * (spec.intermediate_size // tp)
+        tables = 2 * self.length * spec.head_dim
+        logits = 3 * 4 * self.num_seqs * spec.vocab_size
+        splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
+        rows = self.num_seqs * spec.num_heads // tp
+        scratch = 4 * rows * splits * (spec.head_dim + 1) if splits > 1 else 0
+        return (self.chunk * row + tables) * dtype_bytes + logits + scratch
+
+    def _graphs(self) -> int:
+        config = self.config
+        if self.device == "cpu" or config.enforce_eager:
+            return 0
+        most = min(self.num_seqs, self.chunk)
+        sizes = bucket_sizes(most, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
+        return reserved_bytes(sizes, self.spec.vocab_size, -(-self.length // config.block_size), len(self.groups))
+
+    def num_blocks(self) -> int:
+        """As the engine will have them. Raises ConfigError for a size that cannot hold a token."""
+        configured = configured_num_blocks(self.config, self.block_bytes)
+        enough = self.config.enough_blocks(len(self.groups))
+        return min(self.possible_blocks(), enough) if configured is None else configured
+
+    def possible_blocks(self) -> int:
+        """What there is memory for."""
+        return max(0, self.usable - self.fixed) // self.block_bytes
+
+    def room(self, num_blocks: int) -> int:
+        """Blocks that requests may be admitted to."""
+        return max(0, num_blocks - 1 - int(self.config.kv_watermark * num_blocks))
+
+    def blocks_for(self, room: int) -> int:
+        """The smallest pool with that room."""
+        num_blocks = max(MIN_BLOCKS, int((room + 1) / (1 - self.config.kv_watermark)))
+        while self.room(num_blocks) < room:
+            num_blocks += 1
+        return num_blocks
+
+
+def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
+    sizes = _Sizes(config, checkpoint)
+    wanted = config.concurrency or 1
+    held = blocks_held(sizes.groups, sizes.length, sizes.chunk)
+    if config.max_model_len is None and config.concurrency is None:
+        held = blocks_held(sizes.groups, min(sizes.length, LEAST_TOKENS), sizes.chunk)
+    needed_blocks = sizes.blocks_for(wanted * held)
+    num_blocks = possible = sizes.num_blocks()
+    if _is_default(config, sizes):
+        possible = sizes.possible_blocks()
+        if sizes.device == "cpu":  # there it has the size that the user gives it, so the plan may choose one
+            num_blocks = max(needed_blocks, min(num_blocks, possible))
+    room = sizes.room(num_blocks)
+    limit = sizes.length if config.enable_chunked_prefill else min(sizes.length, sizes.chunk)
+    served = longest_sequence(sizes.groups, room, limit, sizes.chunk)
+    each = max(1, blocks_held(sizes.groups, served, sizes.chunk))
+    longest = checkpoint.spec.max_position_embeddings
+    largest = longest_sequence(sizes.groups, sizes.room(max(num_blocks, possible)) // wanted, longest, sizes.chunk)
+    needed = sizes.fixed + needed_blocks * sizes.block_bytes
+    resolved, per_token = sizes.config, sizes.block_bytes // config.block_size
+    plan = Plan(
+        model=config.model,
+        architecture=checkpoint.spec.architecture,
+        num_parameters=checkpoint.spec.num_parameters(),
+        device=sizes.device,
+        tensor_parallel_size=sizes.tp,
+        dtype=resolved.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=resolved.kv_cache_dtype,
+        block_size=config.block_size,
+        memory_bytes=sizes.memory_bytes,
+        usable_bytes=sizes.usable,
+        weights_bytes=sizes.weights,
+        activations_bytes=sizes.activations,
+        graph_bytes=sizes.graphs,
+        outside_bytes=OUTSIDE_BYTES[sizes.device],
+        block_bytes=sizes.block_bytes,
+        kv_bytes_per_token=per_token * len(sizes.groups),
+        kv_bytes_per_token_beyond_windows=per_token * _num_full(sizes.groups),
+        num_blocks=num_blocks,
+        num_host_blocks=sizes.num_host_blocks,
+        kv_cache_bytes=num_blocks * sizes.block_bytes,
+        kv_tokens=max(0, num_blocks - 1) // len(sizes.groups) * config.block_size,
+        max_model_len=served,
+        largest_max_model_len=largest,
+        max_position_embeddings=longest,
+        max_num_seqs=sizes.num_seqs,
+        max_num_batched_tokens=sizes.chunk,
+        concurrent_requests=min(room // each, sizes.num_seqs) if served else 0,
+        needed_bytes=ceil(needed / (config.gpu_memory_utilization if sizes.device == "cuda" else 1)),
+        problems=(),
+    )
+    return msgspec.structs.replace(plan, problems=tuple(_problems(config, sizes, plan)))
+
+
+def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
+    """Whether nobody says how large the KV cache is to be."""
+    given = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
+
+
+def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
+    what = f"{_gib(plan.usable_bytes)} of the {'GPU' if plan.device == 'cuda' else 'memory'}"
+    if sizes.fixed + MIN_BLOCKS * sizes.block_bytes > plan.usable_bytes:
+        yield f"weights and activations take {_gib(sizes.fixed)} and {what} may be used"
+        return
+    if sizes.fixed + plan.kv_cache_bytes > plan.usable_bytes:
+        taken = _gib(sizes.fixed + plan.kv_cache_bytes)
+        yield f"with a KV cache of {_gib(plan.kv_cache_bytes)} it takes {taken}, and {what} may be used"
+    if (config.concurrency or 0) > sizes.num_seqs:
+        limit = "max_num_batched_tokens" if config.max_num_seqs is None else "max_num_seqs"
+        yield f"{limit} {sizes.num_seqs} is less than the {config.concurrency} requests asked for"
+    if plan.num_blocks < MIN_BLOCKS:
+        yield f"the KV cache has {plan.num_blocks} blocks and needs {MIN_BLOCKS}"
+    elif config.max_model_len is None and plan.max_model_len < min(LEAST_TOKENS, plan.max_position_embeddings):
+        yield f"the KV cache holds sequences of {plan.max_model_len} tokens only"
+    elif config.max_model_len is not None and plan.max_model_len < config.max_model_len:
+        yield f"the KV cache holds one sequence of {plan.max_model_len} tokens, not of {config.max_model_len}"
+    elif config.concurrency is not None and plan.concurrent_requests < min(config.concurrency, sizes.num_seqs):
+        yield (
+            f"the KV cache holds {plan.concurrent_requests} requests of {plan.max_model_len} tokens, "
+            f"not {config.concurrency}"
+        )
+
+
+def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
+    """Of one rank: every tensor that the model takes, in its dtype; matrices of int8 have a scale for each row."""
+    spec, total = checkpoint.spec, 0.0
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        count, share = tensor.num_elements, 1.0
+        if len(tensor.shape) == 2:
+            is_kv = ".k_proj." in name or ".v_proj." in name
+            share = spec.kv_heads_per_rank(tp) / spec.num_kv_heads if is_kv else 1 / tp
+        embeds = name == "model.embed_tokens.weight"
+        if quantization == "int8" and len(tensor.shape) == 2:
+            quantized = count + 4 * tensor.shape[0]
+            kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
+            total += share * (kept + (quantized if not embeds or spec.tie_word_embeddings else 0))
+        else:
+            total += share * count * dtype_bytes
+    return ceil(total)
+
+
+def _machine(config: PlanConfig) -> tuple[Any, int]:
+    """The device asked about and the bytes of its memory. Raises ConfigError."""
+    if config.gpu is not None and config.memory is not None and config.device == "auto":
+        raise ConfigError("give either --gpu or --memory: it is one device that is asked about")
+    if config.gpu is not None and config.device != "cpu":
+        return "cuda", parse_bytes("gpu", config.gpu)
+    if config.memory is not None:
+        return ("cuda" if config.device == "cuda" else "cpu"), parse_bytes("memory", config.memory)
+    if config.resolve_device() == "cpu":
+        return "cpu", memory_limit_bytes()
+    found = gpus()
+    if not found:
+        raise ConfigError("nvidia-smi does not tell how much memory the GPU has; give --gpu, like --gpu 24GiB")
+    return "cuda", min(gpu.memory_bytes for gpu in found)
+
+
+# ---- what to do
+
+
+def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
+    """Every change that alone makes it possible, planned to be sure."""
+    spec = checkpoint.spec
+    lengths = [length for length in (_step_down(plan.largest_max_model_len), *_lengths(spec)) if length]
+    shorter = [{"max_model_len": length} for length in lengths if length < (config.max_model_len or 2**62)]
+    found = next((change for change in shorter if _works(config, checkpoint, change)), None)
+    if found is not None:
+        yield f"--max-model-len {found['max_model_len']}"
+    changes: list[tuple[str, dict[str, Any]]] = []
+    kv: tuple[str, dict[str, Any]] = ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"})
+    int8: tuple[str, dict[str, Any]] = ("--quantization int8", {"quantization": "int8"})
+    if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
+        changes.append(kv)
+    if config.quantization is None:
+        changes.append(int8)
+    changes.append(("--max-num-batched-tokens 512 --max-num-seqs 16", _SMALL_STEPS))
+    worked = [text for text, change in changes if _works(config, checkpoint, change)]
+    yield from worked
+    if not worked and kv in changes and int8 in changes and _works(config, checkpoint, kv[1] | int8[1]):
+        yield f"{kv[0]} {int8[0]}"
+    more = {"gpu_memory_utilization": 0.95}
+    if plan.device == "cuda" and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
+        yield "--gpu-memory-utilization 0.95"
+    for tp in (2, 4, 8) if plan.device == "cuda" else ():
+        if tp > config.tensor_parallel_size and _works(config, checkpoint, {"tensor_parallel_size": tp}):
+            yield f"--tensor-parallel-size {tp}, on {tp} such GPUs{'' if serves_ranks(tp) else NOT_YET}"
+            break
+    if plan.needed_bytes > plan.memory_bytes:
+        what = "a GPU" if plan.device == "cuda" else "a machine"
+        yield f"{what} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
+
+
+NOT_YET = " (this version of vllm-lite runs on one only)"
+
+
+def serves_ranks(tp: int) -> bool:
+    """Whether an engine takes that tensor_parallel_size."""
+    try:
+        EngineConfig.check({"tensor_parallel_size": tp})
+    except ConfigError:
+        return False
+    return True
+
+
+_SMALL_STEPS = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
+
+
+def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -> bool:
+    try:
+        return _plan(msgspec.structs.replace(config, **change), checkpoint).fits
+    except ConfigError:
+        return False
+
+
+def _lengths(spec: ModelSpec) -> Iterator[int]:
+    length = spec.max_position_embeddings
+    while length >= 256:
+        length //= 2
+        yield length
+
+
+def _step_down(length: int) -> int:
+    """The same, or a round number below it."""
+    return length // 256 * 256 or length
+
+
+def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
+    """The command that serves what was planned."""
+    values = config.engine_values()
+    values.pop("model", None)
+    if config.tensor_parallel_size > 1:
+        values["tensor_parallel_size"] = config.tensor_parallel_size
+    if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
+        values["max_model_len"] = plan.max_model_len
+    defaults = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"]
+    if config.max_num_seqs is None and plan.max_num_seqs > defaults.max_num_seqs:
+        values["max_num_seqs"] = plan.max_num_seqs
+    if plan.device == "cpu" and plan.num_blocks != _Sizes(config, checkpoint).num_blocks():
+        values["kv_cache_memory_bytes"] = plan.kv_cache_bytes
+    flags = [_flag(name, value) for name, value in values.items()]
+    return " ".join(["vllm-lite serve", *([] if config.model == DEMO_MODEL else [config.model]), *flags])
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    if isinstance(value, msgspec.Struct):
+        return f"--{flag} '{msgspec.json.encode(value).decode()}'"
+    return f"--{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _num_full(groups: tuple[KVGroup, ...]) -> int:
+    return sum(group.window is None for group in groups)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,97 @@
+"""What the persistent batch gives to one step: the forward pass's arrays, and where in them samples are taken."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.sampling.drafter import NO_DRAFT
+from vllm_lite.worker.sampling.prompt_scores import Scoring
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's inputs, sequences in the order of their entries, tokens of one sequence side by side."""
+
+    handles: list[Handle]
+    rows: Int64s  # [num_seqs], rows of the batch
+    num_scheduled: Int64s  # [num_seqs], tokens of each in this step
+    input_ids: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens]
+    slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
+    block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
+    query_start_loc: Int32s  # [num_seqs + 1]
+    seq_lens: Int32s  # [num_seqs], drafts included
+    sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
+    num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every draft
+    drafted: bool = False
+    """Whether some sequence has drafts, so more than one sample."""
+    scoring: Scoring | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def sample_starts(self) -> Int64s:  # [num_sampling]
+        """Where among the samples those of each sequence begin."""
+        if not self.drafted:
+            return np.arange(len(self.sampling))
+        return np.cumsum(self.num_samples) - self.num_samples
+
+    @property
+    def sample_places(self) -> Int64s:  # [num_samples]
+        """Of each sample how many drafts of its sequence stand before it."""
+        if not self.drafted:
+            return np.zeros(len(self.sampling), np.int64)
+        return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
+
+    @property
+    def sample_tokens(self) -> Int64s:  # [num_samples]
+        """Where in the step's tokens those stand whose logits are wanted."""
+        ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
+        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_places
+
+    @property
+    def wanted(self) -> Int64s | None:  # [num_samples + num_scored]
+        """Where in the step's tokens those stand whose hidden states are wanted: for samples, then for scores. None
+        if these are all, in order."""
+        if self.scoring is not None:
+            return np.concatenate((self.sample_tokens, self.scoring.places))
+        return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
+
+    @property
+    def drafts(self) -> Int64s:  # [num_samples]
+        """What was drafted for each sample; NO_DRAFT at the last of each sequence."""
+        drafts = np.append(self.input_ids, NO_DRAFT)[self.sample_tokens + 1]
+        drafts[self.sample_starts + self.num_samples - 1] = NO_DRAFT
+        return drafts
+
+
+def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
+    """`num_tokens` tokens spread over new sequences that write nothing and read the null block.
+
+    The first `num_sampling` of them want a token. For warming up and for profiling memory: a step of this size that
+    touches no sequence's KV.
+    """
+    query_start_loc = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+    query_lens = np.diff(query_start_loc)
+    width = -(-int(query_lens.max()) // block_size)
+    return StepInputs(
+        handles=[],
+        rows=np.arange(num_seqs),
+        num_scheduled=query_lens.astype(np.int64),
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        slot_mapping=(np.full(num_tokens, PAD_SLOT, np.int64),) * num_groups,
+        block_tables=(np.zeros((num_seqs, width), np.int32),) * num_groups,  # reads the null block, which is zero
+        query_start_loc=query_start_loc,
+        seq_lens=query_lens,
+        sampling=np.arange(num_sampling),
+        num_samples=np.ones(num_sampling, np.int64),
+    )

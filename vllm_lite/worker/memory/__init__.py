@@ -1,0 +1,1 @@
+"""KV cache memory on one worker: how much fits, who holds the bytes, what moves them."""

@@ -1,0 +1,163 @@
+"""Owns the bytes of the KV cache on one worker and executes the engine's block programs on them.
+
+Layout: block-major `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`, on the device and in the
+host swap pool alike. All of a block's bytes lie together, so that a block moves in one copy.
+Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, num_blocks + num_host_blocks).
+"""
+
+import math
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import memory
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.protocol.step import BlockOp
+from vllm_lite.worker.memory.block_mover import (
+    CudaMover,
+    CudaStreams,
+    Mover,
+    NativeMover,
+    Pools,
+    Run,
+    TorchMover,
+    stages,
+)
+
+NULL_BLOCK = 0
+"""Stands in block tables where nothing is; no token is ever written to it."""
+
+
+MEASURED_BYTES = 4 << 20
+"""What one round of `measure_swap` moves each way, or one block if that is more."""
+MEASURING_S = 0.01
+
+
+class CacheEngine:
+    """The device pool, the host swap pool, and the only code that moves blocks between and within them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        block = (spec.layers_per_group(), 2, spec.num_kv_heads, block_size, spec.head_dim)
+        if device.type == "cpu":
+            self.pool = _host_zeros((num_blocks, *block), dtype)
+            self.host_pool = _host_zeros((num_host_blocks, *block), dtype)
+        else:
+            self.pool = _device_zeros((num_blocks, *block), dtype, device)
+            self.host_pool = self._locked(_host_zeros((num_host_blocks, *block), dtype))
+        self.mover = make_mover(Pools(self.pool, self.host_pool))
+
+    def layer_views(self) -> list[torch.Tensor]:
+        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+
+        A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
+        """
+        views: dict[int, torch.Tensor] = {}
+        for group in self.spec.kv_groups:
+            views |= {layer: self.pool[:, place] for place, layer in enumerate(group.layers)}
+        return [views[layer] for layer in range(self.spec.num_layers)]
+
+    def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        """Run a program of (op, src, dst) as if one op at a time, in order.
+
+        On a GPU it is done when the device comes to it: behind what torch's current stream holds by now, and before
+        what is put there later. The program is checked as a whole first. Raises ProtocolError when an op is unknown or
+        an id lies outside its tier or is the null block's as a destination; then nothing has moved.
+        """
+        program = [self._check(index, *entry) for index, entry in enumerate(block_ops)]
+        for stage in stages(program):
+            self.mover.move(stage)
+
+    def measure_swap(self) -> float:
+        """Blocks that can be moved between the tiers in a second, either way; 0 without a host tier.
+
+        For when the pools are new: the blocks hold nothing yet, nor do they afterwards. Ids are not consecutive, as
+        those of a running engine seldom are.
+        """
+        size = max(1, MEASURED_BYTES // max(1, self.pool[0].nbytes))
+        count = min(self.num_blocks - 1, self.num_host_blocks, size)
+        if count < 1:
+            return 0.0
+        pairs = [(1 + i, self.num_blocks + count - 1 - i) for i in range(count)]
+        program = [(int(BlockOp.SWAP_OUT), block, host) for block, host in pairs]
+        program += [(int(BlockOp.SWAP_IN), host, block) for block, host in pairs]
+        self.execute(program)  # its pages are made by the first access
+        self._wait_for_device()
+        num_rounds, start_s = 0, time.perf_counter()
+        while (took_s := time.perf_counter() - start_s) < MEASURING_S:
+            self.execute(program)
+            self._wait_for_device()
+            num_rounds += 1
+        return num_rounds * len(program) / took_s
+
+    def _wait_for_device(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+
+    def _check(self, index: int, op: int, src: int, dst: int) -> Run:
+        """One op as a run of length 1, its ids made relative to their tiers' pools."""
+        device, host = range(self.num_blocks), range(self.num_blocks, self.num_blocks + self.num_host_blocks)
+        if op == BlockOp.COPY:
+            sources, destinations = device, device
+        elif op == BlockOp.SWAP_OUT:
+            sources, destinations = device, host
+        elif op == BlockOp.SWAP_IN:
+            sources, destinations = host, device
+        else:
+            raise ProtocolError(f"block op {index}: {op} is none of {', '.join(f'{o} {o.name}' for o in BlockOp)}")
+        for what, block, allowed in (("source", src, sources), ("destination", dst, destinations)):
+            if block not in allowed or (what == "destination" and block == NULL_BLOCK):
+                first = max(allowed.start, 1) if what == "destination" else allowed.start
+                raise ProtocolError(
+                    f"block op {index}: {what} {block} of {BlockOp(op).name} must be in [{first}, {allowed.stop})"
+                )
+        return Run(BlockOp(op), src - sources.start, dst - destinations.start)
+
+    def _locked(self, pool: torch.Tensor) -> torch.Tensor:
+        """`pool`, fixed in memory where it is, so that the device can read and write it while the host goes on.
+
+        Not torch's pinned memory: that takes the next power of two, 8 GiB for 5 GiB of swap space. Raises ConfigError.
+        """
+        if pool.numel() == 0:
+            return pool
+        cuda = torch.cuda.cudart()
+        if code := int(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)):
+            raise ConfigError(
+                f"the {pool.nbytes / 2**30:.1f} GiB of swap space cannot be locked in memory (CUDA error {code}); "
+                "try a smaller --swap-space, or 0"
+            )
+        release = weakref.finalize(self, cuda.cudaHostUnregister, pool.data_ptr())
+        release.atexit = False  # the end of the process releases it anyway
+        return pool
+
+
+def make_mover(pools: Pools) -> Mover:
+    """The best mover for the device of `pools`."""
+    if pools.device.is_cuda:
+        return CudaMover(pools, CudaStreams(pools.device.device), default_launcher())
+    return NativeMover(pools) if cpu.available() else TorchMover(pools)
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages that are made when they are first written: gigabytes of cache cost no start-up time."""
+    return memory.zeros(math.prod(shape), dtype).view(shape)
+
+
+def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of any type: torch has no zeros of float8 on every device."""
+    return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype).view(shape)

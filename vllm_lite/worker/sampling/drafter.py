@@ -1,0 +1,56 @@
+"""Speculation in the worker: draft the tokens that follow, and keep those that the model samples itself.
+
+Why the tokens are the same as without: the model samples at every drafted position with that position's own parameters
+and noise, and a sampled token counts only if every draft before it was right, so that it comes from logits of the true
+sequence. What was computed behind a wrong draft is beyond the sequence's computed length and is overwritten.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.config import Speculation
+
+NO_DRAFT = -1
+"""Equals no token: stands where nothing was drafted."""
+
+
+class NgramDrafter:
+    """Guesses that what followed the last few tokens before will follow them again."""
+
+    def __init__(self, config: Speculation) -> None:
+        self.longest = config.prompt_lookup_max
+        self.shortest = config.prompt_lookup_min
+
+    def propose(
+        self,
+        tokens: NDArray[np.int32],  # [num_tokens]
+        max_drafts: int,
+    ) -> NDArray[np.int32]:  # [max_drafts], or [0] if nothing is found
+        """What followed the most recent occurrence of the longest of the last n tokens that occurs before.
+
+        Where the occurrence ends so close to the end that too little follows, the draft goes on with itself: a
+        sequence that repeats p tokens is drafted to repeat them for ever.
+        """
+        ends = np.flatnonzero(
+            tokens[:-1] == tokens[-1]
+        )  # where matches of the last token end, then of the last two ...
+        length = 1
+        while length < self.longest and len(ends):
+            longer = ends[ends >= length]
+            longer = longer[tokens[longer - length] == tokens[len(tokens) - 1 - length]]
+            if not len(longer):
+                break
+            ends, length = longer, length + 1
+        if not len(ends) or length < self.shortest or max_drafts < 1:
+            return tokens[:0]
+        return np.resize(tokens[ends[-1] + 1 :][:max_drafts], max_drafts)
+
+
+def num_kept(
+    sampled: NDArray[np.int64],  # [num_samples]
+    drafts: NDArray[np.int64],  # [num_samples], the draft for the same place; NO_DRAFT at the last of each sequence
+    starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one
+) -> NDArray[np.int64]:  # [num_seqs]
+    """How many samples of each sequence are its tokens: up to and with the first that was not drafted."""
+    surprises = np.flatnonzero(sampled != drafts)
+    return surprises[np.searchsorted(surprises, starts)] - starts + 1
