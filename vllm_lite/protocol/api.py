@@ -301,8 +301,8 @@ class SampleState(_Message):
 class RequestState(_Message):
     """How a live request is. `admission` is that of its first sample that waits, or of the first one.
 
-    `num_unforked` samples are forked once the prompt is computed; `age_s` counts from its arrival, `deadline_in_s` until it
-    is ended.
+    `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
+    the moment at which it is ended.
     """
 
     request_id: str
