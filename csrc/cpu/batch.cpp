@@ -1,5 +1,5 @@
-// The persistent batch's part of a decode step: vllm_lite/worker/batch/steady.py says when. What is computed here for one
-// token of each sequence, vllm_lite/worker/batch/input_batch.py computes for any step.
+// The persistent batch's part of a decode step: vllm_lite/worker/batch/steady.py says when. What is computed here for
+// one token of each sequence, vllm_lite/worker/batch/input_batch.py computes for any step.
 #include <algorithm>
 #include <cstdint>
 

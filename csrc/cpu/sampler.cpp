@@ -1,6 +1,6 @@
-// Rows of logits to tokens. vllm_lite/worker/sampling/sampler.py defines the result: the filters bit for bit, the noise to a few
-// units in the last place. All sums are of integers and all ties go to the first token, so neither the number of
-// threads nor how the work is cut can change it.
+// Rows of logits to tokens. vllm_lite/worker/sampling/sampler.py defines the result: the filters bit for bit, the noise
+// to a few units in the last place. All sums are of integers and all ties go to the first token, so neither the number
+// of threads nor how the work is cut can change it.
 //
 // A filtered row is never sorted. The largest of each group of 16 tokens tell how far from the best the k-th can be at
 // most; the few tokens within that reach are listed, and what follows works on the list. A limit is found in the list

@@ -1,4 +1,5 @@
-// The parts of the sampler that are written with vectors. vllm_lite/worker/sampling/sampler.py defines what all of it computes.
+// The parts of the sampler that are written with vectors. vllm_lite/worker/sampling/sampler.py defines what all of it
+// computes.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// From a row of logits to a token, without a sort. vllm_lite/worker/sampling/sampler.py defines what is computed: the hash, the
-// noise and the filters. Hash and filters are equal to it bit for bit, the noise to a few units in the last place.
+// From a row of logits to a token, without a sort. vllm_lite/worker/sampling/sampler.py defines what is computed: the
+// hash, the noise and the filters. Hash and filters are equal to it bit for bit, the noise to a few units in the last
+// place.
 //
 // One block of 1024 threads per row; nothing depends on other rows. A filter's limit is found in histograms: first one
 // of 2048 equal steps of distance (in which real logits spread well, so that few atomic additions meet), then, within

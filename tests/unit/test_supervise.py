@@ -101,7 +101,7 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path, mode: str) -> None
     """The cleanup runs too, since the parent cannot run its own."""
     (tmp_path / "run").mkdir()
     code = (
-        "import time; from vllm_lite import supervise; from tests.unit.test_supervise import CHILD, Settings; "
+        "import time; from vllm_lite.runtime import supervise; from tests.unit.test_supervise import CHILD, Settings; "
         f"supervise.spawn(CHILD, Settings({str(tmp_path / 'm')!r}, {mode!r}), 'child', print); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
