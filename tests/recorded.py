@@ -24,6 +24,7 @@ from vllm_lite.trace.writer import TraceWriter
 
 VOCAB = 50
 EOS = (7,)
+COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "swaps")
 
 
 class OddPolicy:
@@ -188,7 +189,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
             for sequence in [*scheduler.running, *scheduler.waiting]
         ],
         (scheduler.step, scheduler.num_arrived, scheduler.rates),
-        tuple(getattr(scheduler.counters, name) for name in type(scheduler.counters).__slots__),
+        [getattr(scheduler.counters, name) for name in COUNTED],
     )
 
 

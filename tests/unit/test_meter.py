@@ -1,5 +1,6 @@
 """What the engine measures: every value against a clock that only the test moves."""
 
+import copy
 import random
 from collections import defaultdict
 from collections.abc import Sequence as Seq
@@ -13,13 +14,13 @@ from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.plan import Produced
 from vllm_lite.protocol import api
-from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.api import ForkRequest, Generate, Histogram
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.runtime.metrics import FIRST_TOKEN_S, Histogram, one_two_five
 
 VOCAB = 50
 
@@ -64,11 +65,11 @@ class Bench:
 
     @property
     def stats(self) -> api.Stats:
-        return self.core.stats()
+        return copy.deepcopy(self.core.stats())
 
     @property
-    def measured(self) -> api.Measured:
-        measured = self.stats.measured
+    def measured(self) -> api.RequestHistograms:
+        measured = self.stats.requests
         assert measured is not None
         return measured
 
@@ -78,18 +79,18 @@ def count(histogram: api.Histogram) -> int:
     return sum(histogram.counts)
 
 
-def made_of(*values: float, bounds: Seq[float]) -> api.Histogram:
-    histogram = Histogram(bounds)
+def made_of(*values: float, bounds: tuple[float, ...]) -> api.Histogram:
+    histogram = Histogram.over(bounds)
     for value in values:
         histogram.observe(value)
-    return api.Histogram(list(bounds), histogram.counts, pytest.approx(histogram.sum))  # type: ignore[arg-type]
+    return Histogram(bounds, histogram.counts, pytest.approx(histogram.sum))  # type: ignore[arg-type]
 
 
 # ---- histograms
 
 
 def test_a_value_belongs_to_the_first_bound_that_it_does_not_exceed() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = Histogram.over((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.1):
         histogram.observe(value)
     histogram.observe(1.5, times=3)
@@ -117,7 +118,7 @@ def test_a_request_is_measured_from_arrival_to_end() -> None:
         assert bench.finish() == 1
         bench.begin()
     measured = bench.measured
-    assert measured.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert bench.stats.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert measured.first_token_s == made_of(3.0, bounds=FIRST_TOKEN_S)
     for name, value in {
         "queue_s": 1.0,
@@ -197,7 +198,7 @@ def test_what_is_aborted_while_it_waits_has_waited_all_the_time() -> None:
     bench.core.abort("waits")
     stats, measured = bench.stats, bench.measured
     assert (stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.cache_queries) == (1, 0, 3, 3)
-    assert measured.ended_by["abort"] == 1
+    assert bench.stats.ended_by["abort"] == 1
     assert (count(measured.queue_s), measured.queue_s.sum, measured.whole_s.sum) == (1, 4.0, 4.0)
     assert (count(measured.prompt_tokens), measured.output_tokens.sum) == (1, 0.0)
     assert count(measured.prefill_s) == count(measured.decode_s) == count(measured.inference_s) == 0
@@ -214,7 +215,7 @@ def test_what_leaves_gives_its_blocks_back_without_another_step() -> None:
     assert (bench.stats.num_used_blocks, bench.stats.steps) == (used // 2, steps)
     bench.core.abort("b", stopped=True)
     assert (bench.stats.num_used_blocks, bench.stats.num_running, bench.stats.steps) == (0, 0, steps)
-    assert bench.measured.ended_by == {"stop": 1, "length": 0, "abort": 1, "error": 0}
+    assert bench.stats.ended_by == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
 def test_every_end_has_its_reason() -> None:
@@ -228,7 +229,7 @@ def test_every_end_has_its_reason() -> None:
     bench.begin()
     bench.now_s += 1
     assert [item.reason for item in bench.core.expire()] == ["error"]
-    assert bench.measured.ended_by == {"stop": 1, "length": 1, "abort": 0, "error": 1}
+    assert bench.stats.ended_by == {"stop": 1, "length": 1, "abort": 0, "error": 1}
     bench.finish()
     bench.add("spoilt", [1, 2, 3], 9)
     bench.begin()
@@ -236,8 +237,8 @@ def test_every_end_has_its_reason() -> None:
     assert output is not None
     (sequence,) = bench.core.scheduler.awaited
     bench.core.finish(msgspec.structs.replace(output, failed=[(sequence.handle, "not finite")]))
-    assert (bench.measured.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
-    assert sum(bench.measured.ended_by.values()) == count(bench.measured.whole_s) == 4
+    assert (bench.stats.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
+    assert sum(bench.stats.ended_by.values()) == count(bench.measured.whole_s) == 4
 
 
 def test_samples_make_one_request() -> None:
@@ -245,7 +246,7 @@ def test_samples_make_one_request() -> None:
     bench.add("r", [1, 2, 3], 4, n=3)
     bench.drain()
     stats, measured = bench.stats, bench.measured
-    assert measured.ended_by["length"] == 1
+    assert bench.stats.ended_by["length"] == 1
     assert (stats.prompt_tokens, stats.generated_tokens) == (3, 12)
     assert (measured.output_tokens.sum, measured.samples.sum, measured.max_tokens.sum) == (12, 3, 4)
     assert (count(measured.first_token_s), count(measured.token_gap_s)) == (1, 9)
@@ -392,7 +393,7 @@ def test_nobody_is_remembered_when_all_have_gone() -> None:
     bench.drain()
     bench.begin()
     meter = bench.core.meter
-    assert (meter._last, meter._turn) == ([], [])
+    assert (meter._last, meter._untimed) == ([], [])
 
 
 def test_drafts_are_counted_as_the_worker_made_them() -> None:
@@ -427,7 +428,7 @@ def test_who_comes_in_again_is_not_counted_again() -> None:
     rig.add("b", [2] * 12, 14)
     rig.drain()
     assert rig.scheduler.counters.preemptions > 0
-    assert (rig.scheduler.meter.cache_queries, rig.scheduler.counters.prompt_tokens) == (24, 24)
+    assert (rig.scheduler.counters.cache_queries, rig.scheduler.counters.prompt_tokens) == (24, 24)
 
 
 def test_without_a_cache_nothing_is_looked_up() -> None:

@@ -77,7 +77,7 @@ def test_auto_swaps_once_it_knows_the_rates(overlapped: bool, tmp_path: Path) ->
     bench.run()
     counters = bench.core.scheduler.counters
     assert counters.swaps == counters.preemptions > 0
-    assert any(isinstance(record, records.Measured) for record in TraceReader(trace))
+    assert any(isinstance(record, records.RatesMeasured) for record in TraceReader(trace))
     assert Replay(trace).run().divergence is None
 
 

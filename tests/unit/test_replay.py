@@ -54,7 +54,9 @@ def busy(tmp_path: Path) -> tuple[Path, Recorded]:
     recorded.drain()
     recorded.core.close()
     counters = recorded.scheduler.counters
-    assert min(counters.swaps, counters.preemptions, counters.cached_tokens, recorded.core.kv.stats.demoted) > 0
+    assert (
+        min(counters.swaps, counters.preemptions, counters.cached_tokens, recorded.core.kv.counters.demoted_blocks) > 0
+    )
     return trace, recorded
 
 

@@ -71,7 +71,7 @@ def test_samples_that_were_named_stop_computing_and_the_others_go_on(bench: Benc
     bench.run()
     assert {sample: bench.got[sample] for sample in (0, 2)} == {sample: continuation(sample) for sample in (0, 2)}
     assert (len(bench.got[1]), len(bench.got[3]), sorted(bench.ends)) == (4, 4, [0, 2])
-    assert bench.scheduler.meter.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert bench.scheduler.counters.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert any(
         line.endswith("Sample 1 and sample 3 ended at its client's wish.")
         for line in story("r", TraceReader(bench.trace))
@@ -112,7 +112,7 @@ def test_with_its_last_sample_the_request_ends(bench: Bench, named: tuple[int, .
     ended = bench.core.abort("r", named, stopped=True)
     assert len(ended) == (3 if len(named) != 2 else 2)
     assert not bench.scheduler.has_requests()
-    assert bench.scheduler.meter.ended_by["stop"] == 1
+    assert bench.scheduler.counters.ended_by["stop"] == 1
     bench.run()
 
 

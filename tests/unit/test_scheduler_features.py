@@ -24,7 +24,7 @@ def test_samples_share_the_prompt_and_part_at_their_first_token() -> None:
     assert rig.worker.num_scheduled[:2] in ([10, 3], [12, 3])
     assert rig.kv.pool.num_used <= 3 + 2
     rig.drain()
-    assert rig.kv.stats.copied == 2, "of three writers to one shared tail the last writes in place"
+    assert rig.kv.counters.copied_blocks == 2, "of three writers to one shared tail the last writes in place"
     for index in range(3):
         assert rig.output("a", index) == expected(list(range(10)), 6, child=index)
 
@@ -107,7 +107,7 @@ def test_an_evicted_prefix_is_promoted_on_a_hit() -> None:
     rig.drain()
     rig.add("b", [40] * 17, max_tokens=1)
     rig.drain()
-    assert rig.kv.stats.demoted >= 3
+    assert rig.kv.counters.demoted_blocks >= 3
     written = rig.worker.num_written
     request = rig.add("c", list(range(12)), max_tokens=1)
     rig.drain()

@@ -15,7 +15,7 @@ from tests.fakes import STATS, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.protocol.api import Histogram, Measured, Stats
+from vllm_lite.protocol.api import Histogram, RequestHistograms, Stats
 from vllm_lite.server.calls.registry import Calls, Limits
 from vllm_lite.server.calls.relay import Relay
 from vllm_lite.server.metrics import METRICS, Metrics, table
@@ -24,8 +24,9 @@ from vllm_lite.server.openai.errors import ApiError
 ROOT = Path(__file__).parents[2]
 SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 EXPORTED = {metric.name + suffix for metric in METRICS for suffix in SERIES[metric.kind]}
-HISTOGRAM = Histogram([1.0, 2.5], [3, 0, 1], 7.5)
-MEASURED = Measured({"stop": 4, "length": 3, "abort": 2, "error": 1}, *[HISTOGRAM] * 14)
+HISTOGRAM = Histogram((1.0, 2.5), [3, 0, 1], 7.5)
+ENDED_BY = {"stop": 4, "length": 3, "abort": 2, "error": 1}
+MEASURED = RequestHistograms(*[HISTOGRAM] * 14)
 
 
 class Engine:
@@ -58,7 +59,7 @@ def look(stats: Stats | None) -> str:
 
 def full(**values: int) -> Stats:
     fields = {name: getattr(STATS, name) for name in Stats.__struct_fields__}
-    return Stats(**{**fields, **values, "measured": MEASURED})
+    return Stats(**{**fields, **values, "ended_by": ENDED_BY, "requests": MEASURED})
 
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:

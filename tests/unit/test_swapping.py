@@ -48,10 +48,10 @@ def test_what_may_not_move_yet_stays_until_somebody_needs_its_place() -> None:
     rig = pressed(3, caching=False)
     sequence = first_swapped(rig)
     num_blocks = len(sequence.tables[0].ids)
-    assert rig.kv.stats.swapped_out == 3
+    assert rig.kv.counters.swapped_out_blocks == 3
     assert [bool(block_id) for block_id in sequence.tables[0].ids] == [True] * (num_blocks - 3) + [False] * 3
     rig.drain()
-    assert rig.kv.stats.swapped_out == rig.kv.stats.swapped_in < num_blocks
+    assert rig.kv.counters.swapped_out_blocks == rig.kv.counters.swapped_in_blocks < num_blocks
     assert rig.scheduler.counters.preemptions == 1, "who waits gives its blocks before anybody else gives way"
 
 
@@ -97,14 +97,14 @@ def test_demotions_do_not_starve_who_comes_back() -> None:
     while ("leaves", 0) not in rig.reasons:
         rig.step()
     sequence = next(iter(rig.scheduler.waiting))
-    num_steps, demoted = 0, rig.kv.stats.demoted
+    num_steps, demoted = 0, rig.kv.counters.demoted_blocks
     while sequence.status is not Status.RUNNING:
         rig.step()
         num_steps += 1
     assert num_steps <= -(-sequence.num_tokens // 3) + 1
     for _ in range(10):
         rig.step()
-    assert rig.kv.stats.demoted > demoted, "the test is about steps that demote"
+    assert rig.kv.counters.demoted_blocks > demoted, "the test is about steps that demote"
     rig.drain()
     assert rig.output("swapped") == expected(PROMPT[:20], 20)
 
@@ -126,7 +126,7 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
     rig.drain()
     rig.add("other", [7, 3] * 55, max_tokens=1)
     rig.drain()
-    assert rig.kv.stats.demoted > 3
+    assert rig.kv.counters.demoted_blocks > 3
     rig.add("stream", [5, 3] * 30, max_tokens=20)
     rig.step()
     rig.kv._swapping._max_blocks = rig.max_swap_blocks = 3
@@ -145,9 +145,9 @@ def test_what_the_device_still_has_is_not_loaded() -> None:
     sequence = rig.add("a", PROMPT[:18], max_tokens=5).sequences[0]
     rig.step()
     assert rig.kv.swap_out(sequence)
-    assert rig.kv.stats.swapped_out == 5
+    assert rig.kv.counters.swapped_out_blocks == 5
     assert rig.kv.swap_in(sequence, 19)
-    assert rig.kv.stats.swapped_in == 1, "its last block is not full, so nobody finds it"
+    assert rig.kv.counters.swapped_in_blocks == 1, "its last block is not full, so nobody finds it"
     rig.drain()
 
 
@@ -158,14 +158,14 @@ def test_a_hit_on_the_host_may_be_longer_than_what_a_step_moves(depth: int) -> N
     rig.drain()
     rig.add("grows", [VOCAB - 1], max_tokens=24)  # evicts a block a step
     rig.drain()
-    assert rig.kv.stats.demoted == 19
+    assert rig.kv.counters.demoted_blocks == 19
     written = rig.worker.num_written
     again = rig.add("again", PROMPT[:20], max_tokens=1)
     rig.drain()
     assert again.num_cached_at_start == 19
     assert rig.worker.num_written == written
-    assert rig.kv.stats.promoted == 19
-    assert rig.scheduler.meter.host_hits == 19, "counted once, however many steps it takes"
+    assert rig.kv.counters.promoted_blocks == 19
+    assert rig.scheduler.counters.host_hits == 19, "counted once, however many steps it takes"
     assert rig.output("again") == rig.output("a")
 
 
@@ -176,7 +176,7 @@ def test_of_what_is_evicted_the_prefix_is_demoted(num_host_blocks: int, max_swap
     rig.drain()
     rig.add("b", [VOCAB - 1] * 41, max_tokens=1)
     rig.step()
-    assert rig.kv.stats.demoted == kept
+    assert rig.kv.counters.demoted_blocks == kept
     rig.drain()
     again = rig.add("again", PROMPT, max_tokens=1)
     rig.drain()
@@ -205,7 +205,7 @@ def test_content_that_is_still_on_the_device_is_not_demoted() -> None:
     rig.scheduler.kv.pool.enable_caching = True
     rig.drain()
     rig.kv._swapping._demote([(1, key) for key in list(rig.kv.pool._cached)])
-    assert rig.kv.stats.demoted == 0
+    assert rig.kv.counters.demoted_blocks == 0
 
 
 def test_blocks_on_the_host_that_are_taken_back_into_use_need_room_there() -> None:

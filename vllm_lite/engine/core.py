@@ -16,7 +16,7 @@ from vllm_lite.engine.assembly import assemble
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.observe.describe import describe
-from vllm_lite.engine.observe.recorder import Recorder
+from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
 from vllm_lite.engine.pace import Pace
 from vllm_lite.engine.plan import Options, Produced
 from vllm_lite.engine.prefill_rate import PrefillRate
@@ -87,7 +87,9 @@ class EngineCore:
         )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
-        self.recorder = Recorder(config.record, header, self.scheduler) if config.record else None
+        self.recorder = (
+            TraceRecorder(config.record, header, self.scheduler) if config.record else Recorder(self.scheduler)
+        )
         self.max_model_len = self.scheduler.max_len
         self.num_in_flight = 0
 
@@ -116,8 +118,7 @@ class EngineCore:
             return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
         self.meter.now_s = self._clock()
         self.scheduler.add(request)
-        if self.recorder is not None:
-            self.recorder.arrived(request, self._clock())
+        self.recorder.arrived(request, self._clock())
         return Attached(request, [], None)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
@@ -145,8 +146,7 @@ class EngineCore:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self.meter.now_s = self._clock()
         branching.fork_request(self.scheduler, parent, child)
-        if self.recorder is not None:
-            self.recorder.forked(parent, child, self._clock())
+        self.recorder.forked(parent, child, self._clock())
         return child
 
     def abort(self, request_id: str, samples: Seq[int] = (), *, stopped: bool = False) -> list[tuple[int, int]]:
@@ -159,7 +159,7 @@ class EngineCore:
             return []
         self.meter.now_s = now_s = self._clock()
         ended = branching.end_samples(self.scheduler, request, samples, "stop" if stopped else "abort")
-        if ended and self.recorder is not None:
+        if ended:
             self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
         return ended
 
@@ -168,8 +168,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
         done = reset_cache(self.scheduler)
-        if self.recorder is not None:
-            self.recorder.cache_reset(self._clock())
+        self.recorder.cache_reset(self._clock())
         return done
 
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
@@ -251,8 +250,7 @@ class EngineCore:
         """End what has passed its deadline."""
         now_s = self.meter.now_s = self._clock()
         ended = self.scheduler.expire(now_s)
-        if ended and self.recorder is not None:
-            self.recorder.expired(ended, now_s)
+        self.recorder.expired(ended, now_s)
         return ended
 
     def begin(self) -> bool:
@@ -263,7 +261,7 @@ class EngineCore:
         only_decodes = True
         if plan is not None:
             num_tokens = self.scheduler.num_scheduled_tokens
-            self.meter.step_tokens.observe(num_tokens)
+            self.meter.counters.requests.step_tokens.observe(num_tokens)
             only_decodes = num_tokens <= len(self.scheduler.running)
             self._unsent.append(plan)
             self.num_in_flight += 1
@@ -283,7 +281,7 @@ class EngineCore:
         if not self.scheduler.has_requests():
             self.meter.rest(now_s)
             return None
-        return self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
+        return self.recorder.schedule(now_s)
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
@@ -294,62 +292,22 @@ class EngineCore:
             self._learn(self._prefill_rate.tokens_per_s)
         if self.max_in_flight > 1:
             self._pace.ended(now_s, steady=only_decodes and self.num_in_flight > 0)
-        if self.recorder is not None:
-            return self.recorder.update(output, now_s)
-        return self.scheduler.update(output)
+        return self.recorder.update(output, now_s)
 
     def _learn(self, prefill_tokens_per_s: float) -> None:
         """Let the scheduler choose by a new rate; a trace must know of it."""
         self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=prefill_tokens_per_s)
-        if self.recorder is not None:
-            self.recorder.measured(self.scheduler.rates)
+        self.recorder.measured(self.scheduler.rates)
 
     def close(self) -> None:
         """End the trace, if there is one."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.recorder.close()
 
-    def stats(self, malformed_messages: int = 0) -> Stats:
-        """All that is counted, and of the sockets what only their owner knows."""
-        scheduler, pool, counters, blocks, meter = (
-            self.scheduler,
-            self.kv.pool,
-            self.scheduler.counters,
-            self.kv.stats,
-            self.meter,
-        )
-        host = self.kv.host.pool if self.kv.host is not None else None
-        return Stats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            peak_used_blocks=pool.peak_used,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            swaps=counters.swaps,
-            num_host_blocks=host.num_usable if host else 0,
-            num_used_host_blocks=host.num_used if host else 0,
-            demoted_blocks=blocks.demoted,
-            promoted_blocks=blocks.promoted,
-            copied_blocks=blocks.copied,
-            swapped_out_blocks=blocks.swapped_out,
-            swapped_in_blocks=blocks.swapped_in,
-            cache_queries=meter.cache_queries,
-            host_queries=meter.host_queries,
-            host_hits=meter.host_hits,
-            drafts=meter.drafts,
-            draft_tokens=meter.draft_tokens,
-            accepted_tokens=meter.accepted_tokens,
-            rejected_requests=meter.rejected,
-            corrupted_requests=meter.corrupted,
-            malformed_messages=malformed_messages,
-            measured=meter.snapshot(self._clock()),
-        )
+    def stats(self) -> Stats:
+        """The engine's counters, with its gauges as they are now."""
+        counters = self.meter.stats(self._clock())
+        counters.num_running, counters.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        return counters
 
 
 def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:

@@ -51,15 +51,6 @@ class Options(NamedTuple):
     epoch: int = 0
 
 
-class Counters:
-    """Totals since the start."""
-
-    __slots__ = ("cached_tokens", "generated_tokens", "preemptions", "prompt_tokens", "steps", "swaps")
-
-    def __init__(self) -> None:
-        self.steps = self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.preemptions = self.swaps = 0
-
-
 class Handles:
     """Small integers under which workers know sequences; the one given back last is taken first."""
 

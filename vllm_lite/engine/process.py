@@ -196,7 +196,9 @@ class EngineProcess:
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
-            self._port.send(peer, core.stats(self._port.malformed))
+            stats = core.stats()
+            stats.malformed_messages = self._port.malformed
+            self._port.send(peer, stats)
         elif isinstance(message, Describe):
             self._port.send(peer, core.describe(message.request_ids))
         elif isinstance(message, ResetPrefixCache):
@@ -206,7 +208,7 @@ class EngineProcess:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
-            core.meter.rejected += 1
+            core.meter.counters.rejected_requests += 1
             self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
@@ -222,7 +224,7 @@ class EngineProcess:
         try:
             core.fork(peer, message)
         except RequestError as error:
-            core.meter.rejected += 1
+            core.meter.counters.rejected_requests += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
     def _abort(self, core: EngineCore, request: Request, samples: Seq[int] = (), *, stopped: bool = False) -> None:

@@ -17,7 +17,7 @@ from vllm_lite.engine import branching, notes
 from vllm_lite.engine.blocks.manager import Admission, Growth, KVCacheManager, Verdict
 from vllm_lite.engine.notes import Note
 from vllm_lite.engine.observe.counters import Meter
-from vllm_lite.engine.plan import Counters, Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
+from vllm_lite.engine.plan import Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.prompt_scores import PromptScores
 from vllm_lite.engine.request import Request
@@ -69,8 +69,8 @@ class Scheduler:
         self.max_len = kv.max_tokens(longest, options.max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}
-        self.counters = Counters()
-        self.meter = Meter(kv, self.max_len, self.counters)
+        self.counters = kv.counters
+        self.meter = Meter(kv, self.max_len)
         self.num_arrived = 0
         self.rates = Rates()
         self._sent: deque[Sent] = deque()
@@ -148,7 +148,7 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute."""
-        self.meter.turn(now_s, idle=not self._sent)
+        self.meter.time_results(now_s, idle=not self._sent)
         self.kv.begin_step()
         view = View(
             now_s, len(self.running), len(self.waiting), self.kv.pool.num_free, self.options.max_num_batched_tokens
@@ -541,7 +541,7 @@ class Scheduler:
             self.leave_queue(member)
             self.finish(member, forget=True)
         self._close(request, "error")
-        self.meter.corrupted += 1
+        self.counters.corrupted_requests += 1
         return Produced(request, sample, start, [], reason="error", error=error)
 
     # ---- for branching, and the end of a sequence

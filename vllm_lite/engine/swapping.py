@@ -16,16 +16,8 @@ from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import BlockOp
-
-
-class KVStats:
-    """Totals since the start, in blocks unless named otherwise."""
-
-    __slots__ = ("copied", "demoted", "promoted", "swapped_in", "swapped_out")
-
-    def __init__(self) -> None:
-        self.copied = self.demoted = self.promoted = self.swapped_in = self.swapped_out = 0
 
 
 class Place(NamedTuple):
@@ -47,7 +39,8 @@ class Swapping:
         max_blocks: int,
         cache: Callable[[Sequence, KVGroup, int, int], None],
     ) -> None:
-        self.stats = KVStats()
+        self.counters = Stats()
+        """The one struct in which the whole engine counts: the first to count makes it."""
         self.parked: list[Sequence] = []
         """In the order in which they were parked: under fcfs the first is the last to come in."""
         self._pool = pool
@@ -79,7 +72,7 @@ class Swapping:
     def copy(self, src: int, dst: int) -> None:
         """A shared block is about to be written."""
         self._ops.append((BlockOp.COPY, src, dst))
-        self.stats.copied += 1
+        self.counters.copied_blocks += 1
 
     # ---- out
 
@@ -138,7 +131,7 @@ class Swapping:
                     (host_ids[index],) = host.new_blocks([self._key(sequence, group, index)])
                     self._ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
                     self._left -= 1
-                    self.stats.swapped_out += 1
+                    self.counters.swapped_out_blocks += 1
                 table.ids[index] = NULL_BLOCK
                 self._pool.free((block_id,))
                 taken += 1
@@ -193,9 +186,9 @@ class Swapping:
             if index < sequence.num_hashed_blocks:
                 self._cache(sequence, group, index, block_id)
         if sequence.status is Status.WAITING or sequence.status is Status.PREEMPTED:
-            self.stats.promoted += len(places)
+            self.counters.promoted_blocks += len(places)
         else:
-            self.stats.swapped_in += len(places)
+            self.counters.swapped_in_blocks += len(places)
 
     # ---- what nobody holds
 
@@ -212,7 +205,7 @@ class Swapping:
         places = self._host.demote(lost, limit)
         self._ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
         self._left -= len(places)
-        self.stats.demoted += len(places)
+        self.counters.demoted_blocks += len(places)
 
     # ---- inside
 

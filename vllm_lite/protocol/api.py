@@ -4,6 +4,7 @@ A client says Hello and is told Welcome or Refused. After that every Generate is
 and exactly one Finished, rejections included, both inside OutputBatch.
 """
 
+from bisect import bisect_left
 from typing import Annotated, Literal
 
 import msgspec
@@ -188,16 +189,29 @@ class Heartbeat(_Message, tag="heartbeat"):
     step: int
 
 
-class Histogram(_Message):
+class _Counts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Not frozen: the engine counts in the very struct that it sends."""
+
+
+class Histogram(_Counts):
     """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
 
-    bounds: list[float]
+    bounds: tuple[float, ...]
     counts: list[int]
-    sum: float
+    sum: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> "Histogram":
+        """An empty one. `bounds` ascend."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
 
-class Measured(_Message):
-    """Of requests that have ended, with why they did, and of steps. A request is one, however many samples it has.
+class RequestHistograms(_Counts):
+    """Measured on requests that have ended, and on steps. A request is one, however many samples it has.
 
     `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
     request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
@@ -205,7 +219,6 @@ class Measured(_Message):
     each step computed, `gained_tokens` those that it generated, with the prompts of requests that got their first.
     """
 
-    ended_by: dict[FinishReason, int]
     first_token_s: Histogram
     token_gap_s: Histogram
     mean_token_s: Histogram
@@ -222,24 +235,37 @@ class Measured(_Message):
     gained_tokens: Histogram
 
 
-class Stats(_Message, tag="stats"):
-    """A snapshot; counters run from the engine's start. Blocks exclude the null block.
+class BlockHistograms(_Counts):
+    """Measured on a sample of the device's KV blocks, with --kv-cache-metrics.
 
-    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
-    tokens looked up on the device, `host_queries` were not there and looked up on the host.
+    `lifetime_s` runs from a block's allocation to its eviction, `idle_before_evict_s` from its last use to its
+    eviction, `reuse_gap_s` from one use to the next.
     """
 
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    peak_used_blocks: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
+    lifetime_s: Histogram
+    idle_before_evict_s: Histogram
+    reuse_gap_s: Histogram
+
+
+class Stats(_Counts, tag="stats"):
+    """The engine's gauges and counters; counters run from its start. Blocks exclude the null block.
+
+    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
+    tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
+    by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    peak_used_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
     swaps: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
@@ -257,7 +283,11 @@ class Stats(_Message, tag="stats"):
     rejected_requests: int = 0
     corrupted_requests: int = 0
     malformed_messages: int = 0
-    measured: Measured | None = None
+    ended_by: dict[FinishReason, int] = msgspec.field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    requests: RequestHistograms | None = None
+    blocks: BlockHistograms | None = None
 
 
 class Admission(_Message):

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.protocol.api import Histogram, Measured, Stats, Welcome
+from vllm_lite.protocol.api import Histogram, Stats, Welcome
 from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"
@@ -36,7 +36,6 @@ class Scrape(NamedTuple):
     """All that is known at one moment."""
 
     stats: Stats
-    measured: Measured
     config: EngineConfig
     engine: Welcome
     load: int
@@ -86,7 +85,7 @@ _COUNTERS = (
     ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
     ("vllm_lite:malformed_messages", "malformed_messages", "Messages on the engine's socket that made no sense."),
 )
-_HISTOGRAMS = (  # name, field of Measured, text
+_HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
     (
         "vllm:inter_token_latency_seconds",
@@ -138,7 +137,7 @@ def _cache_config(at: Scrape) -> Values:
 
 
 def _ended(at: Scrape) -> Values:
-    return {(reason,): count for reason, count in at.measured.ended_by.items()}
+    return {(reason,): count for reason, count in at.stats.ended_by.items()}
 
 
 def _preemptions(at: Scrape) -> Values:
@@ -178,7 +177,7 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
-    *(Definition(name, "histogram", text, attrgetter(f"measured.{field}")) for name, field, text in _HISTOGRAMS),
+    *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
     Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
 )
@@ -201,12 +200,8 @@ class Metrics:
 
     async def get(self, _: Request) -> Response:
         """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
-        stats = await self._calls.stats()
-        measured = stats.measured
-        if measured is None:
-            raise RuntimeError("the engine's counters lack what it measured")
         scrape = Scrape(
-            *(stats, measured, self._config, self._engine),
+            *(await self._calls.stats(), self._config, self._engine),
             *(len(self._calls), self._responses, self._server),
         )
         # Also for those who would rather have OpenMetrics: there the library writes `vllm_` instead of `vllm:`.

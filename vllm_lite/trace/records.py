@@ -124,7 +124,7 @@ class Expired(_Record, frozen=True, tag=4):
     numbers: list[int]
 
 
-class Measured(_Record, frozen=True, tag=5):
+class RatesMeasured(_Record, frozen=True, tag=5):
     """The rates that preemption decides by, from now on."""
 
     prefill_tokens_per_s: float
@@ -172,7 +172,7 @@ class CacheReset(_Record, frozen=True, tag=9):
     hashes: bytes
 
 
-Record = Header | Arrival | Forked | Aborted | Expired | Measured | Step | Result | PolicyFault | CacheReset
+Record = Header | Arrival | Forked | Aborted | Expired | RatesMeasured | Step | Result | PolicyFault | CacheReset
 
 
 def pack_tokens(tokens: bytes) -> tuple[bytes, int]:

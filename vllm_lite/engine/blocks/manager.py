@@ -100,7 +100,7 @@ class KVCacheManager:
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
         """Told of every logical block of a sequence that has become findable on the device."""
         self._swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
-        self.stats = self._swapping.stats
+        self.counters = self._swapping.counters
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""

@@ -1,10 +1,11 @@
-"""Recorder: writes down every input of the scheduler, a digest of every step, and the reasons given for it.
+"""Recorder: stands between a core and its scheduler. TraceRecorder writes a trace of what passes; Recorder nothing.
 
-Recording must not change what it watches, nor stop it: when the file cannot be written any more, that is said once
-and the engine serves on without.
+A trace holds every input of the scheduler, a digest of every step, and the reasons for its decisions. Recording must
+not change what it watches, nor stop it: when the file cannot be written any more, the log says so once and the engine
+serves on without.
 """
 
-from collections.abc import Sequence as Seq
+from collections import abc
 from hashlib import blake2b
 
 import msgspec
@@ -39,7 +40,7 @@ class RecordingHasher(PrefixHasher):
         self.inner = inner
         self._log = bytearray()
 
-    def root(self, extra_keys: Seq[str] = ()) -> bytes:
+    def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:
         digest = self.inner.root(extra_keys)
         self._log += digest[:HASH_BYTES]
         return digest
@@ -108,15 +109,44 @@ class Reasons:
 
 
 class Recorder:
-    """Stands between a core and its scheduler for the calls that decide, and is told of all others."""
+    """The core calls the scheduler through it where that decides, and reports every other input. Records nothing."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def schedule(self, now_s: float) -> SchedulerOutput | None:
+        """Have the scheduler make a step."""
+        return self._scheduler.schedule(now_s)
+
+    def update(self, output: ModelOutput, now_s: float) -> list[Produced]:  # noqa: ARG002
+        """Have the scheduler apply a result."""
+        return self._scheduler.update(output)
+
+    def arrived(self, request: Request, now_s: float) -> None: ...
+
+    def forked(self, parent: Request, child: Request, now_s: float) -> None: ...
+
+    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None: ...
+
+    def expired(self, produced: list[Produced], now_s: float) -> None: ...
+
+    def cache_reset(self, now_s: float) -> None: ...
+
+    def measured(self, rates: Rates) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TraceRecorder(Recorder):
+    """Writes a trace."""
 
     def __init__(self, path: str, header: records.Header, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
         try:
             self._writer: TraceWriter | None = TraceWriter(path)
         except OSError as error:
             raise ConfigError(f"record: {path!r} cannot be written ({error.strerror})") from error
         self._path = path
-        self._scheduler = scheduler
         self._hasher = RecordingHasher(scheduler.kv.hasher)
         self._reasons = Reasons(scheduler)
         self._next_flush_s = header.clock_s
@@ -127,7 +157,7 @@ class Recorder:
     # ---- the calls that decide
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
-        """Have the scheduler make a step; also one that fails is in the trace."""
+        """A step that fails is in the trace as well."""
         plan: SchedulerOutput | None = None
         try:
             plan = self._scheduler.schedule(now_s)
@@ -154,7 +184,7 @@ class Recorder:
             self.flush()
 
     def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
-        """Have the scheduler apply a result; also one that makes it fail is in the trace."""
+        """A result that makes the scheduler fail is in the trace as well."""
         candidates = _candidates(output, self._scheduler.awaited)
         produced: list[Produced] = []
         try:
@@ -175,7 +205,7 @@ class Recorder:
     def forked(self, parent: Request, child: Request, now_s: float) -> None:
         self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
 
-    def aborted(self, request: Request, samples: Seq[int], now_s: float) -> None:
+    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None:
         self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
 
     def expired(self, produced: list[Produced], now_s: float) -> None:
@@ -186,7 +216,7 @@ class Recorder:
         self._write(records.CacheReset(now_s, self._hasher.take()))
 
     def measured(self, rates: Rates) -> None:
-        self._write(records.Measured(*rates))
+        self._write(records.RatesMeasured(*rates))
 
     def _arrival(self, request: Request, now_s: float) -> records.Arrival:
         return records.Arrival(
@@ -269,7 +299,9 @@ def _params(request: Request) -> records.Params:
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
 
 
-def _candidates(output: ModelOutput, sampling: Seq[Sequence]) -> list[tuple[int, list[tuple[int, float]]]] | None:
+def _candidates(
+    output: ModelOutput, sampling: abc.Sequence[Sequence]
+) -> list[tuple[int, list[tuple[int, float]]]] | None:
     """The likeliest tokens of every beam in `sampling`; other requests' logprobs decide nothing."""
     if output.logprobs is None:
         return None

@@ -157,7 +157,7 @@ class Replay:
                 self._hasher.give(record.hashes)
                 reset_cache(scheduler)
                 self._hasher.check_used_up()
-            case records.Measured():
+            case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
 
     def _schedule(self, record: records.Step) -> None:
