@@ -91,7 +91,7 @@ class Recorded:
 
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
         """The same result, but the logits of one sequence were not finite."""
-        handles = [sequence.handle for sequence in self.scheduler.awaited]
+        handles = [sequence.handle for sequence in self.scheduler.in_flight.awaited]
         return msgspec.structs.replace(output, failed=[(handles[0], "not finite")]) if handles else output
 
     def drain(self) -> None:

@@ -235,7 +235,7 @@ def test_every_end_has_its_reason() -> None:
     bench.begin()
     output = bench.worker.poll()
     assert output is not None
-    (sequence,) = bench.core.scheduler.awaited
+    (sequence,) = bench.core.scheduler.in_flight.awaited
     bench.core.finish(msgspec.structs.replace(output, failed=[(sequence.handle, "not finite")]))
     assert (bench.stats.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
     assert sum(bench.stats.ended_by.values()) == count(bench.measured.whole_s) == 4
@@ -348,14 +348,14 @@ def test_gaps_are_those_between_the_tokens_of_each_sample(seed: int, overlap: bo
 
 def test_steps_that_come_together_share_their_time() -> None:
     bench = Bench(async_scheduling=True)
-    bench.core._pace.steps = 4
+    bench.core._message_length.steps = 4
     bench.add("a", [1, 2, 3], 13)
     bench.begin()
     bench.now_s = 1.0
     bench.finish()
     bench.begin()
     while bench.core.scheduler.has_requests():
-        bench.core._pace.steps = 4
+        bench.core._message_length.steps = 4
         bench.begin()
         bench.now_s += 4.0
         bench.finish(most=4)

@@ -129,7 +129,7 @@ def test_a_step_in_flight_does_not_bring_it_back(tmp_path: Path) -> None:
     bench.add("r", PROMPT, max_tokens=12, n=3, ignore_eos=True)
     bench.step()
     bench.core.begin()
-    assert bench.core.num_in_flight
+    assert bench.core.in_flight
     assert [sample for sample, _ in bench.core.abort("r", (0, 2))] == [0, 2]
     bench.run()
     assert set(bench.ends) == {1}

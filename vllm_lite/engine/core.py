@@ -1,7 +1,6 @@
 """EngineCore: one step is schedule, execute, update. Features hang off these three calls; none is inlined into them."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
@@ -11,16 +10,20 @@ import msgspec
 
 from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine import branching
-from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine import branching, policy
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
-from vllm_lite.engine.pace import Pace
-from vllm_lite.engine.plan import Options, Produced
+from vllm_lite.engine.plan import Options, Produced, Rates
 from vllm_lite.engine.prefill_rate import PrefillRate
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import ContextLengthError, RequestError
@@ -73,15 +76,12 @@ class EngineCore:
         self._vocab_size = ready.vocab_size
         self._eos = frozenset(ready.eos_token_ids)
         self._clock = clock
-        self._only_decodes: deque[bool] = deque()
-        """Of each step under way."""
-        self._unsent: list[SchedulerOutput] = []
-        self._pace = Pace()
+        self._message_length = MessageLength()
         self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
         header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
-        self.scheduler = assemble(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
+        self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
         )
@@ -91,7 +91,7 @@ class EngineCore:
             TraceRecorder(config.record, header, self.scheduler) if config.record else Recorder(self.scheduler)
         )
         self.max_model_len = self.scheduler.max_len
-        self.num_in_flight = 0
+        self.in_flight = self.scheduler.in_flight
 
     # ---- requests
 
@@ -258,24 +258,22 @@ class EngineCore:
         it says no: only then have all steps been sent."""
         now_s = self._clock()
         plan = self._schedule(now_s) if self._may_begin() else None
-        only_decodes = True
+        ends_message = True
         if plan is not None:
-            num_tokens = self.scheduler.num_scheduled_tokens
-            self.meter.counters.requests.step_tokens.observe(num_tokens)
-            only_decodes = num_tokens <= len(self.scheduler.running)
-            self._unsent.append(plan)
-            self.num_in_flight += 1
-            self._only_decodes.append(only_decodes)
-            self._prefill_rate.scheduled(plan, num_tokens, only_decodes=only_decodes)
-        if self._unsent and (plan is None or not only_decodes or len(self._unsent) >= self._pace.steps):
-            unsent, self._unsent = self._unsent, []
-            self._executor.submit(*unsent)
-            self._prefill_rate.sent(now_s)
+            self.meter.scheduled(self.scheduler.num_scheduled_tokens)
+            ends_message = (
+                not self.in_flight.newest.only_decodes or self.in_flight.num_unsent >= self._message_length.steps
+            )
+        if self.in_flight.num_unsent and ends_message:
+            self._executor.submit(*self.in_flight.send(now_s))
         return plan is not None
 
     def _may_begin(self) -> bool:
         """Whether a message of steps is to be continued, or begun: it is computed while the one behind it is made."""
-        return bool(self._unsent) or self.num_in_flight <= (self.max_in_flight - 1) * self._pace.steps
+        return (
+            self.in_flight.num_unsent > 0
+            or len(self.in_flight) <= (self.max_in_flight - 1) * self._message_length.steps
+        )
 
     def _schedule(self, now_s: float) -> SchedulerOutput | None:
         if not self.scheduler.has_requests():
@@ -285,13 +283,12 @@ class EngineCore:
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
-        self.num_in_flight -= 1
         now_s = self.meter.now_s = self._clock()
-        only_decodes = self._only_decodes.popleft()
-        if self._prefill_rate.ended(now_s):
+        step = self.in_flight.oldest
+        if step.ends_message and self._prefill_rate.measure(step.message, now_s):
             self._learn(self._prefill_rate.tokens_per_s)
         if self.max_in_flight > 1:
-            self._pace.ended(now_s, steady=only_decodes and self.num_in_flight > 0)
+            self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.recorder.update(output, now_s)
 
     def _learn(self, prefill_tokens_per_s: float) -> None:
@@ -308,6 +305,26 @@ class EngineCore:
         counters = self.meter.stats(self._clock())
         counters.num_running, counters.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return counters
+
+
+def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
+    """The scheduler that a trace's header describes, with its policy, block manager and pools; a replay makes it anew.
+
+    Raises ConfigError if the policy cannot be loaded.
+    """
+    num_host_blocks, caching = header.num_host_blocks, header.caching
+    host = HostTier(num_host_blocks, header.num_blocks, caching) if num_host_blocks else None
+    kv = KVCacheManager(
+        BlockPool(header.num_blocks, caching),
+        make_groups(header.windows, header.block_size),
+        hasher,
+        host=host,
+        watermark=header.watermark,
+        max_swap_blocks_per_step=header.max_swap_blocks_per_step,
+    )
+    scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
+    scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
+    return scheduler
 
 
 def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:

@@ -5,10 +5,8 @@ from typing import NamedTuple
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.api import FinishReason, PromptLogprobs, TokenLogprobs
-from vllm_lite.protocol.codec import unpack_tokens
-from vllm_lite.protocol.step import Entry, ModelOutput
+from vllm_lite.protocol.step import Entry
 
 
 class Produced(NamedTuple):
@@ -23,13 +21,6 @@ class Produced(NamedTuple):
     error: str | None = None
     logprob: float | None = None
     prompt: PromptLogprobs | None = None
-
-
-class Sent(NamedTuple):
-    """A step the workers have been given: which sequences get a token from it, in the order of its entries."""
-
-    step: int
-    sampling: list[Sequence]
 
 
 class Rates(NamedTuple):
@@ -121,18 +112,3 @@ def prefers_swap(mode: str, rates: Rates, kv: KVCacheManager, victim: Sequence) 
         return False
     num_blocks = kv.num_blocks(victim.num_computed, 1)
     return 2 * num_blocks / rates.swap_blocks_per_s < victim.num_computed / rates.prefill_tokens_per_s
-
-
-def checked_tokens(output: ModelOutput, sent: Sent, epoch: int) -> list[int]:
-    """The sampled tokens of the step `sent`. Raises ProtocolError if the output is of another step, or too short."""
-    if (output.epoch, output.step) != (epoch, sent.step):
-        raise ProtocolError(
-            f"expected the output of step {sent.step} of epoch {epoch}, got step {output.step} of epoch {output.epoch}"
-        )
-    tokens = unpack_tokens(output.tokens)
-    counts = [1] * len(sent.sampling) if output.counts is None else output.counts
-    if len(counts) != len(sent.sampling) or sum(counts) != len(tokens):
-        raise ProtocolError(
-            f"step {sent.step} samples {len(sent.sampling)} sequences, got {len(tokens)} tokens for {len(counts)}"
-        )
-    return tokens

@@ -9,15 +9,15 @@ blocks run out somebody gives way: to the host, or to be computed again.
 Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`.
 """
 
-from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
 
 from vllm_lite.engine import branching, notes
 from vllm_lite.engine.blocks.manager import Admission, Growth, KVCacheManager, Verdict
+from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.notes import Note
 from vllm_lite.engine.observe.counters import Meter
-from vllm_lite.engine.plan import Handles, Options, Plan, Produced, Rates, Sent, checked_tokens, prefers_swap
+from vllm_lite.engine.plan import Handles, Options, Plan, Produced, Rates, prefers_swap
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.prompt_scores import PromptScores
 from vllm_lite.engine.request import Request
@@ -73,7 +73,7 @@ class Scheduler:
         self.meter = Meter(kv, self.max_len)
         self.num_arrived = 0
         self.rates = Rates()
-        self._sent: deque[Sent] = deque()
+        self.in_flight = InFlight()
         self.changes: list[Entry] = []
         """What workers must hear before the next step's own entries, in the order in which it happened."""
         self._hurried: dict[str, Request] = {}  # those with a deadline
@@ -123,16 +123,6 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.requests)
 
-    @property
-    def awaited(self) -> list[Sequence]:
-        """The sequences that get a token from the oldest step in flight."""
-        return self._sent[0].sampling if self._sent else []
-
-    @property
-    def step_awaited(self) -> int:
-        """The oldest step in flight; 0 if there is none."""
-        return self._sent[0].step if self._sent else 0
-
     def expire(self, now_s: float) -> list[Produced]:
         """End the requests whose deadline has passed."""
         late = [r for r in self._hurried.values() if r.deadline_s is not None and r.deadline_s <= now_s]
@@ -148,7 +138,7 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute."""
-        self.meter.time_results(now_s, idle=not self._sent)
+        self.meter.time_results(now_s, idle=not self.in_flight)
         self.kv.begin_step()
         view = View(
             now_s, len(self.running), len(self.waiting), self.kv.pool.num_free, self.options.max_num_batched_tokens
@@ -162,7 +152,7 @@ class Scheduler:
         self._schedule_prompts(plan, view)
         if plan.draftable:
             self._add_drafts(plan)
-        while plan.budget == budget and not (self._sent or self.kv.is_moving) and self.running and self.waiting:
+        while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and self.running and self.waiting:
             # Beams that wait for another of theirs hold the blocks it needs to come in.
             victim = self.running.pop()
             self._preempt(victim, next(iter(self.waiting)), plan)
@@ -174,9 +164,11 @@ class Scheduler:
         self.step += 1
         self.num_scheduled_tokens = budget - plan.budget
         self.counters.steps += 1
-        self._sent.append(Sent(self.step, plan.sampling))
         changes, self.changes = self.changes, []
-        return SchedulerOutput(self.options.epoch, self.step, self.kv.take_block_ops(), changes + plan.entries)
+        output = SchedulerOutput(self.options.epoch, self.step, self.kv.take_block_ops(), changes + plan.entries)
+        num_tokens = self.num_scheduled_tokens
+        self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=num_tokens <= len(self.running))
+        return output
 
     def _schedule_decodes(self, plan: Plan, view: View) -> None:
         """Give one token to every running sequence that lacks one, and put those that lack more on `plan.prompts`.
@@ -471,8 +463,8 @@ class Scheduler:
 
     def update(self, output: ModelOutput) -> list[Produced]:
         """Apply what the workers sampled in the oldest step sent. Raises ProtocolError if it is of another step."""
-        sent = self._sent.popleft()
-        tokens = checked_tokens(output, sent, self.options.epoch)
+        sent = self.in_flight.confirm()
+        tokens = sent.tokens_of(output)
         failed = dict(output.failed) if output.failed else {}
         counts, all_logprobs = output.counts, output.logprobs
         produced = self._prompt_scores.take(output) if output.prompts else []

@@ -121,6 +121,10 @@ class Meter:
 
     # ---- steps
 
+    def scheduled(self, num_tokens: int) -> None:
+        """A step that computes `num_tokens` tokens was made."""
+        self._requests.step_tokens.observe(num_tokens)
+
     def stepped(
         self,
         sampling: abc.Sequence[Sequence],

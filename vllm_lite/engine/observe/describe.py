@@ -84,5 +84,5 @@ def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place:
     if sequence.host_ids is not None and num_held(sequence):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens
-    is_full = scheduler.step_awaited > 0 and scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
-    return "waits_for_budget" if is_full else "waits_for_step"
+    is_full = scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
+    return "waits_for_budget" if scheduler.in_flight and is_full else "waits_for_step"

@@ -185,7 +185,7 @@ class TraceRecorder(Recorder):
 
     def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
         """A result that makes the scheduler fail is in the trace as well."""
-        candidates = _candidates(output, self._scheduler.awaited)
+        candidates = _candidates(output, self._scheduler.in_flight.awaited)
         produced: list[Produced] = []
         try:
             produced = self._scheduler.update(output)

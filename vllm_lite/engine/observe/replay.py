@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from vllm_lite.engine import branching
-from vllm_lite.engine.assembly import assemble
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
 from vllm_lite.engine.plan import Produced, Rates
 from vllm_lite.engine.request import Request
@@ -82,7 +82,7 @@ class Replay:
         self.num_ended = 0
         header = self.reader.header
         self._hasher = ReplayHasher(header.block_size)
-        self.scheduler = assemble(header, self._hasher)
+        self.scheduler = make_scheduler(header, self._hasher)
         self._reasons = Reasons(self.scheduler)
         if check:
             self.scheduler.note = self._reasons.add
@@ -113,7 +113,7 @@ class Replay:
     def _place(self, record: records.Record) -> int:
         """The step that a record is about, before it is applied."""
         if isinstance(record, records.Result):
-            return self.scheduler.step_awaited
+            return self.scheduler.in_flight.step_awaited
         return self.scheduler.step + isinstance(record, records.Step)
 
     def report(self) -> list[str]:
@@ -183,7 +183,7 @@ class Replay:
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
         output = ModelOutput(
             self.scheduler.options.epoch,
-            self.scheduler.step_awaited,
+            self.scheduler.in_flight.step_awaited,
             tokens,
             record.counts,
             _logprobs(record, len(tokens) // 4),
