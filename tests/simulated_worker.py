@@ -116,7 +116,7 @@ class SimulatedWorker:
                 counts.append(len(sampled))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled)
         reply = ModelOutput(
-            output.epoch,
+            output.generation,
             output.step,
             pack_tokens(tokens),
             counts if any(count > 1 for count in counts) else None,

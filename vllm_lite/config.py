@@ -405,9 +405,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker process is started with: where its engine listens, and who it is."""
+    """What a worker process is started with: where its engine listens, its rank, and which life of the group it is in.
+
+    `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
+    """
 
     config: EngineConfig
     address: str
     rank: int
-    epoch: int
+    generation: int
+    keys: str | None = None

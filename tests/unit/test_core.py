@@ -44,7 +44,7 @@ def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
     config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
     ready = Ready(0, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
-    return EngineCore(config, ready, worker, Sizes(num_blocks), epoch=3)  # type: ignore[arg-type]
+    return EngineCore(config, ready, worker, Sizes(num_blocks), generation=3)  # type: ignore[arg-type]
 
 
 def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:

@@ -69,7 +69,7 @@ class EngineCore:
         ready: Ready,
         executor: Executor,
         sizes: Sizes,
-        epoch: int,
+        generation: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -80,7 +80,7 @@ class EngineCore:
         self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
-        header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
+        header = _header(config, ready, sizes, _options(config, ready, generation), clock())
         self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
@@ -346,7 +346,7 @@ def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, 
     )
 
 
-def _options(config: EngineConfig, ready: Ready, epoch: int) -> Options:
+def _options(config: EngineConfig, ready: Ready, generation: int) -> Options:
     return Options(
         max_num_seqs=config.max_num_seqs or 64,
         max_num_batched_tokens=config.max_num_batched_tokens or 512,
@@ -354,7 +354,7 @@ def _options(config: EngineConfig, ready: Ready, epoch: int) -> Options:
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
-        epoch=epoch,
+        generation=generation,
     )
 
 

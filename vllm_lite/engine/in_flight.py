@@ -46,10 +46,11 @@ class StepInFlight(NamedTuple):
 
     def tokens_of(self, result: ModelOutput) -> list[int]:
         """The sampled tokens of this step. Raises ProtocolError if `result` is that of another step, or too short."""
-        step, epoch = self.output.step, self.output.epoch
-        if (result.epoch, result.step) != (epoch, step):
+        step, generation = self.output.step, self.output.generation
+        if (result.generation, result.step) != (generation, step):
             raise ProtocolError(
-                f"expected the output of step {step} of epoch {epoch}, got step {result.step} of epoch {result.epoch}"
+                f"expected the output of step {step} of generation {generation}, "
+                f"got step {result.step} of generation {result.generation}"
             )
         tokens = unpack_tokens(result.tokens)
         counts = [1] * len(self.sampling) if result.counts is None else result.counts

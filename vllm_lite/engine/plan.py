@@ -39,7 +39,7 @@ class Options(NamedTuple):
     chunked_prefill: bool = True
     preemption: str = "recompute"
     num_drafts: int = 0
-    epoch: int = 0
+    generation: int = 0
 
 
 class Handles:

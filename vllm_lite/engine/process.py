@@ -17,7 +17,7 @@ from vllm_lite.engine.plan import Produced
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
-from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
@@ -53,11 +53,12 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
         self._config = settings.config
-        self._worker_module = settings.worker_module
+        self._settings = settings
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
-        self._worker_address = _worker_address(settings)
+        self._generation = 1
+        """Which group of workers of this engine is the present one."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
@@ -66,7 +67,7 @@ class EngineProcess:
         core: EngineCore | None = None
         try:
             try:
-                executor = MultiprocExecutor(self._config, self._worker_address, self._epoch, self._worker_module)
+                executor = select(self._settings, self._generation)
                 core = self._start(executor)
             except VllmLiteError as error:
                 return self._refuse(error)
@@ -92,7 +93,7 @@ class EngineProcess:
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         with made_to_last():
-            core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+            core = EngineCore(self._config, ready, executor, sizes, self._generation)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
@@ -293,12 +294,6 @@ def _tcp(config: EngineConfig) -> transport.Tcp | None:
     if config.tcp_address is None:
         return None
     return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))
-
-
-def _worker_address(settings: EngineSettings) -> str:
-    if settings.config.single_process:
-        return settings.address + "-workers"
-    return f"ipc://{settings.run_dir}/workers"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:

@@ -165,7 +165,7 @@ class Scheduler:
         self.num_scheduled_tokens = budget - plan.budget
         self.counters.steps += 1
         changes, self.changes = self.changes, []
-        output = SchedulerOutput(self.options.epoch, self.step, self.kv.take_block_ops(), changes + plan.entries)
+        output = SchedulerOutput(self.options.generation, self.step, self.kv.take_block_ops(), changes + plan.entries)
         num_tokens = self.num_scheduled_tokens
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=num_tokens <= len(self.running))
         return output

@@ -149,7 +149,7 @@ class SimulatedExecutor:
                     logprobs.append(_candidates(history.sampling.logprobs, self._ready.vocab_size))
         if logprobs is not None:
             logprobs += [None] * (len(tokens) - len(logprobs))
-        return total, ModelOutput(output.epoch, output.step, pack_tokens(tokens), logprobs=logprobs)
+        return total, ModelOutput(output.generation, output.step, pack_tokens(tokens), logprobs=logprobs)
 
     def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_History, int, int]:
         if isinstance(entry, Draft):

@@ -39,9 +39,12 @@ class Ready(_Message, tag=31):
 
 
 class Start(_Message, tag=32):
-    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks)."""
+    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks).
 
-    epoch: int
+    `generation` counts the lives of the engine's worker group; every step of this life carries it, both ways.
+    """
+
+    generation: int
     num_blocks: int
     num_host_blocks: int
 

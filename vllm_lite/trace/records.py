@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x03"
+MAGIC = b"vltrace\x04"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """What is recorded of a digest: enough that two different ones are told apart."""

@@ -45,6 +45,7 @@ class InprocListener:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.tcp_address: str | None = None
         self._inbox = _Queue()
         self._peers: dict[bytes, InprocConnection] = {}
         with _lock:

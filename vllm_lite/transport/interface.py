@@ -35,6 +35,8 @@ class Listener(Protocol):
     """The engine's side: many peers, each known by its identity."""
 
     address: str
+    tcp_address: str | None
+    """Where peers on other machines connect, with the port that was taken; None without tcp."""
 
     def recv(self) -> tuple[bytes, bytes] | None:
         """The next (identity, payload), or None if nothing has arrived. Whoever leaves messages unread finds

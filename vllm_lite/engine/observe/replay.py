@@ -182,7 +182,7 @@ class Replay:
         self._hasher.give(record.hashes)
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
         output = ModelOutput(
-            self.scheduler.options.epoch,
+            self.scheduler.options.generation,
             self.scheduler.in_flight.step_awaited,
             tokens,
             record.counts,
