@@ -188,7 +188,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
             )
             for sequence in [*scheduler.running, *scheduler.waiting]
         ],
-        (scheduler.step, scheduler.num_arrived, scheduler.rates),
+        (scheduler.step, scheduler.queues.num_arrived, scheduler.rates),
         [getattr(scheduler.counters, name) for name in COUNTED],
     )
 

@@ -8,8 +8,8 @@ from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.plan import Options, Produced
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.queues import Options
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -36,7 +36,7 @@ class Rig:
         **options: int | bool | str,
     ) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
-        self.notes: list[tuple[str, dict[str, int | str]]] = []
+        self.decisions: list[tuple[str, dict[str, int | str]]] = []
         self.kv = KVCacheManager(
             BlockPool(num_blocks, caching),
             make_groups(windows, block_size),
@@ -45,8 +45,8 @@ class Rig:
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
-        note = lambda code, _sequence, numbers: self.notes.append((code, numbers))  # noqa: E731
-        self.scheduler = Scheduler(self.kv, Options(**options), policy, note)  # type: ignore[arg-type]
+        decided = lambda code, _sequence, numbers: self.decisions.append((code, numbers))  # noqa: E731
+        self.scheduler = Scheduler(self.kv, Options(**options), policy, decided)  # type: ignore[arg-type]
         seats = int(options["max_num_seqs"])
         self.worker = SimulatedWorker(num_blocks, block_size, seats, VOCAB, windows, num_host_blocks)
         self.max_swap_blocks = max_swap_blocks

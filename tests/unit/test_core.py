@@ -10,7 +10,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine import core as core_module
 from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Produced
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (

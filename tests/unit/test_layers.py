@@ -293,7 +293,7 @@ def test_upward_imports_are_seen(part: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ("worker", "from vllm_lite.engine.stop import x\nfrom vllm_lite.protocol import step"),
+        ("worker", "from vllm_lite.engine.request import x\nfrom vllm_lite.protocol import step"),
         ("engine", "from vllm_lite import errors, runtime\nfrom .core import EngineCore\nimport heapq"),
         ("client", "import_module('vllm_lite.worker.process')"),
         ("tools.cli", "from vllm_lite import __version__"),

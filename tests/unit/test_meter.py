@@ -15,7 +15,7 @@ from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import ForkRequest, Generate, Histogram
 from vllm_lite.protocol.codec import pack_tokens

@@ -32,7 +32,7 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
             now += [*histogram.counts, histogram.sum]
         assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))
         before[:] = now
-        num_ended = recorded.scheduler.num_arrived - len(recorded.scheduler.requests)
+        num_ended = recorded.scheduler.queues.num_arrived - len(recorded.scheduler.requests)
         assert sum(stats.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
         assert stats.cached_tokens <= stats.prompt_tokens
         assert 0 <= stats.prompt_tokens + stats.generated_tokens - measured.gained_tokens.sum <= stats.prompt_tokens

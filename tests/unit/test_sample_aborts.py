@@ -8,7 +8,7 @@ import pytest
 from tests.recorded import Recorded
 from tests.scheduler_rig import expected
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Produced
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.story import story
 

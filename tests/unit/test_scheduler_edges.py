@@ -6,9 +6,9 @@ import pytest
 
 from tests.scheduler_rig import VOCAB, Rig
 from tests.unit.test_meter import Bench
-from vllm_lite.engine import scheduler
+from vllm_lite.engine import admission
+from vllm_lite.engine.admission import MAX_PASSED
 from vllm_lite.engine.policy import Fair
-from vllm_lite.engine.scheduler import MAX_PASSED
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.protocol.api import ForkRequest
@@ -82,7 +82,7 @@ def test_a_fork_found_its_whole_prompt() -> None:
 
 def test_short_prompts_pass_a_long_one_that_waits_for_its_share_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses nothing by them, so nobody counts them, and it is not looked up in every step."""
-    monkeypatch.setattr(scheduler, "MAX_LOOKED_UP_TOKENS", 1000)
+    monkeypatch.setattr(admission, "MAX_LOOKED_UP_TOKENS", 1000)
     rig = Rig(3000, max_num_batched_tokens=64, max_num_seqs=8)
     for number in range(3):
         rig.add(f"long{number}", [number, *range(3, 49)] * 40, max_tokens=1)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine import branching, scheduler
+from vllm_lite.engine import admission
+from vllm_lite.engine.admission import MAX_BLOCKED, MAX_PASSED
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.policy import Deadline, Fair, Priority
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import MAX_BLOCKED, MAX_PASSED
 from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate
@@ -57,7 +57,7 @@ def test_a_beam_search_and_a_fork_go_on_beside_a_long_prompt() -> None:
     have = rig.output("parent")[:1]
     message = Generate("fork", pack_tokens(prompt(1, 5)), SamplingParams(max_tokens=300), 1, pack_tokens(have))
     rig.outputs["fork", 0] = list(have)
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 305, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 305, frozenset()))
     for _ in range(14):
         rig.step()
     assert not rig.output("long")
@@ -289,7 +289,7 @@ def test_no_step_looks_at_the_whole_queue(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_step_hashes_more_than_so_much_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_LOOKED_UP_TOKENS", 250)
+    monkeypatch.setattr(admission, "MAX_LOOKED_UP_TOKENS", 250)
     rig, _ = blocked_head()
     lookups = count_lookups(rig, monkeypatch)
     for number in range(MAX_BLOCKED):
@@ -405,7 +405,7 @@ def test_a_faulty_key_is_replaced_and_nobody_is_lost() -> None:
     for name in "abcd":
         rig.add(name, [1, 2, 3], max_tokens=2)
     rig.drain()
-    assert [code for code, _ in rig.notes].count("policy_fault") == 1
+    assert [code for code, _ in rig.decisions].count("policy_fault") == 1
     assert [name for name, _ in rig.reasons] == ["a", "b", "c", "d"]
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from tests.scheduler_rig import VOCAB, Rig, expected
 from tests.simulated_worker import candidates
-from vllm_lite.engine import branching
 from vllm_lite.engine.beam import Beam, BeamSearch
 from vllm_lite.engine.policy import Fair, Priority
 from vllm_lite.engine.request import Request
@@ -46,7 +45,7 @@ def test_a_fork_of_a_live_request_goes_on_from_its_tokens() -> None:
     message = Generate("b", pack_tokens([1, 2, 3, 4, 5]), SamplingParams(max_tokens=9), len(have), pack_tokens(have))
     used = rig.kv.pool.num_used
     child = Request(message, b"client", 14, frozenset())
-    branching.fork_request(rig.scheduler, parent, child)
+    rig.scheduler.branching.fork_request(parent, child)
     rig.outputs["b", 0] = list(have)
     assert rig.kv.pool.num_used == used
     rig.drain()
@@ -170,7 +169,7 @@ def test_priority_is_served_first_and_gives_way_last() -> None:
     rig.drain()
     order = [name for name, _ in rig.reasons]
     assert order[0] == "high"
-    assert {str(numbers["for"]) for code, numbers in rig.notes if code == "preempted"} <= {"mid", "high"}
+    assert {str(numbers["for"]) for code, numbers in rig.decisions if code == "preempted"} <= {"mid", "high"}
     assert rig.output("low") == expected([1, 2, 3, 4, 5, 6], 12)
 
 
@@ -193,7 +192,7 @@ def test_a_policy_at_fault_is_replaced_once_and_nothing_is_lost() -> None:
     for name in "abc":
         rig.add(name, [1, 2, 3], max_tokens=2)
     rig.drain()
-    assert [code for code, _ in rig.notes].count("policy_fault") == 1
+    assert [code for code, _ in rig.decisions].count("policy_fault") == 1
     assert len(rig.reasons) == 3
 
 
@@ -257,7 +256,7 @@ def test_a_swapped_fork_leaves_the_shared_block_alone() -> None:
     have = rig.output("a")[:1]
     message = Generate("b", pack_tokens(range(7)), SamplingParams(max_tokens=9), 1, pack_tokens(have))
     child = Request(message, b"client", 16, frozenset())
-    branching.fork_request(rig.scheduler, parent, child)
+    rig.scheduler.branching.fork_request(parent, child)
     sequence = child.sequences[0]
     assert rig.kv.swap_out(sequence)
     rig.kv.swap_in(sequence, 8)
@@ -283,7 +282,7 @@ def test_the_fork_of_a_waiting_request_waits_its_turn() -> None:
     rig.add("old", [2])
     parent = rig.add("parent", [3])
     message = Generate("child", pack_tokens([3]), SamplingParams(max_tokens=5))
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 6, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 6, frozenset()))
     assert [sequence.request.request_id for sequence in rig.scheduler.waiting] == ["old", "parent", "child"]
 
 
@@ -295,7 +294,7 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
     have = rig.output("a")[:2]
     message = Generate("b", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=20), 2, pack_tokens(have))
     rig.outputs["b", 0] = list(have)
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 23, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 23, frozenset()))
     rig.drain()
     assert rig.output("b") == rig.output("a") == expected([1, 2, 3], 20)
 

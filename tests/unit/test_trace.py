@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: p
     assert [record.message for record in caplog.records] == [
         "the trace /dev/full ends here, serving goes on: [Errno 28] No space left on device"
     ]
-    assert recorded.scheduler.note is None
+    assert recorded.scheduler.on_decision is None
     recorded.core.close()
 
 
@@ -156,7 +156,7 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
     recorded.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
     recorded.turn()
     with monkeypatch.context() as patch:
-        patch.setattr(recorded.scheduler, "_schedule_waiting", None)
+        patch.setattr(recorded.scheduler, "_schedule_prompts", None)
         recorded.add("b", [4, 5, 6])
         with pytest.raises(TypeError):
             recorded.turn()
@@ -170,5 +170,5 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     recorded = Recorded(None)
     recorded.random_work(random.Random(2))
     assert type(recorded.core.recorder) is Recorder
-    assert recorded.scheduler.note is None
+    assert recorded.scheduler.on_decision is None
     assert list(tmp_path.iterdir()) == []

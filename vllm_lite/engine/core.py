@@ -10,22 +10,20 @@ import msgspec
 
 from vllm_lite import __version__
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine import branching, policy
+from vllm_lite.engine import policy
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
-from vllm_lite.engine.plan import Options, Produced, Rates
-from vllm_lite.engine.prefill_rate import PrefillRate
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.queues import Options
+from vllm_lite.engine.rates import PrefillRate, Rates
+from vllm_lite.engine.request import Produced, Request, stop_ids
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
@@ -113,7 +111,7 @@ class EngineCore:
         self._check_tokens("prompt", message.prompt)
         output = self._check_tokens("output", message.output)
         request = self._make_request(client, message, num_prompt)
-        reason = check_stop(request.sequences[0], output[-1]) if output else None
+        reason = request.sequences[0].finish_reason(output[-1]) if output else None
         if reason is not None:  # the client lacks nothing but the end
             return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
         self.meter.now_s = self._clock()
@@ -145,7 +143,7 @@ class EngineCore:
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self.meter.now_s = self._clock()
-        branching.fork_request(self.scheduler, parent, child)
+        self.scheduler.branching.fork_request(parent, child)
         self.recorder.forked(parent, child, self._clock())
         return child
 
@@ -158,7 +156,7 @@ class EngineCore:
         if request is None:
             return []
         self.meter.now_s = now_s = self._clock()
-        ended = branching.end_samples(self.scheduler, request, samples, "stop" if stopped else "abort")
+        ended = self.scheduler.branching.end_samples(request, samples, "stop" if stopped else "abort")
         if ended:
             self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
         return ended
@@ -167,7 +165,7 @@ class EngineCore:
         return describe(self.scheduler, request_ids, self._clock())
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
-        done = reset_cache(self.scheduler)
+        done = self.scheduler.reset_prefix_cache()
         self.recorder.cache_reset(self._clock())
         return done
 

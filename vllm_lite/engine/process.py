@@ -13,8 +13,7 @@ from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.plan import Produced
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.select import select

@@ -1,11 +1,27 @@
 """Request: what one client asked for. It has one sequence per sample; the scheduler works on those."""
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections import abc
+from typing import NamedTuple
 
 from vllm_lite.engine.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, TokenLogprobs
+from vllm_lite.protocol.params import SamplingParams
+
+
+class Produced(NamedTuple):
+    """What one step gave one sample. `reason` is None while it goes on."""
+
+    request: "Request"
+    sample: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    reason: FinishReason | None = None
+    error: str | None = None
+    logprob: float | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class Request:
@@ -63,7 +79,7 @@ class Request:
         )
         self.beam = search
         self.beam_logprobs = {0: 0.0}
-        self.candidates: dict[int, Seq[tuple[int, float]]] = {}
+        self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
         """What the beams that have finished the current step found, by their index."""
         self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.num_samples = 1 if search else message.params.n
@@ -84,3 +100,8 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.sequences})"
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Every token that ends a sequence."""
+    return frozenset(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ class Sequence:
         "num_slots",
         "num_tokens",
         "request",
-        "seen_by_workers",
         "status",
         "stop_ids",
         "tables",
@@ -69,7 +69,6 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.status = Status.WAITING
         self.handle = -1
-        self.seen_by_workers = False
         self.decode_entry: Continue | None = None
         self.tables: list[BlockTable] = []
         self.host_ids: list[list[int]] | None = None
@@ -91,12 +90,23 @@ class Sequence:
         self.unscored = index == 0 and request.params.prompt_logprobs is not None
 
     @property
+    def seen_by_workers(self) -> bool:
+        return self.handle >= 0
+
+    @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
 
     def num_missing(self) -> int:
         """Tokens that are known here and not computed yet."""
         return self.num_tokens - self.num_computed
+
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings
+        are the client's business: it has the text."""
+        if token in self.stop_ids and self.num_output >= self.request.params.min_tokens:
+            return "stop"
+        return "length" if self.num_tokens >= self.max_len else None
 
     def may_draft(self, end: int) -> bool:
         """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""

@@ -18,9 +18,12 @@ from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, lon
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.swapping import Place, Swapping, num_held
+from vllm_lite.protocol.api import PrefixCacheReset
+
+_RETIRED = "computed before the cache was reset"
 
 
 class Verdict(Enum):
@@ -132,6 +135,11 @@ class KVCacheManager:
             sequence.hash_root = self.hasher.root(extra_keys)
         if not self.groups:
             sequence.num_slots = sequence.max_len
+
+    def register_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Register `child`, which cannot share the blocks of `parent` now: it finds those that are cached."""
+        self.register(child)
+        child.hash_root = parent.hash_root
 
     def find_cached(self, sequence: Sequence) -> PrefixHit:
         """The longest cached beginning of `sequence` on either tier. Takes no reference."""
@@ -371,6 +379,25 @@ class KVCacheManager:
         """Logical blocks that hold KV which later positions read."""
         last = -(-sequence.num_computed // self.block_size)
         return range(min(group.first_needed(sequence.num_computed), last), last)
+
+    # ---- forgetting
+
+    def reset_cache(self, sequences: Iterable[Sequence]) -> PrefixCacheReset:
+        """Forget every cached block of both tiers. Those of `sequences`, which are all there are, stay allocated."""
+        num_blocks = self.pool.reset_cache()
+        num_host_blocks = self.host.pool.reset_cache() if self.host is not None else 0
+        holders = [each for each in sequences if each.host_ids is not None or any(table.ids for table in each.tables)]
+        if self.pool.enable_caching:
+            for sequence in holders:
+                self._retire(sequence)
+        return PrefixCacheReset(num_blocks, num_host_blocks, len(holders))
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Give what `sequence` holds, and computes from it, hashes of its own: its blocks will be cached again when it
+        grows, moves to the host or comes back, and only its own forks and resumptions may find those."""
+        sequence.hash_root = self.hasher.root((sequence.hash_root.hex(), _RETIRED))
+        sequence.block_hashes = []
+        sequence.num_hashed_blocks = 0
 
     # ---- inside
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
+from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.swapping import num_held
 from vllm_lite.protocol import api
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from hashlib import blake2b
 import msgspec
 
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.plan import Produced, Rates
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
@@ -151,7 +151,7 @@ class TraceRecorder(Recorder):
         self._reasons = Reasons(scheduler)
         self._next_flush_s = header.clock_s
         scheduler.kv.hasher = self._hasher
-        scheduler.note = self._reasons.add
+        scheduler.on_decision = self._reasons.add
         self._write(header)
 
     # ---- the calls that decide
@@ -252,7 +252,7 @@ class TraceRecorder(Recorder):
     def close(self) -> None:
         """End the trace; the scheduler goes on unwatched."""
         writer, self._writer = self._writer, None
-        self._scheduler.note = None
+        self._scheduler.on_decision = None
         self._scheduler.kv.hasher = self._hasher.inner
         if writer is not None:
             try:

@@ -8,13 +8,11 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from vllm_lite.engine import branching
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
-from vllm_lite.engine.plan import Produced, Rates
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.protocol.api import Generate, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
@@ -85,7 +83,7 @@ class Replay:
         self.scheduler = make_scheduler(header, self._hasher)
         self._reasons = Reasons(self.scheduler)
         if check:
-            self.scheduler.note = self._reasons.add
+            self.scheduler.on_decision = self._reasons.add
         self._ids: dict[int, str] = {}
 
     @property
@@ -149,13 +147,14 @@ class Replay:
                 self._fork(record)
             case records.Aborted():
                 self._hasher.give(record.hashes)
-                branching.end_samples(scheduler, scheduler.requests[self._ids[record.number]], record.samples, "abort")
+                request = scheduler.requests[self._ids[record.number]]
+                scheduler.branching.end_samples(request, record.samples, "abort")
                 self._hasher.check_used_up()
             case records.Expired():
                 self._expire(record)
             case records.CacheReset():
                 self._hasher.give(record.hashes)
-                reset_cache(scheduler)
+                scheduler.reset_prefix_cache()
                 self._hasher.check_used_up()
             case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
@@ -205,7 +204,7 @@ class Replay:
         self._hasher.give(child.hashes)
         parent = self.scheduler.requests[self._ids[record.parent]]
         tokens = parent.sequences[0].tokens[: child.num_prompt + child.num_output]
-        branching.fork_request(self.scheduler, parent, self._request(child, tokens))
+        self.scheduler.branching.fork_request(parent, self._request(child, tokens))
         self._hasher.check_used_up()
 
     def _expire(self, record: records.Expired) -> None:

@@ -1,8 +1,10 @@
-"""How fast prompts are computed: what it costs to give KV up, against moving it to the host and back.
+"""How fast prompts are computed and blocks are moved: whether a preempted sequence gives its KV up or has it swapped.
 
-The rate is learned from the results of the steps. Steps run one after the other, so one that was sent while another
-was under way has taken the time since that one's result; steps of one message are answered, and timed, together.
+The first rate is learned from the results of the steps. Steps run one after the other, so one that was sent while
+another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
 """
+
+from typing import NamedTuple
 
 from vllm_lite.engine.in_flight import Message
 
@@ -10,6 +12,19 @@ MIN_PREFILL_TOKENS = 32
 """Messages with fewer tokens of prompts say nothing of the rate at which prompts are computed."""
 WEIGHT = 0.2
 """The share of the latest message in the mean."""
+
+
+class Rates(NamedTuple):
+    """What was measured; 0 until then."""
+
+    prefill_tokens_per_s: float = 0.0
+    swap_blocks_per_s: float = 0.0
+
+    def prefer_swap(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether moving the blocks out and in costs less than computing the tokens again."""
+        if not self.prefill_tokens_per_s or not self.swap_blocks_per_s:
+            return False
+        return 2 * num_blocks / self.swap_blocks_per_s < num_tokens / self.prefill_tokens_per_s
 
 
 class PrefillRate:

@@ -8,7 +8,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.prefill_rate import PrefillRate
+from vllm_lite.engine.rates import PrefillRate
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
