@@ -359,19 +359,20 @@ class Scheduler:
         This is done once per sequence and step.
         """
         sequence.num_pending -= 1
+        num_before = num_tokens = sequence.num_tokens
         reason: FinishReason | None = None
-        for number, token in enumerate(tokens, 1):
+        for token in tokens:
             sequence.tokens.append(token)
-            sequence.num_tokens += 1
-            if token in sequence.stop_ids or sequence.num_tokens >= sequence.max_len:
+            sequence.num_tokens = num_tokens = num_tokens + 1
+            if token in sequence.stop_ids or num_tokens >= sequence.max_len:
                 reason = sequence.finish_reason(token)
                 if reason is not None:
-                    del tokens[number:]
+                    del tokens[num_tokens - num_before :]
                     break
-        count = len(tokens)
-        if sequence.status is Status.RUNNING and (count > 1 or (sequence.num_tokens - 1) % self.kv.block_size == 0):
+        count = num_tokens - num_before
+        if (count > 1 or (num_tokens - 1) % self.kv.block_size == 0) and sequence.status is Status.RUNNING:
             sequence.num_computed += count - 1  # drafts that proved right were computed in the same step
-            self.kv.cache_blocks(sequence, sequence.num_tokens - 1)
+            self.kv.cache_blocks(sequence, num_tokens - 1)
         self.counters.generated_tokens += count
         return reason
 
