@@ -173,7 +173,7 @@ def test_events_as_maps_name_their_fields() -> None:
 def test_nothing_is_watched_unless_asked_for() -> None:
     recorded = Recorded(None)
     assert recorded.core.kv.on_store is None
-    assert recorded.core.kv.pool.observer is None
+    assert recorded.core.kv.pool.observers == []
 
 
 # ---- over sockets
@@ -208,7 +208,7 @@ class Wire:
         """Publish until the subscription has arrived, then read what came."""
         for _ in range(500):
             self.recorded.core.kv.pool.reset_cache()
-            self.stream.turn(1.0)
+            self.stream.serve(1.0)
             if self.subscriber.poll(10):
                 while self.subscriber.poll(0):
                     self.subscriber.recv_multipart()
@@ -229,7 +229,7 @@ class Wire:
         self.client.send_multipart([b"", start.to_bytes(8, "big")])
         deadline_s = time.monotonic() + PATIENCE_MS / 1000
         while not self.client.poll(10):
-            self.stream.turn(1.0)
+            self.stream.serve(1.0)
             assert time.monotonic() < deadline_s, "no answer"
         found: list[tuple[int, bytes]] = []
         while True:
@@ -261,9 +261,9 @@ def test_a_subscriber_rebuilds_the_cache_and_replay_repeats_it(wire: Wire, tmp_p
     for index in range(30):
         wire.recorded.add(f"r{index}", [rng.randint(1, 2) for _ in range(rng.randint(1, 20))], max_tokens=5)
         wire.recorded.turn()
-        wire.stream.turn(float(index))
+        wire.stream.serve(float(index))
     wire.recorded.drain()
-    wire.stream.turn(99.0)
+    wire.stream.serve(99.0)
     count = wire.stream._publisher.next_number - before
     batches = wire.heard(count)
     assert [number for number, _ in batches] == list(range(before, before + count))
@@ -283,7 +283,7 @@ def test_garbage_on_the_replay_socket_is_not_answered(wire: Wire) -> None:
         for frames in ([b"x"], [b"", b"short"], [b"", b"x" * 60], [b"a", b"b", b"c", b"d"]):
             rude.send_multipart(frames)
         time.sleep(0.05)
-        wire.stream.turn(1.0)
+        wire.stream.serve(1.0)
         assert not rude.poll(50)
     assert wire.replayed(10**6) == []
 

@@ -1,7 +1,7 @@
-"""Admission of waiting sequences: who comes in, with how many of its tokens, and who may pass whom.
+"""Admission of waiting sequences: which of them run from this step on, with how many tokens, and which may pass others.
 
-Nobody is preempted for a sequence that waits. Those behind one that does not fit yet may pass it, with two limits: one
-that waits for blocks, which they take from it, is passed by MAX_PASSED at most; and a step looks only so far.
+No sequence is preempted for one that waits. Sequences may pass one that does not fit yet, with two limits: one that
+waits for blocks, which they take from it, is passed by MAX_PASSED at most; and a step looks only so far into the queue.
 """
 
 from vllm_lite.engine.blocks.manager import Admission, KVCacheManager, Verdict
@@ -12,7 +12,7 @@ from vllm_lite.engine.step_plan import StepPlan
 from vllm_lite.protocol.step import NewRequest, Resume
 
 MAX_PASSED = 32
-"""So many may be admitted before a sequence that came earlier and does not fit yet; then nobody passes it any more."""
+"""So many may be admitted before a sequence that came earlier and does not fit yet; then no other passes it."""
 MAX_BLOCKED = 16
 """A step looks no further behind so many that do not fit, ..."""
 MAX_LOOKED_UP_TOKENS = 32_768
@@ -29,9 +29,9 @@ class Admitter:
         self._options = queues.options
 
     def schedule_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting sequences while room, slots of the batch and blocks last.
+        """Admit waiting sequences while the step has room, the batch has slots and the pool has blocks.
 
-        A prompt that waits behind shorter ones under way loses nothing to those that pass it.
+        A prompt that waits behind shorter running ones loses nothing to those that pass it.
         """
         queues = self._queues
         blocked: list[Sequence] = []
@@ -48,7 +48,7 @@ class Admitter:
             if blocked and not self._policy.may_pass(sequence, blocked[0]):
                 break
             is_in = self._admit(sequence, plan, in_parts=not passed)
-            # With nobody to wait for, the first may take the blocks that others hold and that wait behind it.
+            # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
             while not (is_in or blocked or queues.running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
                 is_in = self._admit(sequence, plan, in_parts=True)
             if is_in:
@@ -66,10 +66,10 @@ class Admitter:
                 break
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, in_parts: bool) -> bool:
-        """Let a waiting sequence in. False: it does not fit into this step, or into the free blocks.
+        """Admit a waiting sequence. False: it does not fit into this step, or into the free blocks.
 
-        `in_parts`: of what it has on the host, the step may load as much as it can. Not behind one that lacks blocks:
-        it would only hold what that one needs.
+        With `in_parts` the step may load a part of what the sequence has on the host. Behind one that lacks blocks it
+        may not: the part would only hold blocks that the other needs.
         """
         kv, queues, chunk = self._kv, self._queues, self._options.max_num_batched_tokens
         known = kv.recall(sequence)
@@ -115,7 +115,8 @@ class Admitter:
         return True
 
     def _fits(self, sequence: Sequence, num_computed: int, admission: Admission, plan: StepPlan) -> bool:
-        """Whether a waiting sequence of which so much is computed may come in, now that admission said so much."""
+        """Whether the budget and the free blocks allow a waiting sequence, `num_computed` of whose tokens are in the
+        cache, to come in."""
         count = sequence.num_tokens - num_computed
         plan.is_cut = count > plan.room
         if plan.is_cut and not (self._options.chunked_prefill and (plan.shortest is None or count < plan.shortest)):
@@ -146,7 +147,7 @@ class Admitter:
 
 
 def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
-    """It does not fit, or this step has moved enough blocks already."""
+    """Report that a sequence lacks blocks, or that this step has moved enough of them already."""
     fits = admission.free - admission.required >= admission.watermark
     code = "waits_for_swap" if fits else "waits_for_blocks"
     plan.decide(code, sequence, need=admission.required, free=admission.free, watermark=admission.watermark)

@@ -24,7 +24,7 @@ prompt. Beyond that it would live on preemption: every token of one beam would c
 
 
 class Branching:
-    """Makes and ends sequences of requests that have several, by way of the queues; it knows nothing of steps."""
+    """Starts and ends sequences of requests that have several. It moves them through the queues and knows no steps."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
         self._queues = queues
@@ -51,8 +51,8 @@ class Branching:
     # ---- samples of one prompt
 
     def fork_samples(self, first: Sequence, entries: list[Entry]) -> list[Sequence]:
-        """Fork the other samples of a request from its first, whose prompt is complete in the step of `entries`.
-        Returns them; some may have to wait for a slot of the batch."""
+        """Fork the other samples of a request from its first, whose prompt the step of `entries` completes. Returns
+        them; some may have to wait for a slot in the batch."""
         request = first.request
         children = []
         unforked, request.unforked = request.unforked, []
@@ -98,7 +98,7 @@ class Branching:
             child.admitted_s = child.queued_s
 
     def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry]) -> None:
-        """Start `child` behind the blocks of `parent`. Without a slot of the batch, or with a parent that is not on the
+        """Let `child` run on the blocks of `parent`. Without a slot in the batch, or with a parent that is not on the
         device, it waits like a new sequence and finds what is cached."""
         queues, kv = self._queues, self._kv
         if not queues.has_slot or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
@@ -116,7 +116,7 @@ class Branching:
     def advance_beams(
         self, sequence: Sequence, token: int, logprobs: list[TokenLogprobs | None] | None
     ) -> list[Produced]:
-        """Take the candidates of a beam. Once all beams of the request have theirs, the search goes on; until then they
+        """Keep the candidates of a beam. The search goes on once all beams of the request have theirs; until then they
         wait."""
         request = sequence.request
         search = request.beam
@@ -185,7 +185,7 @@ class Branching:
 
 
 def wire_sampling(sequence: Sequence) -> WireSampling:
-    """What workers need to know to sample `sequence`."""
+    """The sampling parameters that workers need for `sequence`."""
     params, beam = sequence.request.params, sequence.request.beam
     banned = params.min_tokens > 0 and sequence.stop_ids
     return WireSampling(
@@ -204,7 +204,7 @@ def wire_sampling(sequence: Sequence) -> WireSampling:
 
 
 def logit_rules(params: SamplingParams) -> LogitRules:
-    """What workers are told of parameters that change logits."""
+    """The parameters that change logits, for the workers."""
     return LogitRules(
         params.presence_penalty,
         params.frequency_penalty,

@@ -1,8 +1,8 @@
-"""Handles: the small integers under which workers know sequences, and the way back from a handle to its sequence.
+"""Handles: the small integers under which workers know sequences, and the prompt scores that workers report by handle.
 
-Workers report the scores of a prompt (prompt_logprobs) under its handle. A prompt is scored as it is computed, so until
-it has been computed once, nothing of it may be taken from the cache (`Sequence.unscored`). One that is preempted before
-is computed, and scored, again from where the workers are.
+A prompt is scored (prompt_logprobs) as it is computed, so until it has been computed once, nothing of it may be taken
+from the cache (`Sequence.unscored`). One that is preempted before that is computed again, and scored from where the
+workers were.
 """
 
 from vllm_lite.engine.request import Produced
@@ -19,7 +19,7 @@ class Handles:
         self._scored: dict[Handle, tuple[Sequence, int]] = {}
 
     def introduce(self, sequence: Sequence, step: int) -> None:
-        """Give `sequence` the handle under which workers know it from `step` on, or later."""
+        """Give `sequence` a handle. Workers see it in `step` or later."""
         if self._free:
             sequence.handle = self._free.pop()
         else:
@@ -34,8 +34,8 @@ class Handles:
         self._scored.pop(sequence.handle, None)
 
     def scores(self, result: ModelOutput) -> list[Produced]:
-        """The prompt scores that a step found, for the requests that are still there. A handle may have come to another
-        sequence since the step was sent."""
+        """The prompt scores in a step's result, for the requests that have not ended. A handle may belong to another
+        sequence than when the step was sent."""
         produced = []
         for handle, scores in result.prompts or ():
             sequence, since = self._scored.get(handle, (None, 0))

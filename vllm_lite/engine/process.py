@@ -151,7 +151,7 @@ class EngineProcess:
                 watched.poll(self._patience_ms(core))
                 self._turn(core, executor)
                 if events is not None:
-                    events.turn(time.time())
+                    events.serve(time.time())
         except (EngineDeadError, ProtocolError) as error:
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request

@@ -1,7 +1,7 @@
 """Queues: every unfinished request, and where each of its sequences is: waiting, in the policy's order, or running.
 
-Whoever moves a sequence does it here: the scheduler, the admission of those that wait, and branching. What the workers
-must know of it before they get the next step's own entries is collected in `entries`.
+The scheduler, admission and branching move sequences through these methods alone. What the workers must know before
+they get the next step's own entries is collected in `entries`.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,8 @@ class Options(NamedTuple):
 
 
 class Queues:
-    """A sequence of an unfinished request is in one of the two queues; its status says in which."""
+    """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
+    here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
@@ -59,7 +60,7 @@ class Queues:
     # ---- requests
 
     def enter(self, request: Request) -> None:
-        """Take a request into the books; its caller queues its sequences."""
+        """Add a request. The caller queues its sequences."""
         request.arrival = self.num_arrived
         self.num_arrived += 1
         request.queued_s = self.meter.now_s
@@ -68,14 +69,14 @@ class Queues:
             self._with_deadline[request.request_id] = request
 
     def end(self, request: Request, reason: FinishReason, *, forget: bool = False) -> None:
-        """End a request with all its sequences; `forget` as in finish()."""
+        """End a request and all its sequences. `forget` is that of finish()."""
         for sequence in list(request.sequences):
             self.leave(sequence)
             self.finish(sequence, forget=forget)
         self.close(request, reason)
 
     def close(self, request: Request, reason: FinishReason) -> None:
-        """The last sample of a request has ended."""
+        """Remove a request whose last sample has ended."""
         request.unforked = []
         self.meter.ended(request, reason)
         self.requests.pop(request.request_id, None)
@@ -94,7 +95,7 @@ class Queues:
         self.policy.enqueue(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """`sequence`, which is in no queue, runs from the next entry on."""
+        """Add a sequence that is in no queue to those that run. The caller sends its entry."""
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
@@ -106,8 +107,8 @@ class Queues:
             self.waiting.remove(sequence)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Release everything that `sequence` holds, and with `forget` also what the cache holds of it. The caller takes
-        it out of its queue."""
+        """Release everything that `sequence` holds, and with `forget` drop its contents from the prefix cache, too. The
+        caller takes it out of its queue."""
         sequence.status = Status.FINISHED
         self.meter.left(sequence)
         self._kv.release(sequence, forget=forget)
@@ -116,7 +117,7 @@ class Queues:
             self._handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
 
     def introduce(self, sequence: Sequence) -> None:
-        """The step in the making, or the next one, shows `sequence` to the workers for the first time."""
+        """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
         self._handles.introduce(sequence, self.step + 1)
 
     def take_entries(self) -> list[Entry]:

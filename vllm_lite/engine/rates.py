@@ -1,4 +1,4 @@
-"""How fast prompts are computed and blocks are moved: whether a preempted sequence gives its KV up or has it swapped.
+"""How fast prompts are computed and blocks are moved, which decides whether preempted KV is swapped or computed again.
 
 The first rate is learned from the results of the steps. Steps run one after the other, so one that was sent while
 another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from vllm_lite.engine.in_flight import Message
 
 MIN_PREFILL_TOKENS = 32
-"""Messages with fewer tokens of prompts say nothing of the rate at which prompts are computed."""
+"""Messages with fewer prompt tokens do not show the rate at which prompts are computed."""
 WEIGHT = 0.2
 """The share of the latest message in the mean."""
 
 
 class Rates(NamedTuple):
-    """What was measured; 0 until then."""
+    """The measured rates; 0 until they are known."""
 
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
@@ -28,15 +28,15 @@ class Rates(NamedTuple):
 
 
 class PrefillRate:
-    """The mean over the messages measured so far."""
+    """A moving mean over the messages that have been answered."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """0 until something was measured."""
+        """The mean, 0 until a message was measured."""
         self._ended_s = 0.0
 
     def measure(self, message: Message, now_s: float) -> bool:
-        """All steps of the oldest message in flight have their results now. True if that changed the rate."""
+        """Learn from a message, the oldest in flight, whose last step has its result now. True if the rate changed."""
         took_s = now_s - max(message.sent_s, self._ended_s)
         self._ended_s = now_s
         if message.num_prefill_tokens < MIN_PREFILL_TOKENS or took_s <= 0:

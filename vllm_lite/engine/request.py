@@ -1,4 +1,4 @@
-"""Request: what one client asked for. It has one sequence per sample; the scheduler works on those."""
+"""Request: what one client asked for, as one sequence per sample; and Produced: what it gets from each step."""
 
 from array import array
 from collections import abc
@@ -11,7 +11,7 @@ from vllm_lite.protocol.params import SamplingParams
 
 
 class Produced(NamedTuple):
-    """What one step gave one sample. `reason` is None while it goes on."""
+    """What one step gave one sample: tokens that begin at output position `start`. `reason` is None until it ends."""
 
     request: "Request"
     sample: int
@@ -25,7 +25,7 @@ class Produced(NamedTuple):
 
 
 class Request:
-    """`num_samples` sequences share one prompt. All but the first come into being once the prompt is computed."""
+    """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed."""
 
     __slots__ = (
         "admitted_s",
@@ -54,7 +54,7 @@ class Request:
     )
 
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
-        """`message` with its tokens checked and its seed drawn; every sequence ends at `max_len` at the latest."""
+        """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id
         self.client = client
         self.params = message.params
@@ -68,7 +68,7 @@ class Request:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.num_generated = self.longest_output = 0
-        """Here, by samples that have ended: together, and the most by one."""
+        """Tokens that ended samples generated here: the sum, and the most of one sample."""
         tokens = array("I")
         tokens.frombytes(message.prompt)
         self.num_prompt = len(tokens)
@@ -80,11 +80,11 @@ class Request:
         self.beam = search
         self.beam_logprobs = {0: 0.0}
         self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
-        """What the beams that have finished the current step found, by their index."""
+        """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
         self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.num_samples = 1 if search else message.params.n
         self.unforked = list(range(1, self.num_samples))
-        """Samples that come into being once the prompt is computed."""
+        """Indices of the samples that fork once the prompt is computed."""
         self.sequences = [Sequence(self, 0, tokens)]
 
     @property
@@ -92,11 +92,11 @@ class Request:
         return self.sequences[0].num_tokens
 
     def open_samples(self) -> list[tuple[int, int]]:
-        """(index, number of output tokens delivered) of every sample whose end is still to be told."""
+        """(index, number of output tokens) of every sample that has not ended."""
         if self.beam is not None:
             return [(index, 0) for index in range(self.beam.width)]
-        born = [(sequence.index, sequence.num_output) for sequence in self.sequences]
-        return born + [(index, 0) for index in self.unforked]
+        started = [(sequence.index, sequence.num_output) for sequence in self.sequences]
+        return started + [(index, 0) for index in self.unforked]
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.sequences})"

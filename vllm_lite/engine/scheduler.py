@@ -1,10 +1,10 @@
-"""The scheduler: what every step computes. Sockets, tensors and text may not enter here, nor a clock: time is given.
+"""The scheduler decides what every step computes. No socket, tensor, text or clock may enter here: time is an argument.
 
 There are no phases. A sequence's `num_computed` chases its tokens, and a step gives each sequence a number of them:
 a whole prompt, a chunk of it, one decode token, one and some drafts. Running sequences that lack one token get it
-first, so that no stream stops for a prompt. Of what is left, the prompt that is under way longest has half, and also
-what shorter prompts and newcomers leave of the other half. Drafts take what nobody else wants, in equal parts. When
-blocks run out somebody gives way: to the host, or to be computed again.
+first, so that no stream stops for a prompt. Of what is left, the prompt that has been running longest gets half, and
+also what shorter prompts and newly admitted ones leave of the other half. Drafts take the tokens that are left over,
+in equal parts. When blocks run out, a running sequence is preempted: its KV is swapped to the host or computed again.
 
 Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`.
 """
@@ -33,7 +33,8 @@ Item = TypeVar("Item")
 
 
 class Scheduler:
-    """Owns every unfinished request and, through the KV manager, every block."""
+    """Makes one step at a time from the queues, and applies its result to them. update() follows schedule() in order,
+    with as many steps in flight between them as the caller likes."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The unfinished ones."""
+        """The unfinished requests by their ids."""
         return self.queues.requests
 
     @property
@@ -124,7 +125,7 @@ class Scheduler:
     # ---- schedule
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
-        """The next step, or None if there is nothing to compute."""
+        """Make the next step. None: there is nothing to compute."""
         self.meter.time_results(now_s, idle=not self.in_flight)
         self.kv.begin_step()
         queues, max_tokens = self.queues, self.options.max_num_batched_tokens
@@ -139,7 +140,7 @@ class Scheduler:
         if plan.draftable:
             self._add_drafts(plan)
         while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
-            # Beams that wait for another of theirs hold the blocks it needs to come in.
+            # Beams that wait for another beam of their request hold the blocks it needs to come in.
             victim = queues.running.pop()
             self._preempt(victim, next(iter(queues.waiting)), plan)
             plan.room, plan.shortest = plan.budget, None
@@ -198,12 +199,13 @@ class Scheduler:
         plan.budget = budget
 
     def _schedule_prompts(self, plan: StepPlan) -> None:
-        """Share what decodes leave among the prompts under way and newcomers.
+        """Share what decodes leave between the prompts that are running and those that wait.
 
-        The first prompt has half of it, and what nobody else takes. The other half goes to the others under way that
-        it completes, to newcomers, and to the other that lacks least: a short prompt does not wait for long ones, and
-        no prompt stands still for ever, since in time each becomes the first. It takes blocks for its half before
-        anybody: served last, it would give way to those behind it, and each of them to it in turn.
+        The first running prompt gets half of it, and what no other takes. The other half goes to the other running
+        prompts that it completes, to waiting ones, and to the other running one that lacks least: a short prompt does
+        not wait for long ones, and no prompt stands still for ever, since in time each becomes the first. The first
+        takes blocks for its half before all others: served last, it would be preempted for those behind it, and each
+        of them for it.
         """
         unserved = list(plan.prompts)
         plan.room = plan.budget
@@ -229,7 +231,7 @@ class Scheduler:
         if growth is not None:
             first = plan.prompts[0]
             end = first.num_computed + min(first.num_missing(), plan.budget)
-            more = self.kv.grow(first, end)  # for what nobody wants; nobody gives way for it
+            more = self.kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
                 end = min(end, first.num_slots)
             self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids if more is not None else []), plan)
@@ -241,7 +243,7 @@ class Scheduler:
                 self.kv.cache_blocks(sequence, sequence.num_computed)
 
     def _schedule_chunk(self, sequence: Sequence, most: int, unserved: list[Sequence], plan: StepPlan) -> None:
-        """Give a running sequence its next tokens, at most `most`. If it lacks blocks, one of `unserved` gives way."""
+        """Give a running sequence its next tokens, at most `most`. One of `unserved` is preempted if blocks run out."""
         count = min(sequence.num_missing(), most)
         if count <= 0 or sequence.status is not Status.RUNNING:
             return
@@ -264,8 +266,8 @@ class Scheduler:
     def _grow_or_preempt(
         self, sequence: Sequence, num_tokens: int, candidates: list[Sequence], plan: StepPlan
     ) -> Growth | None:
-        """Room for `sequence`, taken if need be from `candidates`, which this step has not served yet, itself among
-        them. None: it gave up its own."""
+        """Get blocks for `num_tokens` of `sequence`, if need be by preempting `candidates`, which this step has not
+        served yet and which include the sequence. None: it was preempted itself."""
         while (growth := self.kv.grow(sequence, num_tokens)) is None:
             if self.kv.reclaim():
                 continue
@@ -279,7 +281,7 @@ class Scheduler:
         return growth
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Have sequences that decode draft as well, with tokens that are left; nobody gives way for drafts."""
+        """Let decoding sequences draft with the tokens that are left. No sequence is preempted for drafts."""
         share = min(self.options.num_drafts, plan.budget // len(plan.draftable))
         for place, sequence in plan.draftable:
             count = min(share, sequence.max_len - sequence.num_tokens - 1)
@@ -298,7 +300,7 @@ class Scheduler:
             plan.take(count)
 
     def _preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
-        """Take all device blocks; the victim, already out of `running`, waits again."""
+        """Take all device blocks of the victim, which has left `running` already, and let it wait again."""
         victim.unscored = victim.unscored and victim.num_computed < victim.num_prompt - 1
         # What a new fork shares may be computed in this very step, behind the block program that would move it.
         is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
@@ -315,8 +317,7 @@ class Scheduler:
         plan.decide("preempted", victim, **{"for": winner.request.request_id, "by": how})
 
     def _prefers_swap(self, victim: Sequence) -> bool:
-        """Whether moving its blocks out and in costs less than computing them again; the mode may have decided
-        already."""
+        """Whether to move the victim's blocks to the host instead of computing them again."""
         if self.options.preemption != "auto":
             return self.options.preemption == "swap"
         num_tokens = victim.num_computed
@@ -331,7 +332,7 @@ class Scheduler:
         tokens = step.tokens_of(result)
         produced = queues.prompt_scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
-        silent: list[Sequence] = []  # they pass nothing on
+        silent: list[Sequence] = []  # sequences whose tokens go to no stream
         for sequence, new, logprobs, error in _results(step, result, tokens):
             if sequence.status is Status.FINISHED:  # it ended while the step ran
                 silent.append(sequence)
@@ -354,10 +355,8 @@ class Scheduler:
         return produced
 
     def _accept(self, sequence: Sequence, tokens: list[int]) -> FinishReason | None:
-        """Append what a step sampled for `sequence`, and drop from `tokens` what lies behind its end, if it has come.
-
-        This is done once per sequence and step.
-        """
+        """Append the tokens that a step sampled for `sequence`, and drop from `tokens` those behind its end, if one of
+        them ends it. This runs once per sequence and step."""
         sequence.num_pending -= 1
         num_before = num_tokens = sequence.num_tokens
         reason: FinishReason | None = None
@@ -378,7 +377,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sample is complete. It may be waiting, if it was preempted while its last token was computed."""
-        if sequence.status is not Status.RUNNING:  # those that run leave together, at the end of update()
+        if sequence.status is not Status.RUNNING:  # running ones leave their queue together, at the end of update()
             self.queues.leave(sequence)
         self.queues.finish(sequence)
         request = sequence.request
@@ -387,7 +386,7 @@ class Scheduler:
             self.queues.close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
-        """The model gave nonsense: the whole request ends, and what it has cached is not to be trusted."""
+        """End the whole request: the model gave nonsense, so what it has cached is not to be trusted either."""
         request = sequence.request
         sample, start = (0, 0) if request.beam is not None else (sequence.index, sequence.num_output)
         self.queues.end(request, "error", forget=True)
@@ -408,11 +407,11 @@ class Scheduler:
 def _results(
     step: StepInFlight, result: ModelOutput, tokens: list[int]
 ) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
-    """What the workers found for each sequence of a step: its new tokens, their logprobs, or the error."""
+    """What the workers found for each sequence of a step, in order: its new tokens, their logprobs, and its error."""
     counts, failed = result.counts, dict(result.failed or ())
 
     def pieces(items: list[Item]) -> list[list[Item]]:
-        """`items` by sequence."""
+        """The part of `items` that belongs to each sequence."""
         if counts is None:
             return [[item] for item in items]
         return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
@@ -427,5 +426,5 @@ def _results(
 
 
 def _joined(first: list[list[int]], then: list[list[int]]) -> list[list[int]]:
-    """Per group, the blocks of both."""
+    """The blocks of both, by group."""
     return [[*had, *more] for had, more in zip_longest(first, then, fillvalue=())]

@@ -1,4 +1,4 @@
-"""Sequence: the engine's state of one sample of a request. The scheduler's unit, the worker's handle."""
+"""Sequence: the engine's state of one sample of a request. It is what the scheduler schedules and a handle names."""
 
 from array import array
 from enum import Enum
@@ -22,7 +22,8 @@ class Status(Enum):
 
 
 class Sequence:
-    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode.
+    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode. The KV manager owns the tables
+    and hashes, and what of the KV is cached, parked on the host or shared; Queues owns the status and the handle.
 
     num_tokens     tokens known here
     num_pending    tokens that steps in flight will add; the workers know them before the engine does
@@ -72,21 +73,21 @@ class Sequence:
         self.decode_entry: Continue | None = None
         self.tables: list[BlockTable] = []
         self.host_ids: list[list[int]] | None = None
-        """Of a parked sequence, per group and logical block: the global id of its pinned block on the host, or the null
-        block for none. Its tables are as long, with the null block for what is not on the device."""
+        """The host blocks of a parked sequence, per group and logical block: the global id of the pinned block, or the
+        null block for none. Its tables are as long, with the null block for what is not on the device."""
         self.hash_root = b""
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
         self.num_pending = 0
         self.num_passed = 0
-        """How many were admitted before it that had come later, since it waits."""
+        """The number of later arrivals that were admitted while it waited."""
         self.lookup: Lookup | None = None
-        """What the prefix cache and the admission said last, while it waits."""
+        """The last prefix lookup and admission verdict, while it waits."""
         self.num_computed = 0
         self.num_cached = 0
         self.num_slots = 0
         self.last_token_s: float | None = None
-        """When it last got a token, if it does not get one in every step."""
+        """The time of its last token, if it does not get one in every step."""
         self.unscored = index == 0 and request.params.prompt_logprobs is not None
 
     @property
@@ -98,18 +99,19 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     def num_missing(self) -> int:
-        """Tokens that are known here and not computed yet."""
+        """The number of tokens that are known here and not computed yet."""
         return self.num_tokens - self.num_computed
 
     def finish_reason(self, token: int) -> FinishReason | None:
         """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings
-        are the client's business: it has the text."""
+        are for the client, which has the text."""
         if token in self.stop_ids and self.num_output >= self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_len else None
 
     def may_draft(self, end: int) -> bool:
-        """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""
+        """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
+        step."""
         return self.request.beam is None and end > self.num_cached
 
     def __repr__(self) -> str:

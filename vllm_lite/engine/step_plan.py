@@ -15,14 +15,15 @@ class StepPlan:
     """What a step holds so far, and what of its budget is left.
 
     budget         tokens that are left of it
-    room           as many of them are for others than the first prompt under way
-    shortest       what the shortest of those others lacks, if one is left: no newcomer that lacks as much is cut
+    room           the part of them that is not reserved for the first running prompt
+    shortest       tokens that the shortest other running prompt lacks, if there is one: a waiting prompt that lacks as
+                   many or more is not admitted with a part of them
     entries        what the workers get, in the order of the decisions
     sampling       sequences that get a token from the step, in the order of its entries
     prompts        running sequences that lack more than one token
-    forked         samples of the prompts that it completes; each gets its first token from it, too, if it can
+    forked         samples of the prompts that the step completes; each gets its first token from it, too, if it can
     draftable      sequences that got one token, with the places of their entries, and may draft more
-    is_cut         the waiting sequence looked at last does not come in because it would be cut
+    is_cut         the waiting sequence looked at last was not admitted because it would be cut
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """
 
@@ -68,8 +69,8 @@ class StepPlan:
         self.room = max(0, self.room - num_tokens)
 
     def serve(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step computes `num_tokens` more of a running sequence, whose entry it has. With the last one that is
-        known it samples the next one, and the samples of a prompt that is complete fork."""
+        """Let the step compute `num_tokens` more of a running sequence, whose entry it has. With the last known one it
+        samples the next, and the other samples of a prompt that is complete fork."""
         self.take(num_tokens)
         sequence.num_computed += num_tokens
         left = sequence.num_tokens - sequence.num_computed
@@ -84,6 +85,6 @@ class StepPlan:
             self._policy.charge(sequence, num_tokens)
 
     def decide(self, code: str, sequence: Sequence, **numbers: int | str) -> None:
-        """Report a decision about `sequence`, if anybody listens."""
+        """Report a decision about `sequence`, if there is a listener."""
         if self._on_decision is not None:
             self._on_decision(code, sequence, numbers)

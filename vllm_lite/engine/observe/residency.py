@@ -62,7 +62,7 @@ class Residency:
     def attach(cls, pool: BlockPool, clock: Callable[[], float], one_in: int = 100) -> "Residency":
         """A new observer of `pool`."""
         residency = cls(clock, one_in)
-        pool.observe(residency)
+        pool.observers.append(residency)
         return residency
 
     def allocated(self, ids: Sequence[int]) -> None:
