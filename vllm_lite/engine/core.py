@@ -19,6 +19,7 @@ from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
+from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.queues import Options
 from vllm_lite.engine.rates import PrefillRate, Rates
 from vllm_lite.engine.request import Produced, Request, stop_ids
@@ -88,6 +89,9 @@ class EngineCore:
         self.recorder = (
             TraceRecorder(config.record, header, self.scheduler) if config.record else Recorder(self.scheduler)
         )
+        if config.kv_cache_metrics:
+            one_in = round(1 / config.kv_cache_metrics_sample)
+            self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
         self.max_model_len = self.scheduler.max_len
         self.in_flight = self.scheduler.in_flight
 

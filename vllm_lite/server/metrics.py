@@ -48,12 +48,15 @@ Values = Mapping[tuple[str, ...], float | Histogram]
 
 
 class Definition(NamedTuple):
-    """One metric. Counters are told with `_total` behind their name; `labels` are its own, beside LABELS."""
+    """One metric. Counters get `_total` behind their name; `labels` are its own, beside LABELS.
+
+    `read` returns None where this engine does not measure it; the metric is absent then.
+    """
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     text: str
-    read: Callable[[Scrape], float | Histogram | Values]
+    read: Callable[[Scrape], float | Histogram | Values | None]
     labels: tuple[str, ...] = ()
 
 
@@ -114,6 +117,11 @@ _HISTOGRAMS = (  # name, field of RequestHistograms, text
     ),
     ("vllm_lite:iteration_tokens", "step_tokens", "Tokens scheduled in each step."),
 )
+_BLOCK_HISTOGRAMS = (  # name, field of BlockHistograms, text
+    ("vllm:kv_block_lifetime_seconds", "lifetime_s", "From a KV block's allocation to its eviction."),
+    ("vllm:kv_block_idle_before_evict_seconds", "idle_before_evict_s", "From a KV block's last use to its eviction."),
+    ("vllm:kv_block_reuse_gap_seconds", "reuse_gap_s", "From one use of a cached KV block to the next."),
+)
 _CACHE_LABELS = (
     *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),
     *("num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override", "swap_space"),
@@ -123,6 +131,10 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 def _usage(at: Scrape) -> float:
     return at.stats.num_used_blocks / at.stats.num_blocks if at.stats.num_blocks else 0.0
+
+
+def _of_blocks(field: str) -> Callable[[Scrape], Histogram | None]:
+    return lambda at: getattr(at.stats.blocks, field, None)
 
 
 def _cache_config(at: Scrape) -> Values:
@@ -178,6 +190,7 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
+    *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
     Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
 )
@@ -249,8 +262,10 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in METRICS:
-            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
             read = metric.read(self._scrape)
+            if read is None:
+                continue
+            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
             for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
                 labels = (*self._labels, *own)
                 if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
