@@ -27,32 +27,6 @@ class Produced(NamedTuple):
 class Request:
     """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed."""
 
-    __slots__ = (
-        "admitted_s",
-        "arrival",
-        "beam",
-        "beam_logprobs",
-        "candidates",
-        "client",
-        "deadline_s",
-        "extra_keys",
-        "first_token_s",
-        "longest_output",
-        "max_len",
-        "num_cached_at_start",
-        "num_generated",
-        "num_inherited",
-        "num_preemptions",
-        "num_prompt",
-        "num_samples",
-        "params",
-        "queued_s",
-        "request_id",
-        "sequences",
-        "stop_ids",
-        "unforked",
-    )
-
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
         """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id

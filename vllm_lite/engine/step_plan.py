@@ -27,24 +27,6 @@ class StepPlan:
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """
 
-    __slots__ = (
-        "_branching",
-        "_on_decision",
-        "_policy",
-        "budget",
-        "draftable",
-        "entries",
-        "forked",
-        "is_cut",
-        "num_looked_up",
-        "num_preempted",
-        "prompts",
-        "room",
-        "sampling",
-        "shortest",
-        "view",
-    )
-
     def __init__(
         self, budget: int, view: View, policy: GuardedPolicy, branching: Branching, on_decision: OnDecision | None
     ) -> None:
