@@ -1,6 +1,6 @@
 """A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.engine.blocks.groups import make_groups
@@ -28,7 +28,7 @@ class Rig:
         block_size: int = 4,
         caching: bool = True,
         *,
-        windows: Seq[int | None] = (None,),
+        windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         max_swap_blocks: int = 10**9,
         depth: int = 1,
@@ -47,11 +47,10 @@ class Rig:
         )
         decided = lambda code, _sequence, numbers: self.decisions.append((code, numbers))  # noqa: E731
         self.scheduler = Scheduler(self.kv, Options(**options), policy, decided)  # type: ignore[arg-type]
-        seats = int(options["max_num_seqs"])
-        self.worker = SimulatedWorker(num_blocks, block_size, seats, VOCAB, windows, num_host_blocks)
+        slots = int(options["max_num_seqs"])
+        self.worker = SimulatedWorker(num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.max_swap_blocks = max_swap_blocks
         self.depth = depth
-        self.in_flight = 0
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
 
@@ -75,19 +74,18 @@ class Rig:
         return self.outputs.get((name, index), [])
 
     def step(self) -> list[Produced]:
-        while self.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
-            moved = sum(op != BlockOp.COPY for op, _, _ in plan.block_ops)
+        in_flight = self.scheduler.in_flight
+        while len(in_flight) < self.depth and (output := self.scheduler.schedule()) is not None:
+            moved = sum(op != BlockOp.COPY for op, _, _ in output.block_ops)
             assert moved <= self.max_swap_blocks, "the bound of a step's stall"
-            self.worker.submit(plan)
+            self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
-            self.in_flight += 1
-        assert self.in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
-        output = self.worker.poll()
-        if output is None:
+        assert in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
+        result = self.worker.poll()
+        if result is None:
             return []
-        self.in_flight -= 1
-        produced = self.scheduler.update(output)
+        produced = self.scheduler.update(result)
         for item in produced:
             self.record(item)
         self.scheduler.check_integrity()
@@ -105,7 +103,7 @@ class Rig:
     def drain(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
-                while self.in_flight:
+                while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0
                 assert self.kv.host is None or self.kv.host.pool.num_used == 0

@@ -69,7 +69,7 @@ def test_running_comes_before_waiting() -> None:
     assert rig.worker.num_scheduled == [4, 4]
 
 
-def test_seats_are_limited() -> None:
+def test_slots_of_the_batch_are_limited() -> None:
     rig = Rig(max_num_seqs=2)
     for name in "abc":
         rig.add(name, [1, 2, 3], max_tokens=4)

@@ -66,8 +66,8 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
 
 def test_a_fork_found_its_whole_prompt() -> None:
     """Its parent computed it: that is what its end tells its client, and no prompt is counted for it."""
-    for num_seats in (8, 1):  # it runs at once, or comes in from the queue
-        bench = Bench(max_num_seqs=num_seats)
+    for num_slots in (8, 1):  # it runs at once, or comes in from the queue
+        bench = Bench(max_num_seqs=num_slots)
         bench.add("parent", [1, 2, 3, 4, 5, 6], 6)
         for _ in range(3):
             bench.begin()
@@ -108,8 +108,8 @@ def test_nothing_is_kept_of_tenants_whose_requests_never_ran() -> None:
     rig.drain()
 
 
-def test_nobody_passes_a_stream_that_gave_way() -> None:
-    """Whoever took the blocks that it waits for would be the next to give way."""
+def test_no_sequence_passes_a_preempted_stream() -> None:
+    """A sequence that took the blocks it waits for would be preempted next."""
     rig = Rig(40, max_num_seqs=6, max_num_batched_tokens=64)
     for number in range(60):
         rig.add(f"r{number}", [(number * 7 + index) % 50 for index in range(60)], max_tokens=40)

@@ -1,4 +1,4 @@
-"""Who gets what of a step: streams, prompts, newcomers and drafts beside each other, and what the queue costs."""
+"""How streams, prompts, new arrivals and drafts share a step, and what the queue costs."""
 
 import random
 from itertools import groupby
@@ -309,8 +309,8 @@ def test_beams_that_cannot_be_there_together_are_refused_with_the_numbers() -> N
     assert set(rig.reasons) == {("small", index) for index in range(4)}
 
 
-def test_nobody_comes_in_while_another_has_to_give_way() -> None:
-    """What was freed is for those that run; who took it would be the next to give way."""
+def test_no_sequence_is_admitted_while_another_is_preempted() -> None:
+    """Freed blocks are for those that run; a sequence that took them would be preempted next."""
     rig = Rig(num_blocks=9, caching=False, max_num_seqs=3)
     rig.add("a", prompt(1, 6), max_tokens=20)
     rig.add("b", prompt(2, 6), max_tokens=20)
@@ -326,8 +326,8 @@ def test_nobody_comes_in_while_another_has_to_give_way() -> None:
 
 
 def test_the_first_prompt_has_its_blocks_before_those_that_are_served_before_it() -> None:
-    """Behind a window prompts take blocks chunk by chunk. Served last, the first would lack some and give way to the
-    second, as that to it in the next step, for ever."""
+    """Behind a window prompts take blocks chunk by chunk. Served last, the first would lack some and be preempted for
+    the second, and the second for it in the next step, for ever."""
     rig = Rig(11, 2, caching=False, windows=[8], max_num_batched_tokens=9, max_num_seqs=4)
     for number, length in enumerate((19, 12, 52, 9)):
         rig.add(f"r{number}", prompt(number, length), max_tokens=2)
@@ -409,8 +409,8 @@ def test_a_faulty_key_is_replaced_and_nobody_is_lost() -> None:
     assert [name for name, _ in rig.reasons] == ["a", "b", "c", "d"]
 
 
-def fair_rig(seats: int) -> Rig:
-    return Rig(200, policy=Fair(), max_num_seqs=seats, caching=False, max_num_batched_tokens=256)
+def fair_rig(slots: int) -> Rig:
+    return Rig(200, policy=Fair(), max_num_seqs=slots, caching=False, max_num_batched_tokens=256)
 
 
 def test_one_step_admits_from_all_tenants() -> None:

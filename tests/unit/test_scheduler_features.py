@@ -28,7 +28,7 @@ def test_samples_share_the_prompt_and_part_at_their_first_token() -> None:
         assert rig.output("a", index) == expected(list(range(10)), 6, child=index)
 
 
-def test_samples_without_a_seat_come_in_later() -> None:
+def test_samples_without_a_slot_are_admitted_later() -> None:
     rig = Rig(max_num_seqs=2)
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=6, n=5)
     rig.drain()
@@ -213,7 +213,7 @@ def test_a_model_without_kv_needs_no_blocks() -> None:
     assert rig.output("a") == expected(list(range(40)), 9)
 
 
-def served_by_tenant(seats: int) -> dict[str, int]:
+def served_by_tenant(slots: int) -> dict[str, int]:
     """Tokens computed for a tenant with long requests and one with short ones, who both always have six open."""
     policy = Fair()
     served = {"heavy": 0, "light": 0}
@@ -224,7 +224,7 @@ def served_by_tenant(seats: int) -> dict[str, int]:
         charged(sequence, num_tokens)
 
     policy.charged = count  # type: ignore[method-assign]
-    rig = Rig(200, policy=policy, max_num_seqs=seats)
+    rig = Rig(200, policy=policy, max_num_seqs=slots)
     number = 0
     for _ in range(400):
         for tenant, prompt, output in (("heavy", 40, 20), ("light", 4, 2)):
@@ -235,9 +235,9 @@ def served_by_tenant(seats: int) -> dict[str, int]:
     return served
 
 
-@pytest.mark.parametrize("seats", [1, 2, 4, 6])
-def test_fairness_holds_whatever_the_seats(seats: int) -> None:
-    served = served_by_tenant(seats)
+@pytest.mark.parametrize("slots", [1, 2, 4, 6])
+def test_fairness_holds_whatever_the_slots(slots: int) -> None:
+    served = served_by_tenant(slots)
     assert 0.8 < served["heavy"] / served["light"] < 1.25
 
 

@@ -12,7 +12,7 @@ PROMPT = [number % VOCAB for number in range(40)]
 
 
 def pressed(max_swap_blocks: int, num_host_blocks: int = 100, **options: Any) -> Rig:
-    """Two sequences of which one has to give way, ten blocks or more, as soon as both have grown."""
+    """Two sequences of which one is preempted, ten blocks or more, as soon as both have grown."""
     rig = Rig(
         24,
         num_host_blocks=num_host_blocks,
@@ -52,7 +52,7 @@ def test_what_may_not_move_yet_stays_until_somebody_needs_its_place() -> None:
     assert [bool(block_id) for block_id in sequence.tables[0].ids] == [True] * (num_blocks - 3) + [False] * 3
     rig.drain()
     assert rig.kv.counters.swapped_out_blocks == rig.kv.counters.swapped_in_blocks < num_blocks
-    assert rig.scheduler.counters.preemptions == 1, "who waits gives its blocks before anybody else gives way"
+    assert rig.scheduler.counters.preemptions == 1, "parked blocks are taken before another is preempted"
 
 
 def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
