@@ -70,6 +70,9 @@ class Rig:
         self.scheduler.add(request)
         return request
 
+    def abort(self, name: str) -> None:
+        self.scheduler.branching.end_samples(self.scheduler.requests[name], (), "abort")
+
     def output(self, name: str, index: int = 0) -> list[int]:
         return self.outputs.get((name, index), [])
 

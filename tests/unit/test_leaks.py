@@ -39,7 +39,7 @@ def disturb(rig: Rig, rng: random.Random, name: str) -> None:
         return
     victim = requests[rng.choice(list(requests))]
     if rng.random() < 0.5:
-        rig.scheduler.abort(victim.request_id)
+        rig.abort(victim.request_id)
     elif victim.beam is None and victim.num_samples == 1:
         parent = victim.sequences[0]
         have = rng.randint(0, parent.num_output)

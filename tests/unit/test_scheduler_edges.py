@@ -103,7 +103,7 @@ def test_nothing_is_kept_of_tenants_whose_requests_never_ran() -> None:
     assert isinstance(queue, FairQueue)
     for number in range(10 * MIN_PRUNE):
         rig.add(f"r{number}", [1], max_tokens=1, user=f"u{number}")
-        rig.scheduler.abort(f"r{number}")
+        rig.abort(f"r{number}")
     assert len(queue._served) <= 2 * MIN_PRUNE
     rig.drain()
 

@@ -381,7 +381,7 @@ def test_a_step_asks_for_a_few_keys_however_many_wait(policy: type | None) -> No
     if policy is Deadline:
         assert [request.deadline_s for request in order] == sorted(request.deadline_s or 0 for request in order)
     for request in order:
-        rig.scheduler.abort(request.request_id)
+        rig.abort(request.request_id)
     rig.drain()
 
 

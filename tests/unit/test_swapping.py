@@ -76,7 +76,7 @@ def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
     rig = pressed(3, policy=Priority())
     sequence = first_swapped(rig)
     held = len(sequence.tables[0].ids) - 3
-    rig.scheduler.abort("a")
+    rig.abort("a")
     rig.add("c", [1, 2, 3] * 26, max_tokens=5, priority=-1)
     assert rig.kv.pool.num_free < 20 <= rig.kv.pool.num_free + held
     rig.drain()
@@ -230,7 +230,7 @@ def test_a_corrupted_request_is_not_found_on_the_host_either(is_swapped: bool) -
     name = sequence.request.request_id
     prompt = sequence.tokens[:40].tolist()
     if not is_swapped:
-        rig.scheduler.abort("a")
+        rig.abort("a")
         rig.step()
         assert sequence.status is Status.RUNNING
     assert rig.kv.host is not None

@@ -97,13 +97,6 @@ class Scheduler:
         self.queues.enter(request)
         self.queues.wait(sequence)
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
-        """Drop an unfinished request and its blocks at once; what is still being computed for it is ignored."""
-        request = self.requests.get(request_id)
-        if request is not None:
-            self.queues.end(request, reason)
-        return request
-
     def has_requests(self) -> bool:
         return bool(self.requests)
 
