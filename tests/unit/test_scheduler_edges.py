@@ -9,7 +9,7 @@ from tests.unit.test_meter import Bench
 from vllm_lite.engine import admission
 from vllm_lite.engine.admission import MAX_PASSED
 from vllm_lite.engine.policy import Fair
-from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.protocol.api import ForkRequest
 from vllm_lite.protocol.params import SamplingParams
@@ -116,3 +116,14 @@ def test_no_sequence_passes_a_preempted_stream() -> None:
     rig.drain()
     assert rig.scheduler.counters.preemptions <= 60
     assert rig.worker.num_written < 2 * 60 * 100
+
+
+def test_a_preempted_sequence_may_be_passed_anew() -> None:
+    rig = Rig()
+    sequence = rig.add("a", [1, 2, 3]).sequences[0]
+    rig.step()
+    sequence.num_passed = MAX_PASSED
+    rig.scheduler.queues.leave(sequence)
+    rig.kv.release(sequence)
+    rig.scheduler.queues.wait(sequence, Status.PREEMPTED)
+    assert (sequence.num_passed, list(rig.scheduler.waiting), rig.scheduler.running) == (0, [sequence], [])
