@@ -33,15 +33,15 @@ class Admitter:
 
         A prompt that waits behind shorter running ones loses nothing to those that pass it.
         """
-        queues = self._queues
+        running, max_num_seqs = self._queues.running, self._options.max_num_seqs
         blocked: list[Sequence] = []
         passed: list[Sequence] = []  # those of them that lose something to the sequences that pass them
         for sequence in self._policy.waiting(plan.view):
             if plan.room <= 0:
                 plan.decide("waits_for_budget", sequence, budget=plan.room)
                 break
-            if not queues.has_slot:
-                plan.decide("waits_for_seat", sequence, seats=self._options.max_num_seqs)
+            if len(running) >= max_num_seqs:
+                plan.decide("waits_for_seat", sequence, seats=max_num_seqs)
                 break
             if sequence.num_pending:
                 continue
@@ -49,20 +49,21 @@ class Admitter:
                 break
             is_in = self._admit(sequence, plan, in_parts=not passed)
             # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
-            while not (is_in or blocked or queues.running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
+            while not (is_in or blocked or running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
                 is_in = self._admit(sequence, plan, in_parts=True)
             if is_in:
                 for other in passed:
                     other.num_passed += 1
-            else:
-                blocked.append(sequence)
-                if not (plan.is_cut and self._options.chunked_prefill):
-                    passed.append(sequence)
-                    if sequence.status is not Status.WAITING:  # it would stand still meanwhile
-                        break
-                if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
+                if any(other.num_passed >= MAX_PASSED for other in passed):
                     break
-            if any(other.num_passed >= MAX_PASSED for other in passed):
+                continue
+            blocked.append(sequence)
+            if not (plan.is_cut and self._options.chunked_prefill):
+                passed.append(sequence)
+                # One that was preempted is never passed: its stream would stand still meanwhile.
+                if sequence.status is not Status.WAITING or sequence.num_passed >= MAX_PASSED:
+                    break
+            if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
                 break
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, in_parts: bool) -> bool:
@@ -148,6 +149,7 @@ class Admitter:
 
 def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
     """Report that a sequence lacks blocks, or that this step has moved enough of them already."""
-    fits = admission.free - admission.required >= admission.watermark
-    code = "waits_for_swap" if fits else "waits_for_blocks"
-    plan.decide(code, sequence, need=admission.required, free=admission.free, watermark=admission.watermark)
+    if plan.on_decision is not None:  # this may be done for many sequences in every step
+        need, free, watermark = admission.required, admission.free, admission.watermark
+        code = "waits_for_swap" if free - need >= watermark else "waits_for_blocks"
+        plan.on_decision(code, sequence, {"need": need, "free": free, "watermark": watermark})

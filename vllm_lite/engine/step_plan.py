@@ -43,7 +43,7 @@ class StepPlan:
         self.num_looked_up = self.num_preempted = 0
         self._policy = policy
         self._branching = branching
-        self._on_decision = on_decision
+        self.on_decision = on_decision
 
     def take(self, num_tokens: int) -> None:
         """Spend `num_tokens` of the budget."""
@@ -68,5 +68,5 @@ class StepPlan:
 
     def decide(self, code: str, sequence: Sequence, **numbers: int | str) -> None:
         """Report a decision about `sequence`, if there is a listener."""
-        if self._on_decision is not None:
-            self._on_decision(code, sequence, numbers)
+        if self.on_decision is not None:
+            self.on_decision(code, sequence, numbers)
