@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_core import make_core
 from vllm_lite.config import EngineConfig, EngineSettings
-from vllm_lite.engine.client_port import MAX_TURN_MESSAGES, MAX_TURN_S
+from vllm_lite.engine.client_port import MAX_PASS_MESSAGES, MAX_PASS_S
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
@@ -82,7 +82,7 @@ class Engine:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._turn(self.core, self.core._executor)
+            self.process._serve_once(self.core, self.core._executor)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:
@@ -187,7 +187,7 @@ def test_a_flood_is_read_in_turns_and_the_others_are_served_between(engine: Engi
     quiet.say(Generate("r", PROMPT, PARAMS))
     engine.turn()
     answers = [message for message in flood.other if isinstance(message, Heartbeat)]
-    assert len(answers) == MAX_TURN_MESSAGES - 1, "the other client's message was among the first"
+    assert len(answers) == MAX_PASS_MESSAGES - 1, "the other client's message was among the first"
     assert wait(0.0, engine.port), "what is left ends the wait for more"
     engine.turn(20)
     assert len(quiet.got["r", 0]) >= 19
@@ -201,7 +201,7 @@ def test_messages_that_take_long_are_fewer_in_a_turn(engine: Engine, monkeypatch
     stats = engine.core.stats
 
     def slow(*args: Any) -> Stats:
-        engine.now_s += 0.6 * MAX_TURN_S
+        engine.now_s += 0.6 * MAX_PASS_S
         return stats(*args)
 
     monkeypatch.setattr(engine.core, "stats", slow)
@@ -217,7 +217,7 @@ def test_garbage_counts_as_well(engine: Engine) -> None:
     for _ in range(200):
         flood.connection.send(b"\xc1")
     engine.turn()
-    assert engine.port.malformed == MAX_TURN_MESSAGES
+    assert engine.port.malformed == MAX_PASS_MESSAGES
 
 
 def test_a_message_nested_without_end_costs_its_sender_alone(engine: Engine) -> None:
@@ -246,7 +246,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     for _ in range(10):
         engine.turn()
         owed.append(len(engine.port._clients.get(b"flood", ())))
-    assert max(owed) <= 100 + MAX_TURN_MESSAGES
+    assert max(owed) <= 100 + MAX_PASS_MESSAGES
     assert b"flood" not in engine.port._clients
     engine.drain()
     assert [end.reason for end in other.ends] == ["length"]
@@ -254,7 +254,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
 
 def test_everybody_who_waited_for_an_engine_that_cannot_start_is_told(engine: Engine) -> None:
     engine.port._welcome = None
-    for number in range(3 * MAX_TURN_MESSAGES):
+    for number in range(3 * MAX_PASS_MESSAGES):
         engine.client(b"%d" % number)
     assert engine.port.refuse_all("no model", bad_input=True)
     for client in engine.clients:

@@ -98,7 +98,7 @@ def test_a_changed_digest_is_found_at_its_step(busy: tuple[Path, Recorded]) -> N
 def test_a_changed_block_hash_is_found_where_it_would_have_been_a_hit(busy: tuple[Path, Recorded]) -> None:
     def change(record: records.Record, step: int) -> records.Record:
         hits = isinstance(record, records.Step) and any(
-            note[0] == records.Code.ADMITTED and note[4] >= 4 for note in record.notes
+            decision[0] == records.Code.ADMITTED and decision[4] >= 4 for decision in record.decisions
         )
         if not hits or not isinstance(record, records.Step) or not record.hashes:
             return record

@@ -26,7 +26,7 @@ from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Finished, FromClient, Hello, OutputBatch, Welcome
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES, client_to_engine, engine_to_client
 from vllm_lite.transport import Delivery, Tcp, Wakeup
-from vllm_lite.transport.door import Complaints
+from vllm_lite.transport.authenticator import Complaints
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 from vllm_lite.transport.zmq import HIGH_WATER_MARK, ZmqConnection, ZmqListener
 

@@ -1,8 +1,7 @@
 """EngineCore: one step is schedule, execute, update. Features hang off these three calls; none is inlined into them."""
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections import abc
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -69,7 +68,7 @@ class EngineCore:
         executor: Executor,
         sizes: Sizes,
         generation: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._vocab_size = ready.vocab_size
@@ -109,9 +108,8 @@ class EngineCore:
             raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
         if num_output and (message.params.n > 1 or message.params.use_beam_search):
             raise RequestError("a request with several samples starts from its prompt; send no output with it")
-        self._check_length(
-            num_prompt, num_output, message.params.max_tokens
-        )  # before anything reads millions of tokens
+        # Before anything reads millions of tokens.
+        self._check_length(num_prompt, num_output, message.params.max_tokens)
         self._check_tokens("prompt", message.prompt)
         output = self._check_tokens("output", message.output)
         request = self._make_request(client, message, num_prompt)
@@ -138,10 +136,7 @@ class EngineCore:
         if message.have > sequence.num_output:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
         tokens = sequence.tokens[: parent.num_prompt + message.have]
-        prompt, output = (
-            tokens[: parent.num_prompt].tobytes(),
-            tokens[parent.num_prompt :].tobytes(),
-        )
+        prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
         generate = Generate(message.child_id, prompt, message.params, message.have, output)
         child = self._make_request(client, generate, parent.num_prompt)
         if child.num_tokens >= child.max_len:
@@ -151,7 +146,9 @@ class EngineCore:
         self.recorder.forked(parent, child, self._clock())
         return child
 
-    def abort(self, request_id: str, samples: Seq[int] = (), *, stopped: bool = False) -> list[tuple[int, int]]:
+    def abort(
+        self, request_id: str, samples: abc.Sequence[int] = (), *, stopped: bool = False
+    ) -> list[tuple[int, int]]:
         """End a request, or those of its `samples`. `stopped`: its client has all it wanted.
 
         Returns (sample, number of its output tokens) of all that have ended by this.
@@ -190,12 +187,7 @@ class EngineCore:
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
                 f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
             )
-        request = Request(
-            message,
-            client,
-            self._max_len(num_prompt, params),
-            stop_ids(params, self._eos),
-        )
+        request = Request(message, client, self._max_len(num_prompt, params), stop_ids(params, self._eos))
         num_choices = self._vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
@@ -256,22 +248,25 @@ class EngineCore:
         return ended
 
     def begin(self) -> bool:
-        """Schedule a step for the workers, if there is anything to compute and not too much under way. Call it until
-        it says no: only then have all steps been sent."""
+        """Schedule a step for the workers, if there is anything to compute and not too much in flight.
+
+        Call it until it returns False: only then have all steps been sent.
+        """
         now_s = self._clock()
-        plan = self._schedule(now_s) if self._may_begin() else None
+        step = self._schedule(now_s) if self._may_begin() else None
         ends_message = True
-        if plan is not None:
+        if step is not None:
             self.meter.scheduled(self.scheduler.num_scheduled_tokens)
             ends_message = (
                 not self.in_flight.newest.only_decodes or self.in_flight.num_unsent >= self._message_length.steps
             )
         if self.in_flight.num_unsent and ends_message:
             self._executor.submit(*self.in_flight.send(now_s))
-        return plan is not None
+        return step is not None
 
     def _may_begin(self) -> bool:
-        """Whether a message of steps is to be continued, or begun: it is computed while the one behind it is made."""
+        """Whether the message being made may get another step, or a new one may be begun: workers compute one message
+        while the next one is made."""
         return (
             self.in_flight.num_unsent > 0
             or len(self.in_flight) <= (self.max_in_flight - 1) * self._message_length.steps

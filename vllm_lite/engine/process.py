@@ -2,8 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections import abc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
 
 REFUSAL_PATIENCE_S = 2.0
-"""How long an engine that cannot start waits for somebody to tell."""
+"""How long an engine that cannot start waits for a client to which it can send the reason."""
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
 GATHER_MS = int(1000 * GATHER_S)
 YOUNG_OBJECTS = 50_000
@@ -61,7 +60,7 @@ class EngineProcess:
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
-        """Serve until told to stop. Returns the exit status: 0 if told to, 1 if something died, 2 for bad input."""
+        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if something died, 2 for bad input."""
         executor: Executor | None = None
         core: EngineCore | None = None
         try:
@@ -129,7 +128,7 @@ class EngineProcess:
             )
 
     def _refuse(self, error: VllmLiteError) -> int:
-        """Tell whoever waits for this engine why it cannot start."""
+        """Send all clients that wait for this engine the reason why it cannot start."""
         logger.error("%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
         bad_input = not isinstance(error, EngineError)
@@ -149,23 +148,23 @@ class EngineProcess:
         try:
             while not self._stop.is_set():
                 watched.poll(self._patience_ms(core))
-                self._turn(core, executor)
+                self._serve_once(core, executor)
                 if events is not None:
                     events.serve(time.time())
         except (EngineDeadError, ProtocolError) as error:
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request
             return 1
-        except Exception as error:  # a fault of ours: those who wait hear of it before it is raised
+        except Exception as error:  # a fault of ours: send it to those who wait, then raise it
             self._port.say_dying(f"the engine failed: {error!r}")
             raise
         logger.info("stopping")
         self._abort_all(core)
         return 0
 
-    def _turn(self, core: EngineCore, executor: Executor) -> None:
-        """Read, compute, answer. What clients' messages cost a turn is bounded; what is left of them ends the next wait
-        at once."""
+    def _serve_once(self, core: EngineCore, executor: Executor) -> None:
+        """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
+        once."""
         for peer, message in self._port.receive():
             self._handle(core, peer, message)
         produced = core.expire()
@@ -173,7 +172,7 @@ class EngineProcess:
         while (output := executor.poll()) is not None:
             produced += core.finish(output)
         try:
-            while core.begin():  # before the clients are told: workers should not wait for that
+            while core.begin():  # before the clients get theirs: workers should not wait for that
                 pass
         finally:
             self._publish(core, produced)
@@ -191,7 +190,7 @@ class EngineProcess:
             self._fork(core, peer, message)
         elif isinstance(message, Abort):
             request = core.scheduler.requests.get(message.request_id)
-            if request is not None and request.client == peer:  # who lost it to another client does not end it there
+            if request is not None and request.client == peer:  # a client that lost it to another does not end it
                 self._abort(core, request, message.samples, stopped=message.stopped)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
@@ -227,7 +226,9 @@ class EngineProcess:
             core.meter.counters.rejected_requests += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
-    def _abort(self, core: EngineCore, request: Request, samples: Seq[int] = (), *, stopped: bool = False) -> None:
+    def _abort(
+        self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
+    ) -> None:
         """Every sample that ends by this gets its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
             self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
@@ -275,7 +276,7 @@ def _to_wire(item: Produced) -> Tokens | Finished:
 
 
 @contextmanager
-def made_to_last() -> Iterator[None]:
+def made_to_last() -> abc.Iterator[None]:
     """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
     for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
     generation may hold several steps of them."""

@@ -1,7 +1,7 @@
 """Client <-> engine. Token ids travel as little-endian u32 bytes (`array('I')`); requests by the client's own id.
 
-A client says Hello and is told Welcome or Refused. After that every Generate is answered by any number of Tokens
-and exactly one Finished, rejections included, both inside OutputBatch.
+A client sends Hello and gets Welcome or Refused. After that every Generate is answered by any number of Tokens and
+exactly one Finished, rejections included, both inside OutputBatch.
 """
 
 from bisect import bisect_left
@@ -65,7 +65,7 @@ class Abort(_Message, tag="abort"):
     """End a request of this client, or those of its `samples`; no `samples` means all. Others' requests go on.
 
     Each of them that is still open gets its Finished, and with the last one the request ends. Beams end together only:
-    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics tell the
+    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics show the
     difference.
     """
 
@@ -75,7 +75,7 @@ class Abort(_Message, tag="abort"):
 
 
 class Ping(_Message, tag="ping"):
-    """Asks for a Heartbeat at once; its answer proves that the engine's loop turns."""
+    """Asks for a Heartbeat at once; the answer proves that the engine's loop is running."""
 
 
 class GetStats(_Message, tag="get_stats"):
@@ -83,7 +83,7 @@ class GetStats(_Message, tag="get_stats"):
 
 
 class Describe(_Message, tag="describe"):
-    """Asks how requests are, whoever's they are; answered by one Descriptions."""
+    """Asks for the state of requests of any client; answered by one Descriptions."""
 
     request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)]
 
@@ -101,7 +101,7 @@ class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
 class Welcome(_Message, tag="welcome"):
     """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
 
-    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that were told only an address.
+    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address.
     """
 
     version: int
@@ -140,7 +140,7 @@ class TokenLogprobs(_Message):
 
 
 class PromptLogprobs(_Message):
-    """Of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
+    """Logprobs of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
 
     start: int
     entries: list[TokenLogprobs]
@@ -313,7 +313,7 @@ class Admission(_Message):
 
 
 class SampleState(_Message):
-    """How one sample is. `place` counts those before it in the queue; None if it runs.
+    """The state of one sample. `place` counts those before it in the queue; None if it runs.
 
     `num_computed` counts positions, of the prompt and behind it, whose KV is or is being computed; `num_blocks` and
     `num_host_blocks` what it holds, shared ones included.
@@ -329,7 +329,7 @@ class SampleState(_Message):
 
 
 class RequestState(_Message):
-    """How a live request is. `admission` is that of its first sample that waits, or of the first one.
+    """The state of a live request. `admission` is that of its first sample that waits, or of the first one.
 
     `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
     the moment at which it is ended.
@@ -348,7 +348,7 @@ class RequestState(_Message):
 
 
 class Descriptions(_Message, tag="descriptions"):
-    """Of those requests that live, each once, in the order in which they were asked for."""
+    """The state of those requests that live, each once, in the order in which they were asked for."""
 
     requests: list[RequestState]
 

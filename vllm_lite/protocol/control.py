@@ -1,7 +1,7 @@
 """Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
 
 worker: WorkerHello -> engine: (refuses another version or model by closing) -> worker: Ready -> engine: Start ->
-worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on says Failed and exits.
+worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
 """
 
 import msgspec
@@ -57,7 +57,7 @@ class Started(_Message, tag=33):
 
 
 class WorkerHeartbeat(_Message, tag=34):
-    """`progress` grows with every layer computed and every shard loaded: busy is told from hung by it."""
+    """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still."""
 
     rank: int
     progress: int

@@ -49,7 +49,7 @@ class LogitRules(_Entry):
 
 
 class Sampling(_Entry):
-    """What the sampler needs to know of a sequence. `child` is its index among the samples of one prompt."""
+    """What the sampler needs to know about a sequence. `child` is its index among the samples of one prompt."""
 
     temperature: float
     top_k: int
@@ -172,9 +172,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=20):
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
-    `counts` tells how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
+    `counts` says how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
     asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
-    not finite; their token is to be ignored. `drafted` is of how many sequences how many tokens were drafted.
+    not finite; their token is to be ignored. `drafted` counts the sequences with drafts, and the tokens drafted.
     """
 
     generation: int

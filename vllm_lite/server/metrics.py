@@ -26,14 +26,14 @@ from vllm_lite.server.calls.registry import Calls
 PATH = "/metrics"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
-"""The route of what no route takes."""
+"""The label of requests that no route takes."""
 LABELS = ("model_name", "engine")
-"""Of every metric."""
+"""The labels of every metric."""
 ENGINE = "0"
 
 
 class Scrape(NamedTuple):
-    """All that is known at one moment."""
+    """All that is known at the moment of one scrape."""
 
     stats: Stats
     config: EngineConfig
@@ -44,7 +44,7 @@ class Scrape(NamedTuple):
 
 
 Values = Mapping[tuple[str, ...], float | Histogram]
-"""By the values of the metric's own labels."""
+"""Maps the values of the metric's own labels to its value."""
 
 
 class Definition(NamedTuple):
@@ -68,18 +68,18 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most KV blocks that live sequences ever held."),
     ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
-    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of sequences that gave way."),
+    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of preempted sequences."),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
-    ("vllm:num_preemptions", "preemptions", "Sequences that had to give way."),
+    ("vllm:num_preemptions", "preemptions", "Sequences preempted."),
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
     ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were drafted."),
     ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens drafted."),
-    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that proved right."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that proved right."),
     ("vllm_lite:steps", "steps", "Steps scheduled."),
     ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
     ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
@@ -170,7 +170,7 @@ def _device_hits(at: Scrape) -> float:
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
-_GAVE_WAY = "Sequences that had to give way, by what became of their KV."
+_PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
 _LOAD = "HTTP requests under way that generate."
 
@@ -187,7 +187,7 @@ METRICS: tuple[Definition, ...] = (
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
-    Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
+    Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
     *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
@@ -201,7 +201,7 @@ class Metrics:
     """The route, and what the middleware below counts for it."""
 
     def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
-        """`config` is resolved; `server` tells one of several API servers from the others."""
+        """`config` is resolved; `server` distinguishes one of several API servers from the others."""
         self._calls = calls
         self._config = config
         self._engine = engine
@@ -217,7 +217,7 @@ class Metrics:
             *(await self._calls.stats(), self._config, self._engine),
             *(len(self._calls), self._responses, self._server),
         )
-        # Also for those who would rather have OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
+        # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
         text = generate_latest(_Collected(scrape, self._labels))
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
@@ -238,7 +238,7 @@ class Metrics:
 
 
 class Tally:
-    """ASGI middleware: tells `metrics` of every response."""
+    """ASGI middleware: counts every response in `metrics`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

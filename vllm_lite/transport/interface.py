@@ -39,8 +39,8 @@ class Listener(Protocol):
     """Where peers on other machines connect, with the port that was taken; None without tcp."""
 
     def recv(self) -> tuple[bytes, bytes] | None:
-        """The next (identity, payload), or None if nothing has arrived. Whoever leaves messages unread finds
-        `pollables` ready at once the next time. A peer with one message is not kept waiting by one with many."""
+        """The next (identity, payload), or None if nothing has arrived. `pollables` stay ready while messages are left
+        unread. A peer with one message is not kept waiting by one with many."""
 
     def send(self, peer: bytes, payload: bytes) -> Delivery: ...
 

@@ -19,7 +19,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 
 ENV = "VLLM_LITE_KEYS"
-"""Names the folder of a client's keys where the caller does not."""
+"""The environment variable that names the folder of a client's keys where the caller does not."""
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
 
@@ -32,7 +32,7 @@ logger = log.get(__name__)
 
 
 class EngineKeys(NamedTuple):
-    """Of an engine; `clients` is the folder of those that it lets in."""
+    """The key pair of an engine; `clients` is the folder of the public keys that it lets in."""
 
     public: bytes
     secret: bytes
@@ -40,7 +40,7 @@ class EngineKeys(NamedTuple):
 
 
 class ClientKeys(NamedTuple):
-    """Of a client; `server` is the engine's public key, by which it is known."""
+    """The key pair of a client; `server` is the engine's public key, by which the client recognises it."""
 
     server: bytes
     public: bytes

@@ -19,7 +19,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.trace import records
-from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Note
+from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
 from vllm_lite.trace.writer import TraceWriter
 
 FLUSH_S = 1.0
@@ -59,12 +59,12 @@ class RecordingHasher(PrefixHasher):
 
 
 class Reasons:
-    """Collects the scheduler's notes as the numbers that a trace holds. The same reason to wait is given once."""
+    """Collects the scheduler's decisions as the numbers that a trace holds; the same reason to wait only once."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._requests = scheduler.requests
-        self._notes: list[Note] = []
-        self._last_waits: dict[tuple[int, int], Note] = {}
+        self._decisions: list[Decision] = []
+        self._last_waits: dict[tuple[int, int], Decision] = {}
         self.faults: list[str] = []
 
     def add(self, code: str, sequence: Sequence | None, numbers: dict[str, int | str]) -> None:
@@ -73,19 +73,19 @@ class Reasons:
             self.faults.append(str(numbers.get("what"))[:MAX_FAULT_CHARS])
             return
         kind = Code[code.upper()]
-        note: Note = [kind, sequence.request.arrival, sequence.index]
-        note += [self._number(name, numbers[name]) for name in FIELDS[kind]]
+        decision: Decision = [kind, sequence.request.arrival, sequence.index]
+        decision += [self._number(name, numbers[name]) for name in FIELDS[kind]]
         if kind in WAITS:
             sample = sequence.request.arrival, sequence.index
-            if self._last_waits.get(sample) == note:
+            if self._last_waits.get(sample) == decision:
                 return
             if len(self._last_waits) >= MAX_WAITS:
                 self._last_waits.clear()
-            self._last_waits[sample] = note
-        self._notes.append(note)
+            self._last_waits[sample] = decision
+        self._decisions.append(decision)
 
-    def ends(self, produced: list[Produced]) -> list[Note]:
-        """One note for every sample that has ended."""
+    def ends(self, produced: list[Produced]) -> list[Decision]:
+        """One decision for every sample that has ended."""
         return [
             [
                 Code.FINISHED,
@@ -98,8 +98,8 @@ class Reasons:
             if item.reason is not None
         ]
 
-    def take(self) -> list[Note]:
-        taken, self._notes = self._notes, []
+    def take(self) -> list[Decision]:
+        taken, self._decisions = self._decisions, []
         return taken
 
     def _number(self, name: str, value: int | str) -> int:
@@ -158,23 +158,23 @@ class TraceRecorder(Recorder):
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
         """A step that fails is in the trace as well."""
-        plan: SchedulerOutput | None = None
+        step: SchedulerOutput | None = None
         try:
-            plan = self._scheduler.schedule(now_s)
-            return plan
+            step = self._scheduler.schedule(now_s)
+            return step
         finally:
             if self._writer is not None:
-                self._write_step(now_s, plan)
+                self._write_step(now_s, step)
 
-    def _write_step(self, now_s: float, plan: SchedulerOutput | None) -> None:
+    def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
         for what in self._reasons.faults:
             self._write(records.PolicyFault(what))
         self._reasons.faults.clear()
         self._write(
             records.Step(
                 now_s,
-                b"" if plan is None else digest_of(plan),
-                *summary_of(plan, self._scheduler),
+                b"" if step is None else digest_of(step),
+                *summary_of(step, self._scheduler),
                 self._hasher.take(),
                 self._reasons.take(),
             )
@@ -193,9 +193,9 @@ class TraceRecorder(Recorder):
         finally:
             if self._writer is not None:
                 tokens, width = records.pack_tokens(output.tokens)
-                hashes, notes = self._hasher.take(), self._reasons.ends(produced)
+                hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
                 counts, failed = output.counts, output.failed
-                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, notes))
+                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, decisions))
 
     # ---- the rest
 
@@ -271,10 +271,10 @@ class TraceRecorder(Recorder):
                 pass
 
 
-def digest_of(plan: SchedulerOutput) -> bytes:
+def digest_of(step: SchedulerOutput) -> bytes:
     """Eight bytes that stand for the decisions of a step: tokens and what only the sampler reads are left out."""
-    entries = [entry if type(entry) is Continue else _decision(entry) for entry in plan.entries]
-    return blake2b(_encode((plan.step, plan.block_ops, entries)), digest_size=8).digest()
+    entries = [entry if type(entry) is Continue else _decision(entry) for entry in step.entries]
+    return blake2b(_encode((step.step, step.block_ops, entries)), digest_size=8).digest()
 
 
 def _decision(entry: Entry) -> object:
@@ -287,9 +287,9 @@ def _decision(entry: Entry) -> object:
     return entry
 
 
-def summary_of(plan: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
-    """Of a step: the number of its entries, of tokens it computes, and of blocks it moves."""
-    return (0, 0, 0) if plan is None else (len(plan.entries), scheduler.num_scheduled_tokens, len(plan.block_ops))
+def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
+    """The numbers of a step: its entries, the tokens it computes, and the blocks it moves."""
+    return (0, 0, 0) if step is None else (len(step.entries), scheduler.num_scheduled_tokens, len(step.block_ops))
 
 
 def _params(request: Request) -> records.Params:

@@ -5,7 +5,7 @@ prompt but through its block digests, and those are in the trace; generated toke
 """
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections import abc
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
@@ -18,8 +18,8 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import HASH_BYTES, Note
-from vllm_lite.trace.story import describe, describe_notes
+from vllm_lite.trace.records import HASH_BYTES, Decision
+from vllm_lite.trace.story import describe, describe_decisions
 
 
 class Divergence(NamedTuple):
@@ -56,7 +56,7 @@ class ReplayHasher(PrefixHasher):
             recorded, used = len(self._given) // HASH_BYTES, self._at // HASH_BYTES
             raise _Diverged("fewer blocks were hashed", f"{recorded} digests", f"{used} digests")
 
-    def root(self, extra_keys: Seq[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
+    def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
         return self._next()
 
     def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:  # noqa: ARG002
@@ -161,21 +161,21 @@ class Replay:
 
     def _schedule(self, record: records.Step) -> None:
         self._hasher.give(record.hashes)
-        plan = self.scheduler.schedule(record.clock_s)
+        step = self.scheduler.schedule(record.clock_s)
         self._hasher.check_used_up()
         if self.check:
-            digest = b"" if plan is None else digest_of(plan)
-            notes = self._reasons.take()
-            if digest != record.digest or notes != record.notes:
+            digest = b"" if step is None else digest_of(step)
+            decisions = self._reasons.take()
+            if digest != record.digest or decisions != record.decisions:
                 what = "another step was made" if digest != record.digest else "the same step, for other reasons"
-                replayed = self._as_recorded(record, plan, digest, notes)
+                replayed = self._as_recorded(record, step, digest, decisions)
                 raise _Diverged(what, describe(record, self._ids), describe(replayed, self._ids))
 
     def _as_recorded(
-        self, record: records.Step, plan: SchedulerOutput | None, digest: bytes, notes: list[Note]
+        self, record: records.Step, step: SchedulerOutput | None, digest: bytes, decisions: list[Decision]
     ) -> records.Step:
-        summary = summary_of(plan, self.scheduler)
-        return records.Step(record.clock_s, digest, *summary, record.hashes, notes)
+        summary = summary_of(step, self.scheduler)
+        return records.Step(record.clock_s, digest, *summary, record.hashes, decisions)
 
     def _update(self, record: records.Result) -> None:
         self._hasher.give(record.hashes)
@@ -193,10 +193,10 @@ class Replay:
         self._check_ends(record, produced)
 
     def _check_ends(self, record: records.Result, produced: list[Produced]) -> None:
-        notes = self._reasons.ends(produced)
-        self.num_ended += len(notes)
-        if self.check and notes != record.notes:
-            recorded, replayed = (describe_notes(some, self._ids) for some in (record.notes, notes))
+        decisions = self._reasons.ends(produced)
+        self.num_ended += len(decisions)
+        if self.check and decisions != record.decisions:
+            recorded, replayed = (describe_decisions(some, self._ids) for some in (record.decisions, decisions))
             raise _Diverged("other requests ended", recorded, replayed)
 
     def _fork(self, record: records.Forked) -> None:
