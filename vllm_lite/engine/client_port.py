@@ -179,7 +179,7 @@ class ClientPort:
         return self.listener.send(peer, engine_to_client.encode(message))
 
     def push(self, peer: bytes, output: Tokens | Finished) -> None:
-        """Owe `output` to a client; flush() sends it."""
+        """Queue `output` for a client; flush() sends it."""
         outbox = self._clients.get(peer)
         if outbox is not None:
             outbox.add(output)
@@ -242,7 +242,7 @@ class ClientPort:
 
 
 def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Finished:
-    """One message for both; `later` begins where `earlier` ends, unless the client asked for a resend."""
+    """Merge both into one message; `later` begins where `earlier` ends, unless the client asked for a resend."""
     if later.start != earlier.start + len(earlier.token_ids):
         return later
     logprobs = None

@@ -35,7 +35,7 @@ from vllm_lite.runtime import log
 from vllm_lite.trace.records import Header
 
 MAX_PROMPT_SCORES = 1 << 21
-"""Logprobs of one prompt, so that a message holds them: about 32 MiB."""
+"""Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
 
 logger = log.get(__name__)
 
@@ -51,7 +51,7 @@ class Attached(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the pools hold, in blocks, and how fast blocks move between them."""
+    """How many blocks each pool holds, and how fast blocks move between the pools."""
 
     num_blocks: int
     num_host_blocks: int = 0
@@ -122,7 +122,7 @@ class EngineCore:
         return Attached(request, [], None)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
-        """Start a request from what a live one has. Raises RequestError."""
+        """Start a request from the tokens and the KV of a live one. Raises RequestError."""
         parent = self.scheduler.requests.get(message.request_id)
         if parent is None:
             raise RequestError(f"request {message.request_id!r} is not running; only a live request can be forked")
@@ -217,7 +217,7 @@ class EngineCore:
         return Attached(request, resend, None, replaced)
 
     def _check_tokens(self, what: str, data: bytes) -> list[int]:
-        """The token ids of `data`."""
+        """Unpack the token ids of `data`. Raises RequestError for one that is not in the vocabulary."""
         tokens = unpack_tokens(data)
         if tokens and max(tokens) >= self._vocab_size:
             raise RequestError(f"token ids must be below {self._vocab_size}, the {what} holds {max(tokens)}")
@@ -234,14 +234,14 @@ class EngineCore:
             )
 
     def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
-        """Where the sequence ends at the latest: context and KV cache hold no more, whatever `max_tokens` says."""
+        """The greatest length of a sequence: context and KV cache hold no more, whatever `max_tokens` says."""
         longest = self.max_model_len
         return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
 
     # ---- the step
 
     def expire(self) -> list[Produced]:
-        """End what has passed its deadline."""
+        """End the requests whose deadline has passed."""
         now_s = self.meter.now_s = self._clock()
         ended = self.scheduler.expire(now_s)
         self.recorder.expired(ended, now_s)
@@ -289,7 +289,7 @@ class EngineCore:
         return self.recorder.update(output, now_s)
 
     def _learn(self, prefill_tokens_per_s: float) -> None:
-        """Let the scheduler choose by a new rate; a trace must know of it."""
+        """Give the scheduler a new rate to choose by, and record it."""
         self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=prefill_tokens_per_s)
         self.recorder.measured(self.scheduler.rates)
 
@@ -325,7 +325,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
 
 
 def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
-    """What this core is made of, for its scheduler and for the trace."""
+    """Describe this core, for its scheduler and for the trace."""
     return Header(
         engine_version=__version__,
         clock_s=now_s,
@@ -356,7 +356,7 @@ def _options(config: EngineConfig, ready: Ready, generation: int) -> Options:
 
 
 def _with_seed(message: Generate) -> SamplingParams:
-    """A client that draws no seed still gets the same tokens when it sends the same request again."""
+    """The parameters with a seed. If the client draws none, it still gets the same tokens for the same request id."""
     if message.params.seed is not None:
         return message.params
     seed = int.from_bytes(blake2b(message.request_id.encode(), digest_size=8).digest(), "little")
@@ -364,7 +364,7 @@ def _with_seed(message: Generate) -> SamplingParams:
 
 
 def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
-    """The first parameter that is not the same, in words. Only numbers are shown: others may be long, or a secret."""
+    """Name the first parameter that is not the same. Only numbers are shown: other values may be long, or a secret."""
     if known == asked:
         return None
     for name in known.__struct_fields__:

@@ -1,4 +1,4 @@
-"""The engine process: one loop that serves its clients' socket and its workers' socket. Entry point of a child."""
+"""The engine process: one loop that serves the clients' socket and the workers' socket. Entry point of a child."""
 
 import gc
 import time
@@ -56,7 +56,7 @@ class EngineProcess:
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
         self._generation = 1
-        """Which group of workers of this engine is the present one."""
+        """Counts the lives of the worker group."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
@@ -178,7 +178,7 @@ class EngineProcess:
             self._publish(core, produced)
 
     def _patience_ms(self, core: EngineCore) -> int:
-        """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
+        """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
         return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
@@ -229,7 +229,7 @@ class EngineProcess:
     def _abort(
         self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> None:
-        """Every sample that ends by this gets its terminal message."""
+        """Abort a request, or some of its samples, and send each one that ends its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
             self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
 
@@ -250,7 +250,7 @@ class EngineProcess:
                 logger.info("a client has gone; %d of its requests are aborted", len(orphans))
 
     def _abort_all(self, core: EngineCore) -> None:
-        """Exactly one terminal message for every unfinished request."""
+        """Send exactly one terminal message for every unfinished request."""
         for request in list(core.scheduler.requests.values()):
             self._abort(core, request)
         self._port.flush(time.monotonic(), at_once=True)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
-"""Four million tokens of four bytes."""
+"""Room for four million tokens of four bytes."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
@@ -202,7 +202,7 @@ class Histogram(_Counts):
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """An empty one. `bounds` ascend."""
+        """An empty histogram. `bounds` ascend."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -354,7 +354,7 @@ class Descriptions(_Message, tag="descriptions"):
 
 
 class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
-    """How many cached blocks were forgotten, and of how many live sequences what they hold."""
+    """Counts the cached blocks that were forgotten, and the live sequences whose blocks will not be found."""
 
     num_blocks: int
     num_host_blocks: int

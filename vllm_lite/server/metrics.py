@@ -1,4 +1,4 @@
-"""GET /metrics: what the engine has counted, with vLLM's names where it has one, and beside it what this server has.
+"""GET /metrics: what the engine and this server have counted, under vLLM's names where vLLM has one.
 
 The engine measures, because it knows the requests of every client: whichever server is asked, the values are the same.
 Only those labelled `server` are that server's own.
@@ -198,7 +198,7 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 
 
 class Metrics:
-    """The route, and what the middleware below counts for it."""
+    """Answers GET /metrics, and holds what the middleware below counts."""
 
     def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
         """`config` is resolved; `server` distinguishes one of several API servers from the others."""
@@ -222,7 +222,7 @@ class Metrics:
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
-        """Responses are counted by these routes."""
+        """Count responses by these routes from now on."""
         for route in routes:
             if isinstance(route, Route):
                 if route.param_convertors:
@@ -231,7 +231,7 @@ class Metrics:
                     self._paths.add(route.path)
 
     def count(self, scope: Scope, status: int) -> None:
-        """A response begins."""
+        """Count a response that begins."""
         path = scope["path"]
         route = path if path in self._paths else self._endpoints.get(scope.get("endpoint"), OTHER)
         self._responses[route, str(status)] += 1
@@ -254,7 +254,7 @@ class Tally:
 
 
 class _Collected(Collector):
-    """One scrape, in the library's terms. There is no registry: two scrapes share nothing."""
+    """Converts one scrape for prometheus_client. There is no registry: two scrapes share nothing."""
 
     def __init__(self, scrape: Scrape, labels: tuple[str, ...]) -> None:
         self._scrape = scrape

@@ -50,7 +50,7 @@ class Listener(Protocol):
 
 
 class Connection(Protocol):
-    """A client's or worker's side: one peer, reconnected to when it comes back."""
+    """A client's or worker's side: it has one peer, and reconnects when that comes back."""
 
     def recv(self) -> bytes | None:
         """The next payload, or None if nothing has arrived."""

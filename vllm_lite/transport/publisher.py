@@ -85,7 +85,7 @@ class Publisher:
             pass
 
     def pollables(self) -> Sequence[Pollable]:
-        """What to wait for before serve() has something to do."""
+        """The sockets that become readable when serve() has something to do."""
         return () if self._replay is None else (self._replay,)
 
     def close(self) -> None:

@@ -36,8 +36,8 @@ def one_two_five(largest: int) -> tuple[int, ...]:
 
 
 class Meter:
-    """Counts in `counters`, which the KV manager, the scheduler and the core share. `now_s` is the time of what is
-    being reported."""
+    """Counts in `counters`, which the KV manager, the scheduler and the core share. `now_s` is the time of the next
+    report."""
 
     def __init__(self, kv: KVCacheManager, max_len: int) -> None:
         """No sequence is longer than `max_len`."""

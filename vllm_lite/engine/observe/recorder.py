@@ -6,6 +6,7 @@ serves on without.
 """
 
 from collections import abc
+from contextlib import suppress
 from hashlib import blake2b
 
 import msgspec
@@ -26,14 +27,14 @@ FLUSH_S = 1.0
 """At most this much of the trace is lost when the engine is killed."""
 MAX_FAULT_CHARS = 200
 MAX_WAITS = 1024
-"""Waiting sequences whose last reason is kept, to give it once."""
+"""So many waiting sequences have their last reason remembered, so that it is recorded once."""
 
 _encode = msgspec.msgpack.Encoder().encode
 logger = log.get(__name__)
 
 
 class RecordingHasher(PrefixHasher):
-    """Hashes as `inner` does and keeps the beginnings of all digests that were asked for."""
+    """Hashes as `inner` does, and keeps the beginning of every digest for the trace."""
 
     def __init__(self, inner: PrefixHasher) -> None:
         self.block_size = inner.block_size
@@ -52,7 +53,7 @@ class RecordingHasher(PrefixHasher):
             self._log += digest[:HASH_BYTES]
 
     def take(self) -> bytes:
-        """What was asked for since the last call."""
+        """The digests that were computed since the last call."""
         taken = bytes(self._log)
         self._log.clear()
         return taken
@@ -109,7 +110,7 @@ class Reasons:
 
 
 class Recorder:
-    """The core calls the scheduler through it where that decides, and reports every other input. Records nothing."""
+    """The null object, and the interface: the core calls the scheduler through it, and reports every other input."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -138,7 +139,7 @@ class Recorder:
 
 
 class TraceRecorder(Recorder):
-    """Writes a trace."""
+    """Writes the trace of a scheduler into a file."""
 
     def __init__(self, path: str, header: records.Header, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
@@ -235,22 +236,26 @@ class TraceRecorder(Recorder):
     # ---- the file
 
     def _write(self, record: records.Record) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.write(record)
-            except OSError as error:
-                self._give_up(error)
+        self._attempt(lambda writer: writer.write(record))
 
     def flush(self) -> None:
-        """Have everything up to here in the file."""
+        """Write everything up to here into the file."""
+        self._attempt(TraceWriter.flush)
+
+    def _attempt(self, act: abc.Callable[[TraceWriter], object]) -> None:
+        """Do something with the file, if the trace has not ended. If that fails it ends, and serving goes on."""
         if self._writer is not None:
             try:
-                self._writer.flush()
+                act(self._writer)
             except OSError as error:
-                self._give_up(error)
+                logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
+                writer, self._writer = self._writer, None
+                self.close()
+                with suppress(OSError):  # what is still buffered cannot be written either
+                    writer.close()
 
     def close(self) -> None:
-        """End the trace; the scheduler goes on unwatched."""
+        """End the trace; the scheduler goes on without."""
         writer, self._writer = self._writer, None
         self._scheduler.on_decision = None
         self._scheduler.kv.hasher = self._hasher.inner
@@ -259,16 +264,6 @@ class TraceRecorder(Recorder):
                 writer.close()
             except OSError as error:
                 logger.warning("the end of the trace %s is lost: %s", self._path, error)
-
-    def _give_up(self, error: OSError) -> None:
-        logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
-        writer, self._writer = self._writer, None
-        self.close()
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError:  # what is still buffered cannot be written either
-                pass
 
 
 def digest_of(step: SchedulerOutput) -> bytes:

@@ -1,4 +1,4 @@
-"""Replay: decide again what a trace says was decided, and find the first step where this code decides otherwise.
+"""Replay: makes the decisions of a trace again, and finds the first step where this code decides otherwise.
 
 The prompts of a trace are unknown, so requests come back with zeros for them. Nothing in the scheduler looks at a
 prompt but through its block digests, and those are in the trace; generated tokens are real, so that stops are too.
@@ -109,13 +109,13 @@ class Replay:
         return self
 
     def _place(self, record: records.Record) -> int:
-        """The step that a record is about, before it is applied."""
+        """The number of the step that a record is about. Call it before the record is applied."""
         if isinstance(record, records.Result):
             return self.scheduler.in_flight.step_awaited
         return self.scheduler.step + isinstance(record, records.Step)
 
     def report(self) -> list[str]:
-        """What was found, and the state that is reached, in lines."""
+        """The result, and the state that is reached, in lines."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         done = f"{scheduler.step} steps, {len(self._ids)} requests, {counters.generated_tokens} tokens"
