@@ -120,7 +120,7 @@ def test_a_trace_holds_it(tmp_path: Path) -> None:
     recorded = Recorded(trace, 14, num_host_blocks=20, preemption_mode="swap", max_num_seqs=4)
     recorded.random_work(random.Random(5), 20)
     recorded.add("watched", PROMPT, max_tokens=9, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     recorded.core.reset_prefix_cache()
     recorded.random_work(random.Random(6), 20)
     recorded.drain()

@@ -73,15 +73,15 @@ def cached_in(recorded: Recorded) -> set[tuple[Any, int]]:
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
-    """At every turn of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
+    """At every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
     batches: list[bytes] = []
     recorded = Recorded(None, 18, windows, num_host_blocks, preemption_mode="swap")
     events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
     consumer, rng = Consumer(), random.Random(7)
-    turn = recorded.turn
+    loop = recorded.loop
 
     def watched(fail: bool = False) -> bool:
-        went_on = turn(fail)
+        went_on = loop(fail)
         events.flush(1.0)
         for payload in batches:
             consumer.take(payload)
@@ -89,7 +89,7 @@ def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_ho
         assert consumer.cached == cached_in(recorded)
         return went_on
 
-    recorded.turn = watched  # type: ignore[method-assign]
+    recorded.loop = watched  # type: ignore[method-assign]
     recorded.random_work(rng, 120)
     recorded.drain()
     assert len(consumer.parents) > len(consumer.cached) > 0
@@ -104,7 +104,7 @@ def test_blocks_of_one_prompt_are_one_event_with_its_tokens() -> None:
     events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
     prompt = list(range(14))
     recorded.add("a", prompt, max_tokens=1)
-    recorded.turn()
+    recorded.loop()
     events.flush(2.5)
     events.flush(2.6)  # nothing is new, so nothing is told
     ((stamp, (event,), _),) = (msgspec.msgpack.decode(payload) for payload in batches)
@@ -114,7 +114,7 @@ def test_blocks_of_one_prompt_are_one_event_with_its_tokens() -> None:
     consumer.take(batches[0])
     assert consumer.prefix_of(event[1][2]) == prompt[:12]
     recorded.add("b", [*prompt[:12], 40, 41, 42, 43, 44], max_tokens=1)
-    recorded.turn()
+    recorded.loop()
     events.flush(3.0)
     consumer.take(batches[1])
     (event,) = msgspec.msgpack.decode(batches[1])[1]
@@ -260,7 +260,7 @@ def test_a_subscriber_rebuilds_the_cache_and_replay_repeats_it(wire: Wire, tmp_p
     rng = random.Random(4)
     for index in range(30):
         wire.recorded.add(f"r{index}", [rng.randint(1, 2) for _ in range(rng.randint(1, 20))], max_tokens=5)
-        wire.recorded.turn()
+        wire.recorded.loop()
         wire.stream.serve(float(index))
     wire.recorded.drain()
     wire.stream.serve(99.0)

@@ -2,8 +2,7 @@
 
 import copy
 import random
-from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections import abc, defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +37,7 @@ class Bench:
         self.core = EngineCore(config, ready, self.worker, sizes, 3, clock=lambda: self.now_s)  # type: ignore[arg-type]
         self.got: list[tuple[float, list[Produced]]] = []
 
-    def add(self, name: str, prompt: Seq[int], max_tokens: int = 5, **params: Any) -> None:
+    def add(self, name: str, prompt: abc.Sequence[int], max_tokens: int = 5, **params: Any) -> None:
         params = {"ignore_eos": True, **params}
         self.core.add(b"c", Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params)))
 
@@ -303,7 +302,7 @@ def test_a_fork_that_runs_at_once_has_not_waited(preempted: bool) -> None:
 
 
 def test_a_sequence_that_paused_is_measured_by_itself() -> None:
-    """The blocks are for one of two: the other gives way and comes again when the first has ended."""
+    """The blocks are for one of two: the other is preempted, and resumed when the first has ended."""
     bench = Bench(num_blocks=8, enable_prefix_caching=False, preemption_mode="recompute")
     bench.add("a", [1] * 11, 13)
     bench.add("b", [2] * 11, 4)
@@ -415,8 +414,8 @@ def test_hits_are_what_the_users_are_told() -> None:
     for name, prompt in (("a", range(10)), ("b", range(14)), ("c", range(8)), ("d", range(20, 30))):
         bench.add(name, list(prompt), 1)
         bench.drain()
-    told = [items[0].request.num_cached_at_start for _, items in bench.got if items]
-    assert told == [0, 8, 7, 0], "whole blocks, and of a prompt that is known all tokens but the last"
+    cached = [items[0].request.num_cached_at_start for _, items in bench.got if items]
+    assert cached == [0, 8, 7, 0], "whole blocks, and of a prompt that is known all tokens but the last"
     stats = bench.stats
     assert (stats.cached_tokens, stats.cache_queries, stats.prompt_tokens) == (15, 42, 42)
     assert stats.host_queries == stats.host_hits == 0

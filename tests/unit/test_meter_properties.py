@@ -19,10 +19,10 @@ GAUGES = {
 def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int) -> None:
     """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once."""
     recorded = Recorded(None, **settings)
-    turn, before = recorded.turn, list[float]()
+    loop, before = recorded.loop, list[float]()
 
-    def checked_turn(fail: bool = False) -> bool:
-        more = turn(fail)
+    def checked_loop(fail: bool = False) -> bool:
+        more = loop(fail)
         stats = recorded.core.stats()
         measured = stats.requests
         assert measured is not None
@@ -38,6 +38,6 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
         assert 0 <= stats.prompt_tokens + stats.generated_tokens - measured.gained_tokens.sum <= stats.prompt_tokens
         return more
 
-    recorded.turn = checked_turn  # type: ignore[method-assign]
+    recorded.loop = checked_loop  # type: ignore[method-assign]
     recorded.random_work(random.Random(seed), 40)
     recorded.drain()

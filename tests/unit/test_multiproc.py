@@ -118,7 +118,7 @@ class Host:
             worker.heard()
 
     def pass_time(self, seconds: float, progress: Callable[[], int] | None = None) -> None:
-        """Half a second at a time, with heartbeats if there is a `progress` to tell."""
+        """Half a second at a time, with heartbeats if there is a `progress` to report."""
         for _ in range(int(2 * seconds)):
             self.now_s += 0.5
             if progress is not None:

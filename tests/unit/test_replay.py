@@ -146,7 +146,7 @@ def test_a_trace_that_makes_no_sense_is_a_divergence(
 
 
 def test_decisions_of_another_code_are_found(busy: tuple[Path, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The use of it all: code that hands out blocks in another order is told from the code that recorded."""
+    """The use of it all: a replay notices code that hands out blocks in another order than the code that recorded."""
     from vllm_lite.engine.blocks.pool import FreeList
 
     take = FreeList.popleft_n

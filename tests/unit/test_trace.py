@@ -51,7 +51,7 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
     for index in range(num_running):
         prompt = [rng.randrange(200_000) for _ in range(rng.randint(20, 60))]
         recorded.add(f"r{index}", prompt, max_tokens=100, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     before = recorded.core.recorder
     assert isinstance(before, TraceRecorder)
     before.flush()
@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: p
         for index in range(300):
             recorded.add(f"{index:0200}", [1, 2, index % 50, 4, 5], max_tokens=3, ignore_eos=True)
             recorded.clock.now_s += pause_s
-            recorded.turn()
+            recorded.loop()
         recorded.drain()
     assert len(recorded.ended) == 300
     assert [record.message for record in caplog.records] == [
@@ -154,12 +154,12 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
     """What led to a crash can be replayed up to it, and into it."""
     recorded = Recorded(tmp_path / "trace")
     recorded.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     with monkeypatch.context() as patch:
         patch.setattr(recorded.scheduler, "_schedule_prompts", None)
         recorded.add("b", [4, 5, 6])
         with pytest.raises(TypeError):
-            recorded.turn()
+            recorded.loop()
     recorded.core.close()
     *_, last = TraceReader(str(tmp_path / "trace"))
     assert isinstance(last, records.Step)
