@@ -22,6 +22,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import docs_tables  # noqa: E402 - found only once scripts/ is on the path
 
+from vllm_lite import __version__  # noqa: E402
+from vllm_lite.protocol import PROTOCOL_VERSION  # noqa: E402
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
 EXPLAINED = ("architecture.md", "life-of-a-request.md")
 """Pages whose names of classes and functions are checked as well."""
@@ -157,6 +160,22 @@ def test_every_page_is_in_the_index() -> None:
     for page in PAGES:
         if page != ROOT / "docs/README.md":
             assert f"{page.name})" in index, f"docs/README.md does not name {page.name}"
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert newest.split()[0] == __version__
+    assert f"Protocol version {PROTOCOL_VERSION}" in newest
+
+
+def test_lists_of_test_files_name_files_that_exist() -> None:
+    """What `make quick` leaves out, and what is not run against a wheel: a file that is renamed must not slip in."""
+    slow = re.findall(r"^SLOW := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = [f"tests/unit/test_{name}.py" for name in slow[0].replace("\\\n", " ").split()]
+    sources = re.findall(r"tests/\w+/test_\w+\.py", (ROOT / ".ci/test-wheel").read_text())
+    assert len(named) > 5
+    assert len(sources) > 2
+    assert [name for name in named + sources if not (ROOT / name).exists()] == []
 
 
 # ---- the rules can tell
