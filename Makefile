@@ -51,6 +51,7 @@ test-wheel: $(STAMP)  ## build the wheel, install it elsewhere, run the suite ag
 	PYTHON=$(PYTHON) .ci/test-wheel -n $(JOBS) --dist loadfile $(ARGS)
 
 coverage: $(STAMP)  ## branch coverage of the package by tests/unit and tests/cpu, as a table for each folder
+	@mkdir -p build
 	$(BIN)/python -m coverage run -m pytest -q tests/unit tests/cpu $(ARGS)
 	$(BIN)/python scripts/coverage_table.py benchmarks/results/coverage.md
 
