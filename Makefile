@@ -12,8 +12,14 @@ STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
 SOURCES := vllm_lite scripts benchmarks tests
 
+# What `make quick` leaves out of tests/unit: files that start processes, wait, or take more than 5 s. And what it adds.
+SLOW := bench_result deadlines demo_grammar doctor gpu_check hub import_time instances launch leaks peers \
+        server_rendering supervise
+QUICK := $(filter-out $(SLOW:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
+         $(wildcard tests/cpu/test_input_batch.py tests/cpu/test_logit_rules.py tests/cpu/test_cache_engine.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format protocol node-client bench clean
+.PHONY: help venv demo test quick test-wheel coverage check format protocol docs node-client bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -37,6 +43,18 @@ demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print
 test: $(STAMP)  ## run the whole test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+quick: $(STAMP)  ## lint and the tests that take less than a minute
+	$(BIN)/ruff check --quiet $(SOURCES)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q $(QUICK) $(ARGS)
+
+test-wheel: $(STAMP)  ## build the wheel, install it elsewhere, run the suite against it
+	PYTHON=$(PYTHON) .ci/test-wheel -n $(JOBS) --dist loadfile $(ARGS)
+
+coverage: $(STAMP)  ## branch coverage of the package by tests/unit and tests/cpu, as a table for each folder
+	@mkdir -p build
+	$(BIN)/python -m coverage run -m pytest -q tests/unit tests/cpu $(ARGS)
+	$(BIN)/python scripts/coverage_table.py benchmarks/results/coverage.md
+
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -50,6 +68,9 @@ format: $(STAMP)  ## rewrite the sources as `make check` wants them
 
 protocol: $(STAMP)  ## write docs/protocol.md and its JSON Schema anew, after a change of a message
 	$(BIN)/python scripts/protocol_docs.py
+
+docs: $(STAMP)  ## write the tables in the documents anew, after files or folders have moved
+	$(BIN)/python scripts/docs_tables.py
 
 node-client:  ## fetch what the Node.js client needs, for the test that runs it
 	cd scripts/node && npm ci --ignore-scripts --no-audit --no-fund

@@ -14,6 +14,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
+from vllm_lite import __version__
 from vllm_lite.client.session import Session
 
 KEY = "a-key-of-the-tests"
@@ -117,7 +118,7 @@ def test_a_request_id_comes_back(http: httpx.Client) -> None:
 
 
 def test_version_and_load(http: httpx.Client) -> None:
-    assert http.get("/version").json() == {"version": "0.1.0"}
+    assert http.get("/version").json() == {"version": __version__}
     assert http.get("/load").json() == {"server_load": 0}
 
 

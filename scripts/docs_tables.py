@@ -1,0 +1,95 @@
+"""Write what the documents count and list from the sources: make docs
+
+The table of folders in docs/architecture.md holds the first sentence of each folder's docstring, in the order of the
+layers; the README's reading list says how many files and lines it names. With --check nothing is written, and the exit
+status is 1 if a document is out of date.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "vllm_lite"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+README = ROOT / "README.md"
+FOLDERS = re.compile(r"(<!-- folders: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
+COUNT = re.compile(r"\*\*\d+ files, [\d,]+ lines\*\*")
+READING = re.compile(r"^\| [a-z][^|]* \| (`[^|]+`) \|$", re.MULTILINE)
+"""A row of the reading list: where one is on the way, and the files to read there."""
+
+
+def layers() -> tuple[list[str], set[str]]:
+    """The parts of the package from top to bottom, and those of them that may import torch."""
+    sys.path.insert(0, str(ROOT))
+    from tests.unit.test_layers import LAYERS, TENSOR_PARTS
+
+    return LAYERS, TENSOR_PARTS
+
+
+def purpose(path: Path) -> str:
+    """The first paragraph of a module's docstring, without the point at its end."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split()).removesuffix(".")
+
+
+def folders() -> Iterator[tuple[str, str]]:
+    """What stands in the table: a path below the package, and its purpose."""
+    order, tensor_parts = layers()
+    for part in order:
+        if (PACKAGE / f"{part}.py").exists():
+            yield f"`{part}.py`", purpose(PACKAGE / f"{part}.py")
+        for path in sorted((PACKAGE / part).rglob("__init__.py")):
+            name = path.parent.relative_to(PACKAGE).as_posix()
+            mark = " (T)" if {name.replace("/", "."), part} & tensor_parts else ""
+            yield f"`{name}/`{mark}", purpose(path)
+
+
+def architecture(text: str) -> str:
+    """docs/architecture.md with today's table of folders."""
+    rows = "".join(f"| {name} | {what} |\n" for name, what in folders())
+    return FOLDERS.sub(lambda match: f"{match[1]}| | |\n| --- | --- |\n{rows}{match[2]}", text)
+
+
+def reading_list(text: str) -> list[Path]:
+    """The files that the README's reading list names."""
+    section = text.split("## A weekend's reading", 1)[1].split("\n## ", 1)[0]
+    names = [name for row in READING.findall(section) for name in re.findall(r"`([^`]+)`", row)]
+    return [PACKAGE / name for name in names]
+
+
+def readme(text: str) -> str:
+    """README.md with today's count of the lines to read, unless it says so within 3 %."""
+    paths = [path for path in reading_list(text) if path.exists()]
+    lines = sum(path.read_text().count("\n") for path in paths)
+    said = COUNT.search(text)
+    if said:
+        num_files, num_lines = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said[0]))
+        if num_files == len(paths) and abs(num_lines - lines) <= 0.03 * lines:
+            return text
+    return COUNT.sub(f"**{len(paths)} files, {lines:,} lines**", text)
+
+
+def files() -> dict[Path, str]:
+    """The documents and what should be in them."""
+    return {ARCHITECTURE: architecture(ARCHITECTURE.read_text()), README: readme(README.read_text())}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is out of date")
+    check = parser.parse_args().check
+    stale = [path for path, text in files().items() if path.read_text() != text]
+    for path in stale:
+        if check:
+            print(f"{path.name} is out of date; run `make docs`")
+        else:
+            path.write_text(files()[path])
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The documents name files, classes and links that exist, and the tables made from the sources are current.
+
+What a document names is checked with three rules: a path between backticks, or its end, is a tracked file or folder; a
+dotted name is a module of the package; a link leads to a file and, behind #, to a heading of it. In the two pages that
+explain the engine every CamelCase name is one of the sources.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import scaled
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import docs_tables  # noqa: E402 - found only once scripts/ is on the path
+
+from vllm_lite import __version__  # noqa: E402
+from vllm_lite.protocol import PROTOCOL_VERSION  # noqa: E402
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
+EXPLAINED = ("architecture.md", "life-of-a-request.md")
+"""Pages whose names of classes and functions are checked as well."""
+MAX_TERMS = 60
+
+NOT_OURS = {
+    *("config.json", "tokenizer.json", "generation_config.json", "model.safetensors", "*.safetensors"),
+    *("pytorch_model.bin", "server.key", "in.jsonl", "out.jsonl", "load.png", "libvllm_lite_cpu.so"),
+    *("build/", "dist/", ".venv/", "modeling_*.py"),
+    *("PEERS/runs", "FOLDER/for/NAME/client.key_secret"),
+}
+"""Files of checkpoints, of users and of builds."""
+NOT_PATHS = re.compile(r"org/model|module:Class|float8|fp8|https?:|[A-Z]+ /")
+NOT_NAMES = {"OpenAI", "GenAI", "CTranslate2", "OpenVINO", "PagedAttention", "FlashAttention"}
+
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+ENDINGS = (".py", ".pyi", ".cpp", ".h", ".cuh", ".cu", ".mjs", ".md", ".json", ".toml", ".yaml", ".yml", ".txt", "/")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CAMEL = re.compile(r"\b(?:[A-Z][a-z0-9]+){2,}\b(?:\.\w+)*")
+
+
+@cache
+def tracked() -> frozenset[str]:
+    """Files of the source tree that are not ignored, and their folders."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=scaled(30),
+        check=True,
+    )
+    names = {name for name in done.stdout.splitlines() if (ROOT / name).exists()}
+    return frozenset(names | {f"{parent}/" for name in names for parent in Path(name).parents})
+
+
+@cache
+def words() -> frozenset[str]:
+    sources = [path for folder in ("vllm_lite", "csrc") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    code = [path.read_text() for path in sources if path.suffix in (".py", ".cpp", ".h", ".cuh")]
+    return frozenset(re.findall(r"\w+", "\n".join(code)))
+
+
+def exists(path: str) -> bool:
+    """Whether a path as documents write them, perhaps only its end and perhaps with *, is in the tree."""
+    if path.endswith("/") or any(fnmatch(path, pattern) for pattern in NOT_OURS):
+        return path in NOT_OURS or any(name == path or name.endswith(f"/{path}") for name in tracked())
+    return any(fnmatch(name, path) or fnmatch(name, f"*/{path}") for name in tracked())
+
+
+def prose(text: str) -> str:
+    """`text` without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def wrong_paths(text: str) -> Iterator[str]:
+    for quoted in re.findall(r"`([^`\n]+)`", prose(text)):
+        for path in quoted.split():
+            plain = path.split("::")[0]
+            if PATH.fullmatch(plain) and plain.endswith(ENDINGS) and not NOT_PATHS.search(quoted) and not exists(plain):
+                yield f"`{path}` is not in the tree"
+
+
+def wrong_modules(text: str) -> Iterator[str]:
+    for name in re.findall(r"\bvllm_lite(?:\.\w+)+", text):
+        parts = [part for part in name.split(".") if part not in ("py", "errors")]
+        path = "/".join(part for part in parts if part.islower())
+        if not ((ROOT / f"{path}.py").exists() or (ROOT / path).is_dir()):
+            yield f"{name} is not a module"
+
+
+def wrong_links(page: Path, text: str) -> Iterator[str]:
+    for link in LINK.findall(text):
+        if "://" in link:
+            continue
+        target, _, heading = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists():
+            yield f"the link {link} leads nowhere"
+        elif heading and heading not in headings(path.read_text()):
+            yield f"{path.name} has no heading #{heading}"
+
+
+def headings(text: str) -> set[str]:
+    """Anchors as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def wrong_names(text: str) -> Iterator[str]:
+    for quoted in re.findall(r"`([^`\n]+)`", prose(text)):
+        for name in CAMEL.findall(quoted):
+            if name not in NOT_NAMES and not set(name.split(".")) <= words():
+                yield f"`{name}` is in no source"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    found = [*wrong_paths(text), *wrong_modules(text), *wrong_links(page, text)]
+    found += wrong_names(text) if page.name in EXPLAINED else []
+    assert not found, "\n".join([str(page.relative_to(ROOT)), *found])
+
+
+def test_tables_are_current() -> None:
+    for path, text in docs_tables.files().items():
+        assert path.read_text() == text, f"{path.name} is out of date; run `make docs`"
+
+
+def test_every_folder_says_its_purpose() -> None:
+    for name, what in docs_tables.folders():
+        assert what, f"{name} has no docstring"
+
+
+def test_the_reading_list() -> None:
+    paths = docs_tables.reading_list((ROOT / "README.md").read_text())
+    assert 35 <= len(paths) <= 45
+    assert [str(path) for path in paths if not path.exists()] == []
+    assert len(set(paths)) == len(paths)
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    section = (ROOT / "docs/architecture.md").read_text().split("## Glossary", 1)[1]
+    terms = [
+        term for term in re.findall(r"^\| ([^|]+) \| .+ \|$", section, re.MULTILINE) if term not in ("term", "---")
+    ]
+    assert terms == sorted(terms, key=str.lower)
+    assert 40 <= len(terms) <= MAX_TERMS
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    for page in PAGES:
+        if page != ROOT / "docs/README.md":
+            assert f"{page.name})" in index, f"docs/README.md does not name {page.name}"
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert newest.split()[0] == __version__
+    assert f"Protocol version {PROTOCOL_VERSION}" in newest
+
+
+def test_lists_of_test_files_name_files_that_exist() -> None:
+    """What `make quick` leaves out, and what is not run against a wheel: a file that is renamed must not slip in."""
+    slow = re.findall(r"^SLOW := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = [f"tests/unit/test_{name}.py" for name in slow[0].replace("\\\n", " ").split()]
+    sources = re.findall(r"tests/\w+/test_\w+\.py", (ROOT / ".ci/test-wheel").read_text())
+    assert len(named) > 5
+    assert len(sources) > 2
+    assert [name for name in named + sources if not (ROOT / name).exists()] == []
+
+
+# ---- the rules can tell
+
+
+@pytest.mark.parametrize("text", ["`engine/gone.py`", "see `no_such/`", "`vllm_lite/engine/c*re2.py`", "`a.cuh`"])
+def test_a_path_that_is_gone_is_seen(text: str) -> None:
+    assert list(wrong_paths(text))
+
+
+def test_what_exists_is_not_seen() -> None:
+    text = "`engine/core.py`, `vllm_lite/`, `config.json`, `tests/kernels/*_cases.py`, `/v1/models`, `a/b`, `org/model`"
+    assert not list(wrong_paths(text))
+    assert not list(wrong_modules("vllm_lite.engine.core.EngineCore"))
+    assert not list(wrong_names("`EngineCore.step` and `OpenAI`"))
+
+
+def test_other_names_and_links_are_seen() -> None:
+    assert list(wrong_modules("vllm_lite.engine.gone"))
+    assert list(wrong_names("`EngineCore.leap`"))
+    assert list(wrong_names("`EngineKernel`"))
+    page = ROOT / "docs/README.md"
+    for link in ("[a](gone.md)", "[a](#gone)", "[a](architecture.md#gone)"):
+        assert list(wrong_links(page, link)), link
+    assert not list(wrong_links(page, "[a](architecture.md#glossary), [b](#documents), [c](https://example.org)"))

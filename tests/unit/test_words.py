@@ -1,0 +1,244 @@
+"""The words of docstrings, comments and documents are the field's, and no docstring begins with 'Of'.
+
+docs/architecture.md has the glossary. A word is banned where the field has another one, or where it is a riddle for who
+does not know the neighbours; each rule shows in a test what it sees and what it lets pass.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BANNED = {
+    r"whoever|whomever|whosever": "those who, or the name of the one who does it",
+    r"told|tells|telling": "sends, reports, knows, says",
+    r"news": "delta, new tokens",
+    r"unborn|born": "not forked yet, started",
+    r"last words": "last messages",
+    r"(?:gives?|gave|giving|given) way": "is preempted",
+    r"seats?|seated": "a row of the batch, max_num_seqs",
+    r"(?:a|one|each|every|per|this|that|last|next|the|first|whose) turns?|turn's": "pass of the loop, message",
+    r"pace|paced": "how often, rate",
+    r"not(?:es|ed)|a note|the note": "decision, records",
+    r"siblings?": "API servers",
+    r"guess(?:es|ed|ing)?": "draft",
+    r"heirs?|trunks?|hurr(?:y|ied)": "the field's word",
+}
+"""Patterns of words, and what to write instead."""
+FAMILY = re.compile(r"\bfamil(?:y|ies)\b", re.IGNORECASE)
+"""Models have families; API servers have none."""
+REMAINING = frozenset(
+    {
+        "docs/architecture.md",
+        "docs/metrics.md",
+        "vllm_lite/attention/cuda.py",
+        "vllm_lite/attention/metadata.py",
+        "vllm_lite/checkpoint/hub.py",
+        "vllm_lite/checkpoint/model_spec.py",
+        "vllm_lite/checkpoint/sizing.py",
+        "vllm_lite/client/async_client.py",
+        "vllm_lite/client/instances.py",
+        "vllm_lite/client/launch.py",
+        "vllm_lite/client/sample.py",
+        "vllm_lite/client/session.py",
+        "vllm_lite/client/stream.py",
+        "vllm_lite/client/text/chat_template.py",
+        "vllm_lite/client/text/tokenizer.py",
+        "vllm_lite/config.py",
+        "vllm_lite/engine/blocks/events.py",
+        "vllm_lite/engine/blocks/groups.py",
+        "vllm_lite/engine/blocks/manager.py",
+        "vllm_lite/engine/blocks/pool.py",
+        "vllm_lite/engine/blocks/table.py",
+        "vllm_lite/engine/branching.py",
+        "vllm_lite/engine/client_port.py",
+        "vllm_lite/engine/core.py",
+        "vllm_lite/engine/notes.py",
+        "vllm_lite/engine/observe/counters.py",
+        "vllm_lite/engine/observe/recorder.py",
+        "vllm_lite/engine/observe/residency.py",
+        "vllm_lite/engine/pace.py",
+        "vllm_lite/engine/plan.py",
+        "vllm_lite/engine/policy.py",
+        "vllm_lite/engine/prefill_rate.py",
+        "vllm_lite/engine/process.py",
+        "vllm_lite/engine/prompt_scores.py",
+        "vllm_lite/engine/request.py",
+        "vllm_lite/engine/scheduler.py",
+        "vllm_lite/engine/sequence.py",
+        "vllm_lite/engine/swapping.py",
+        "vllm_lite/engine/waiting_queue.py",
+        "vllm_lite/executor/simulated.py",
+        "vllm_lite/kernels/cpu/attention.py",
+        "vllm_lite/kernels/cpu/batch.py",
+        "vllm_lite/kernels/cpu/library.py",
+        "vllm_lite/kernels/cpu/program.py",
+        "vllm_lite/kernels/cuda/varlen.py",
+        "vllm_lite/models/weights.py",
+        "vllm_lite/protocol/api.py",
+        "vllm_lite/protocol/control.py",
+        "vllm_lite/protocol/params.py",
+        "vllm_lite/protocol/step.py",
+        "vllm_lite/runtime/machine.py",
+        "vllm_lite/runtime/settings.py",
+        "vllm_lite/runtime/supervise.py",
+        "vllm_lite/server/app.py",
+        "vllm_lite/server/calls/call.py",
+        "vllm_lite/server/calls/pace.py",
+        "vllm_lite/server/calls/registry.py",
+        "vllm_lite/server/calls/relay.py",
+        "vllm_lite/server/calls/rendering.py",
+        "vllm_lite/server/calls/response.py",
+        "vllm_lite/server/config.py",
+        "vllm_lite/server/http/connection.py",
+        "vllm_lite/server/http/reading.py",
+        "vllm_lite/server/live_requests.py",
+        "vllm_lite/server/metrics.py",
+        "vllm_lite/server/openai/answers.py",
+        "vllm_lite/server/openai/bodies.py",
+        "vllm_lite/server/openai/logprobs.py",
+        "vllm_lite/server/openai/openapi.py",
+        "vllm_lite/server/processes/api_servers.py",
+        "vllm_lite/server/processes/serve.py",
+        "vllm_lite/server/processes/service.py",
+        "vllm_lite/server/processes/siblings.py",
+        "vllm_lite/tools/bench/engine.py",
+        "vllm_lite/tools/bench/kernels.py",
+        "vllm_lite/tools/bench/kernels_attention.py",
+        "vllm_lite/tools/bench/kernels_fused.py",
+        "vllm_lite/tools/bench/kernels_linear.py",
+        "vllm_lite/tools/bench/ledger.py",
+        "vllm_lite/tools/bench/serve.py",
+        "vllm_lite/tools/bench/serve_result.py",
+        "vllm_lite/tools/bench/startup.py",
+        "vllm_lite/tools/bench/step_engine.py",
+        "vllm_lite/tools/chat/api.py",
+        "vllm_lite/tools/chat/batch_file.py",
+        "vllm_lite/tools/chat/chat.py",
+        "vllm_lite/tools/chat/conversation.py",
+        "vllm_lite/tools/chat/terminal.py",
+        "vllm_lite/tools/cli/__init__.py",
+        "vllm_lite/tools/cli/ps.py",
+        "vllm_lite/tools/doctor/bundle.py",
+        "vllm_lite/tools/doctor/checks.py",
+        "vllm_lite/tools/plan.py",
+        "vllm_lite/trace/__init__.py",
+        "vllm_lite/trace/records.py",
+        "vllm_lite/trace/story.py",
+        "vllm_lite/transport/__init__.py",
+        "vllm_lite/transport/door.py",
+        "vllm_lite/transport/interface.py",
+        "vllm_lite/transport/keys.py",
+        "vllm_lite/transport/publisher.py",
+        "vllm_lite/transport/zmq.py",
+        "vllm_lite/worker/batch/input_batch.py",
+        "vllm_lite/worker/batch/steady.py",
+        "vllm_lite/worker/batch/step_inputs.py",
+        "vllm_lite/worker/graphs.py",
+        "vllm_lite/worker/memory/cache_engine.py",
+        "vllm_lite/worker/memory/profile.py",
+        "vllm_lite/worker/process.py",
+        "vllm_lite/worker/sampling/drafter.py",
+        "vllm_lite/worker/sampling/logit_rules.py",
+        "vllm_lite/worker/sampling/prompt_scores.py",
+        "vllm_lite/worker/sampling/sampler.py",
+        "vllm_lite/worker/worker.py",
+    }
+)
+"""Files that still have such words. It may only shrink: a file that is clean has to leave it."""
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring and comment of a Python file, or of every paragraph of a document."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        line = 1
+        for paragraph in re.split(
+            r"(\n\n+)", re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), source, flags=re.DOTALL)
+        ):
+            yield line, re.sub(r"`[^`]*`|\]\([^)]*\)", " ", paragraph)
+            line += paragraph.count("\n")
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, re.sub(r"`[^`]*`", " ", node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], re.sub(r"`[^`]*`", " ", token.string)
+
+
+def offences(path: Path) -> list[str]:
+    found = []
+    in_server = "server" in path.parts[:-1]
+    for line, text in texts(path):
+        plain = " ".join(text.split())
+        for pattern, better in BANNED.items():
+            found += [
+                f"{path}:{line}: {word!r}: {better}" for word in re.findall(rf"\b(?:{pattern})\b", plain, re.IGNORECASE)
+            ]
+        if in_server:
+            found += [f"{path}:{line}: {word!r}: the API servers" for word in FAMILY.findall(plain)]
+        if re.match(r"(?:# )?Of\b", plain):
+            found.append(f"{path}:{line}: a sentence that begins with 'Of'")
+    return found
+
+
+def files() -> list[Path]:
+    documents = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")] if path.name != "protocol.md"]
+    return sorted([*(ROOT / "vllm_lite").rglob("*.py"), *documents, ROOT / "scripts" / "protocol_prose.md"])
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_words() -> None:
+    found = {name_of(path): offences(path) for path in files()}
+    wrong = [offence for name, of_file in found.items() if name not in REMAINING for offence in of_file]
+    if wrong:
+        pytest.fail("\n".join(wrong).replace(f"{ROOT}/", ""), pytrace=False)
+
+
+def test_the_list_of_what_remains_shrinks() -> None:
+    clean = [name for name in sorted(REMAINING) if not (ROOT / name).exists() or not offences(ROOT / name)]
+    assert not clean, f"take these out of REMAINING: {clean}"
+
+
+# ---- the rules can tell
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Of a sequence, what is known.",
+        "Whoever reads it is told so.",
+        "One that gave way.",
+        "A seat in the batch.",
+        "One turn of the loop.",
+        "The pace of messages.",
+        "It guesses tokens.",
+        "Decisions are noted.",
+    ],
+)
+def test_banned_words_are_seen(text: str, tmp_path: Path) -> None:
+    for name, source in (("a.py", f'"""{text}"""\n'), ("b.py", f"x = 1\n# {text}\n"), ("c.md", f"# Title\n\n{text}\n")):
+        (tmp_path / name).write_text(source)
+        assert offences(tmp_path / name), name
+
+
+def test_other_words_are_not(tmp_path: Path) -> None:
+    text = (
+        "Drafts are taken in turn. Recording is turned off. A model family. It turns Q and K. `note` and `turn` stay."
+    )
+    for name, source in (("a.py", f'"""{text}"""\nturn = "a turn"\n'), ("c.md", f"{text}\n\n```\na turn\n```\n")):
+        (tmp_path / name).write_text(source)
+        assert not offences(tmp_path / name), name
+    server = tmp_path / "server"
+    server.mkdir()
+    assert offences((tmp_path / "c.md").rename(server / "c.md"))
