@@ -401,18 +401,17 @@ def _results(
     step: StepInFlight, result: ModelOutput, tokens: list[int]
 ) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
     """What the workers found for each sequence of a step, in order: its new tokens, their logprobs, and its error."""
-    counts, failed = result.counts, dict(result.failed or ())
+    counts = result.counts or [1] * len(tokens)
 
     def pieces(items: list[Item]) -> list[list[Item]]:
         """The part of `items` that belongs to each sequence."""
-        if counts is None:
-            return [[item] for item in items]
         return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
+    failed = dict(result.failed or ())
     return zip(
         step.sampling,
-        pieces(tokens),
-        repeat(None) if result.logprobs is None else pieces(result.logprobs),
+        pieces(tokens) if result.counts else [[token] for token in tokens],
+        pieces(result.logprobs) if result.logprobs is not None else repeat(None),
         [failed.get(sequence.handle) for sequence in step.sampling] if failed else repeat(None),
         strict=False,
     )
