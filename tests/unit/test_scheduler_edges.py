@@ -53,10 +53,10 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
     schedule, reached = rig.scheduler.schedule, list[int]()
 
     def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        plan = schedule(now_s)
-        drafts = [entry.max_drafts for entry in plan.entries if isinstance(entry, Draft)] if plan is not None else []
+        step = schedule(now_s)
+        drafts = [entry.max_drafts for entry in step.entries if isinstance(entry, Draft)] if step is not None else []
         reached.extend(sequence.num_computed + count for count in drafts)
-        return plan
+        return step
 
     rig.scheduler.schedule = watched  # type: ignore[method-assign]
     rig.drain()

@@ -369,9 +369,9 @@ def test_a_step_asks_for_a_few_keys_however_many_wait(policy: type | None) -> No
 
     queue.__class__ = Counting
     for _ in range(20):  # without the checks of rig.step(), which look at all
-        plan = rig.scheduler.schedule()
-        assert plan is not None
-        rig.scheduler.update(rig.worker.execute(plan))
+        step = rig.scheduler.schedule()
+        assert step is not None
+        rig.scheduler.update(rig.worker.execute(step))
     assert 0 < asked <= 20 * 3
     queue.__class__ = Counting.__base__
     order = [sequence.request for sequence in queue]
@@ -466,9 +466,9 @@ def test_a_new_tenant_starts_level_with_what_the_last_step_computed() -> None:
     rig = fair_rig(1)
     for number in range(2):
         rig.add(f"a{number}", prompt(number, 100), max_tokens=2, user="a")
-    plan = rig.scheduler.schedule()  # without the checks of rig.step(), which look at the queue
-    assert plan is not None
-    for item in rig.scheduler.update(rig.worker.execute(plan)):
+    step = rig.scheduler.schedule()  # without the checks of rig.step(), which look at the queue
+    assert step is not None
+    for item in rig.scheduler.update(rig.worker.execute(step)):
         rig.record(item)
     queue = rig.scheduler.waiting
     assert isinstance(queue, FairQueue)
