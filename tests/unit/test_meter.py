@@ -466,6 +466,23 @@ def test_preemptions_are_told_by_their_way() -> None:
     assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
 
 
+# ---- gauges
+
+
+def test_gauges_are_those_of_the_pools_and_queues() -> None:
+    bench = Bench(num_blocks=50, num_host_blocks=10, max_num_seqs=1)
+    bench.add("a", list(range(10)), 5)
+    bench.add("b", [1], 1)
+    bench.begin()
+    during = bench.stats
+    assert (during.num_running, during.num_waiting) == (1, 1)
+    assert (during.num_blocks, during.num_used_blocks, during.num_host_blocks) == (49, 3, 10)
+    bench.drain()
+    after = bench.stats
+    assert (after.num_running, after.num_waiting, after.num_used_blocks, after.peak_used_blocks) == (0, 0, 0, 4)
+    assert after.num_cached_blocks == 3, "14 tokens have KV, which are three whole blocks"
+
+
 # ---- blocks
 
 
