@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vllm_lite.checkpoint.sizing import configured_num_blocks
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address, split_tcp
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, ResolvedConfig, check_address, split_tcp
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import machine
 from vllm_lite.runtime.machine import memory_limit_bytes
@@ -317,7 +317,7 @@ def gpu(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def resolved(max_position_embeddings: int = 1000, **values: Any) -> EngineConfig:
+def resolved(max_position_embeddings: int = 1000, **values: Any) -> ResolvedConfig:
     config = EngineConfig.check(values)
     return config.resolve(max_position_embeddings=max_position_embeddings, dtype="float32", model_path="/m/name")
 
@@ -328,6 +328,27 @@ def test_resolve_leaves_nothing_open() -> None:
     assert (config.model, config.tokenizer, config.served_model_name) == ("/m/name", "/m/name", "name")
     assert (config.dtype, config.device, config.kv_cache_dtype, config.swap_space) == ("float32", "cpu", "float32", 0)
     assert config.cpu_kvcache_space == pytest.approx(min(4, memory_limit_bytes() / 4 / 2**30))
+
+
+def test_a_resolved_config_has_all_settings_and_travels() -> None:
+    given: dict[str, Any] = {
+        "seed": 5,
+        "kv_watermark": 0.5,
+        "log_level": "error",
+        "speculative_config": {"method": "ngram"},
+    }
+    config = resolved(**given)
+    chosen = {"model", "dtype", "kv_cache_dtype", *ResolvedConfig.__annotations__}
+    before = EngineConfig.check(given)
+    for name in set(EngineConfig.__struct_fields__) - chosen:
+        assert getattr(config, name) == getattr(before, name), name
+    assert None not in [getattr(config, name) for name in chosen]
+    sent = msgspec.json.encode(config)
+    assert msgspec.json.decode(sent, type=ResolvedConfig) == config
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(sent.replace(b'"seed"', b'"sead"'), type=ResolvedConfig)
+    with pytest.raises(msgspec.ValidationError, match="missing required field"):
+        msgspec.json.decode(msgspec.json.encode(before), type=ResolvedConfig)
 
 
 class TinyModel:

@@ -164,15 +164,15 @@ class _Sizes:
             machine=machine,
             kv=spec,
         )
-        self.length = self.config.max_model_len or 1
-        self.chunk = self.config.max_num_batched_tokens or 1
+        self.length = self.config.max_model_len
+        self.chunk = self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
         self.block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
         self.weights = weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, tp)
         self.activations = self._activations(DTYPE_BYTES[dtype])
         self.graphs = self._graphs()
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
-        host = num_host_blocks(self.config.swap_space or 0.0, self.block_bytes)
+        host = num_host_blocks(self.config.swap_space, self.block_bytes)
         self.num_host_blocks = host
         self.fixed = self.weights + self.activations + self.graphs + OUTSIDE_BYTES[device]
         if device == "cpu":  # there swap space is the same memory
