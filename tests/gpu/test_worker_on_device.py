@@ -12,7 +12,8 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
-from vllm_lite.protocol.step import LogitRules, Preempt, Resume, Sampling, SchedulerOutput
+from vllm_lite.protocol.params import LogitRules, Sampling
+from vllm_lite.protocol.step import Preempt, Resume, SchedulerOutput
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api, codec, control, step
 from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import LogitRules, Sampling, SamplingParams
 
-SAMPLING = step.Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
-RULES = step.LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
-RULED = step.Sampling(0.5, 3, 0.9, 0.1, 1, min_tokens_until=9, stop_ids=(2,), rules=RULES, prompt_logprobs=3)
+SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
+RULES = LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
+RULED = Sampling(0.5, 3, 0.9, 0.1, 1, min_tokens_until=9, stop_ids=(2,), rules=RULES, prompt_logprobs=3)
 LOGPROBS = api.TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.0)))
 SCORES = api.PromptLogprobs(1, [LOGPROBS, LOGPROBS])
 PARAMS = SamplingParams(
