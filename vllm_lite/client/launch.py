@@ -1,4 +1,4 @@
-"""Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
+"""Starts an engine: checks the model, makes a private folder, spawns the process and waits until it serves."""
 
 import os
 import socket
@@ -47,27 +47,27 @@ class Launched:
         self.config = config
         self.address = address
         self.run_dir = run_dir
-        """A folder of this user alone, which goes when the engine does."""
+        """A folder that only this user can open; it is removed when the engine ends."""
         self._ended = threading.Event()
         self._session: Session | None = None
         settings = EngineSettings(config=config, address=address, run_dir=run_dir)
         self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
         self._record: Record | None = None
         if not config.single_process:  # there is no process of its own to be found
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the process has ended already
                 model, engine = config.served_model_name, Process.of(self._child.pid)
                 self._write_record(Record(model=model, address=address, started_s=time.time(), engine=engine))
 
     @property
     def session(self) -> Session:
-        """The connection that waited for the engine; whoever launched it may use it."""
+        """The connection that waited for the engine; the caller of launch() may use it."""
         if self._session is None:
             raise EngineError("the engine is not ready")
         return self._session
 
     @property
     def engine(self) -> Welcome:
-        """What the engine said of itself."""
+        """The engine's answer to Hello: its model, limits and epoch."""
         return self.session.welcome
 
     @property
@@ -115,14 +115,14 @@ class Launched:
         self._remove_files()
 
     def _on_exit(self, reason: str) -> None:
-        """On the thread that watches the process."""
+        """Runs on the thread that watches the process."""
         if self._session is not None:
             self._session.fail(reason)
         self._remove_files()
         self._ended.set()
 
     def _remove_files(self) -> None:
-        """What an engine that was killed could not remove itself."""
+        """Remove the files that an engine that was killed left."""
         supervise.remove_dir(self.run_dir)
         if self.address.startswith("ipc://") and not answers(self.address):
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def launch(
 
 
 def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> ResolvedConfig:
-    """`config` with every default filled in, its model and tokenizer downloaded where they are hub ids.
+    """Choose every default of `config`, and download its model and tokenizer where they are hub ids.
 
     Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
     """
@@ -188,13 +188,13 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
 
 
 def _check_free(address: str | None) -> None:
-    """Another engine at this address would answer in the new one's place."""
+    """Refuse an address at which another engine answers: clients would reach that one."""
     if address is not None and address.startswith("ipc://") and answers(address):
         raise ConfigError(f"address {address} is in use by another engine; choose another, or stop that one")
 
 
 def _check_tcp(config: ResolvedConfig) -> None:
-    """What the engine would meet at tcp_address and cannot tell as well."""
+    """Check the keys and the port of tcp_address here, where the error reaches the user directly."""
     if config.curve_keys is not None:
         load_engine_keys(config.curve_keys)
     if config.tcp_address is None:

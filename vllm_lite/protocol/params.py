@@ -409,4 +409,4 @@ _CHECKS = tuple(
         SamplingParams.__annotations__.items(), SamplingParams.__struct_defaults__, strict=True
     )
 )
-"""Of each field its name, its default, which needs no check, and the check."""
+"""Each field's name, its default, which needs no check, and its check."""

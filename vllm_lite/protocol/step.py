@@ -130,9 +130,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=20):
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
-    `counts` tells how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
-    asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
-    not finite; their token is to be ignored. `drafted` is of how many sequences how many tokens were drafted.
+    `counts` says how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
+    asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose logits
+    were not finite; their token is to be ignored. `drafted` is the number of sequences that tokens were drafted for,
+    and the number of these tokens.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""What a model takes on a machine, and what fits beside it, told from config.json and the headers of its weights.
+"""What a model takes on a machine, and what fits beside it, computed from config.json and the headers of its weights.
 
 KV blocks, graphs and swap space are computed by the engine's own arithmetic (sizing, engine.kv_groups). Weights are
 exact. Activations, and what a process has in use beside all that, are estimates: on a GPU the worker measures them.
@@ -24,7 +24,7 @@ from vllm_lite.runtime.machine import gpus, memory_limit_bytes
 from vllm_lite.runtime.settings import Section
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
-"""Of the processes themselves: on a CPU torch and three interpreters, on a GPU its context and kernels. Estimates."""
+"""What the processes themselves take: torch and three interpreters, or a GPU's context and kernels. Estimates."""
 LEAST_TOKENS = 512
 """A request that is worth serving, where no length is asked for."""
 MAX_SPLITS, SPLIT_TOKENS = 64, 512
@@ -34,7 +34,7 @@ _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An engine's settings, and the machine that is asked about."""
+    """An engine's settings, and the machine that the plan is for."""
 
     gpu: Annotated[
         str | None,
@@ -77,20 +77,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_token_beyond_windows: int
-    """Of each further token of a sequence that is longer than its sliding windows."""
+    """What each further token of a sequence takes that is longer than its sliding windows."""
     num_blocks: int
     num_host_blocks: int
     kv_cache_bytes: int
     kv_tokens: int
     max_model_len: int
-    """What one request is served with; 0 if nothing is."""
+    """The longest request that is served; 0 if none is."""
     largest_max_model_len: int
-    """That could be served to `concurrency` requests at once with all of the memory, at most the model's."""
+    """The longest that `concurrency` requests at once could have with all of the memory, at most the model's."""
     max_position_embeddings: int
     max_num_seqs: int
     max_num_batched_tokens: int
     concurrent_requests: int
-    """Of max_model_len."""
+    """How many requests of max_model_len are served at once."""
     needed_bytes: int
     """Memory of a device that could do what is asked."""
     problems: tuple[str, ...]
@@ -104,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What is read of a model."""
+    """The parts of a checkpoint that a plan needs."""
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
@@ -199,13 +199,13 @@ class _Sizes:
         return reserved_bytes(sizes, self.spec.vocab_size, -(-self.length // config.block_size), len(self.groups))
 
     def num_blocks(self) -> int:
-        """As the engine will have them. Raises ConfigError for a size that cannot hold a token."""
+        """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""
         configured = configured_num_blocks(self.config, self.block_bytes)
         enough = self.config.enough_blocks(len(self.groups))
         return min(self.possible_blocks(), enough) if configured is None else configured
 
     def possible_blocks(self) -> int:
-        """What there is memory for."""
+        """The blocks that there is memory for."""
         return max(0, self.usable - self.fixed) // self.block_bytes
 
     def room(self, num_blocks: int) -> int:
@@ -276,7 +276,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
 
 
 def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
-    """Whether nobody says how large the KV cache is to be."""
+    """Whether the user left the size of the KV cache open."""
     given = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
     return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
 
@@ -306,7 +306,7 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
 
 
 def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
-    """Of one rank: every tensor that the model takes, in its dtype; matrices of int8 have a scale for each row."""
+    """Bytes of one rank's weights: every tensor that the model takes; a matrix of int8 has a scale for each row."""
     spec, total = checkpoint.spec, 0.0
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
@@ -406,7 +406,7 @@ def _lengths(spec: ModelSpec) -> Iterator[int]:
 
 
 def _step_down(length: int) -> int:
-    """The same, or a round number below it."""
+    """`length`, or a round number below it."""
     return length // 256 * 256 or length
 
 
