@@ -19,6 +19,8 @@ GIB = 1024**3
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
 
+Count = Annotated[int, Meta(ge=1)]
+
 logger = log.get(__name__)
 
 
@@ -82,8 +84,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
-    hwm: Annotated[int, Meta(ge=1)] = 100_000
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
     topic: str = ""
     event_format: Literal["array", "map"] = "array"
     hash_format: Literal["bytes", "int"] = "bytes"
@@ -131,7 +133,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["int8"] | None, Meta(description="'int8': weights of matrix products are quantized when loaded")
     ] = None
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Count | None,
         Meta(description="longest prompt plus output, in tokens (default, or auto: the model's, or what fits)"),
     ] = None
     load_format: Annotated[
@@ -159,7 +161,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
+        Count | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
     ] = None
     kv_watermark: Annotated[
         float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
@@ -188,22 +190,22 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="launch every operation of a decode step by itself: no CUDA graphs, no recorded programs"),
     ] = False
     cudagraph_capture_sizes: Annotated[
-        Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)] | None,
+        Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
         Meta(description="numbers of sequences that decode steps are captured for, like 1,2,4,8"),
     ] = None
     max_cudagraph_capture_size: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
+        Count | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
     ] = None
 
     max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Count | None,
         Section("scheduler"),
         Meta(
             description="most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"
         ),
     ] = None
     max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
+        Count | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
     ] = None
     enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
     scheduling_policy: Annotated[
@@ -221,9 +223,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
 
     cpu_threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Section("processes"),
-        Meta(description="threads of one CPU worker (default: all physical cores)"),
+        Count | None, Section("processes"), Meta(description="threads of one CPU worker (default: all physical cores)")
     ] = None
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
     single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = (
@@ -243,8 +243,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung"),
+        float, Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung")
     ] = 20.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

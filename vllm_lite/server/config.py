@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import Count, EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import Section
 
@@ -59,8 +59,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)"),
     ] = 10_000
     max_num_queued_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="prompt tokens of requests without a first token yet; more are refused (429)"),
+        Count | None, Meta(description="prompt tokens of requests without a first token yet; more are refused (429)")
     ] = None
     max_request_bytes: Annotated[
         int, Meta(ge=1, description="longest body of a request; all that are on their way may have twice as much")

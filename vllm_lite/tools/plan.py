@@ -17,7 +17,7 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
-from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, EngineConfig, demo_folder
+from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
@@ -44,9 +44,7 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     memory: Annotated[
         str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")
     ] = None
-    concurrency: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="requests of max_model_len that must fit at once")
-    ] = None
+    concurrency: Annotated[Count | None, Meta(description="requests of max_model_len that must fit at once")] = None
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="GPUs that share the model")] = 1
 
     def engine_values(self) -> dict[str, Any]:
@@ -352,28 +350,28 @@ def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[
     found = next((change for change in shorter if _works(config, checkpoint, change)), None)
     if found is not None:
         yield f"--max-model-len {found['max_model_len']}"
-    changes: list[tuple[str, dict[str, Any]]] = []
-    kv: tuple[str, dict[str, Any]] = ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"})
-    int8: tuple[str, dict[str, Any]] = ("--quantization int8", {"quantization": "int8"})
+    fp8, int8 = {"kv_cache_dtype": "fp8"}, {"quantization": "int8"}
+    changes: dict[str, dict[str, Any]] = {}
     if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
-        changes.append(kv)
+        changes["--kv-cache-dtype fp8"] = fp8
     if config.quantization is None:
-        changes.append(int8)
-    changes.append(("--max-num-batched-tokens 512 --max-num-seqs 16", _SMALL_STEPS))
-    worked = [text for text, change in changes if _works(config, checkpoint, change)]
+        changes["--quantization int8"] = int8
+    both = " ".join(changes)
+    changes["--max-num-batched-tokens 512 --max-num-seqs 16"] = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
+    worked = [flags for flags, change in changes.items() if _works(config, checkpoint, change)]
     yield from worked
-    if not worked and kv in changes and int8 in changes and _works(config, checkpoint, kv[1] | int8[1]):
-        yield f"{kv[0]} {int8[0]}"
+    if not worked and len(changes) == 3 and _works(config, checkpoint, fp8 | int8):
+        yield both
+    is_gpu = plan.device == "cuda"
     more = {"gpu_memory_utilization": 0.95}
-    if plan.device == "cuda" and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
+    if is_gpu and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
         yield "--gpu-memory-utilization 0.95"
-    for tp in (2, 4, 8) if plan.device == "cuda" else ():
+    for tp in (2, 4, 8) if is_gpu else ():
         if tp > config.tensor_parallel_size and _works(config, checkpoint, {"tensor_parallel_size": tp}):
             yield f"--tensor-parallel-size {tp}, on {tp} such GPUs{'' if serves_ranks(tp) else NOT_YET}"
             break
     if plan.needed_bytes > plan.memory_bytes:
-        what = "a GPU" if plan.device == "cuda" else "a machine"
-        yield f"{what} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
+        yield f"{'a GPU' if is_gpu else 'a machine'} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
 
 
 NOT_YET = " (this version of vllm-lite runs on one only)"
@@ -386,9 +384,6 @@ def serves_ranks(tp: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-_SMALL_STEPS = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
 
 
 def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -> bool:
