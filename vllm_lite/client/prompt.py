@@ -15,16 +15,16 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """`prompt` is the text that the token ids came from; it is copied to the output and not tokenized."""
+    """`prompt` is the text that they came from, for the output; nothing is made of it."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
 
 
 MIN_TEXT_BYTES = 512 * 1024
-"""A text of this length may always be tokenized: the library takes about 180 bytes of memory for a byte of text."""
+"""What may always be tokenized at once: the library takes about 180 bytes of memory for a byte of text."""
 BYTES_PER_TOKEN = 32
-"""The most bytes of text for each token of the context, on the average of a prompt; a longer text is refused unread."""
+"""On the average of a whole prompt: a text of more bytes for each token of the context is not looked at."""
 USUAL_BYTES_PER_TOKEN = 4
 
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -90,10 +90,9 @@ def check_text(
 ) -> None:
     """Raise RequestError for a text that is too long to be tokenized, ContextLengthError if it exceeds the context.
 
-    A text of a usual length for the context passes, because it will be tokenized whole; one of more than
-    max_text_bytes() never does. In between, slices are tokenized one after the other until their tokens are too many.
-    If `params` truncate the prompt only a part of the tokens has to fit, and without `params` none; then memory is the
-    limit.
+    One of a usual length for the context passes, as it will be tokenized whole, and so many bytes are too many in any
+    case. In between, slices of it are tokenized, one after the other, until their tokens are too many. If `params` cut
+    it only a part of the tokens has to fit, and without `params` none; then it is memory that bounds them.
     """
     num_bytes = _num_bytes(text)
     if num_bytes > max_text_bytes(max_model_len):
@@ -110,7 +109,7 @@ def check_text(
 
 
 def too_many_bytes(num_bytes: int, max_model_len: int, params: SamplingParams | None) -> RequestError:
-    """The error for a text of more than max_text_bytes(); its tokens are not counted, but estimated from its bytes."""
+    """What is said of a text of more than max_text_bytes; of how many tokens it would have, these tell enough."""
     if params is not None and not _is_cut(params):
         return ContextLengthError(max_model_len, num_bytes // BYTES_PER_TOKEN, params.max_tokens)
     most = f"{max_text_bytes(max_model_len)} are tokenized for a context of {max_model_len} tokens"
@@ -122,12 +121,12 @@ def _is_cut(params: SamplingParams | None) -> bool:
 
 
 def _num_bytes(text: str) -> int:
-    """The length of `text` in UTF-8. Raises RequestError for what is not Unicode."""
+    """In UTF-8. Raises RequestError for what is not Unicode."""
     if text.isascii():
         return len(text)
     try:
         return len(text.encode())
-    except UnicodeEncodeError as error:  # a lone surrogate; the library would not say where it is
+    except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
 
 
