@@ -302,8 +302,14 @@ def _check_of(hint: Any) -> _Check:
     if origin is Sequence:
         return partial(_checked_sequences, meta.max_length, _check_of(of[0]))
     if origin is dict:
-        return partial(_checked_bias, meta.max_length, _check_of(of[1])) if of[0] is int else _checked_extra_args
-    return _checked_kind if kind is RequestOutputKind else lambda _name, value: value
+        if of[0] is int:
+            return partial(_checked_bias, meta.max_length, _check_of(of[1]))
+        return partial(_checked_extra_args, meta.max_length)
+    if kind is RequestOutputKind:
+        return _checked_kind
+    if kind is Any:
+        return lambda _name, value: value
+    raise TypeError(f"there is no check for a parameter that is a {hint}")
 
 
 def _checked_optional(check: _Check, name: str, value: Any) -> Any:
@@ -381,11 +387,11 @@ def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, 
     return checked
 
 
-def _checked_extra_args(name: str, value: Any) -> Any:
+def _checked_extra_args(most: int, name: str, value: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name} must be a dict with names as keys, got {_shown(value)}")
-    if len(value) > MAX_EXTRA_ARGS:
-        raise ValueError(f"{name} takes at most {MAX_EXTRA_ARGS} entries, got {len(value)}")
+    if len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
     return value
 
 
