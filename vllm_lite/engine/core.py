@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite import __version__
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine import branching
 from vllm_lite.engine.assembly import assemble
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
@@ -62,7 +62,7 @@ class EngineCore:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         ready: Ready,
         executor: Executor,
         sizes: Sizes,
@@ -352,7 +352,7 @@ class EngineCore:
         )
 
 
-def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
+def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
     """What this core is made of, for its scheduler and for the trace."""
     return Header(
         engine_version=__version__,
@@ -371,10 +371,10 @@ def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, 
     )
 
 
-def _options(config: EngineConfig, ready: Ready, epoch: int) -> Options:
+def _options(config: ResolvedConfig, ready: Ready, epoch: int) -> Options:
     return Options(
-        max_num_seqs=config.max_num_seqs or 64,
-        max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=ready.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,

@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from vllm_lite import transport
-from vllm_lite.config import EngineConfig, WorkerSettings
+from vllm_lite.config import ResolvedConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
 from vllm_lite.executor.read_ahead import start_reading_ahead
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -46,7 +46,7 @@ class WorkerState:
 class MultiprocExecutor:
     """See Executor. Rank 0 answers for all."""
 
-    def __init__(self, config: EngineConfig, address: str, epoch: int, worker_module: str) -> None:
+    def __init__(self, config: ResolvedConfig, address: str, epoch: int, worker_module: str) -> None:
         self._config = config
         self._worker_module = worker_module
         self._epoch = epoch
