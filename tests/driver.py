@@ -10,6 +10,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 from vllm_lite.protocol.control import Start
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -18,7 +19,6 @@ from vllm_lite.protocol.step import (
     ModelOutput,
     NewRequest,
     Resume,
-    Sampling,
     SchedulerOutput,
 )
 from vllm_lite.worker.device import Device

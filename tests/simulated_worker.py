@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -17,7 +18,6 @@ from vllm_lite.protocol.step import (
     Preempt,
     ReplaceBlock,
     Resume,
-    Sampling,
     SchedulerOutput,
     SetToken,
 )

@@ -1,10 +1,10 @@
-"""The configuration: one frozen struct. `resolve()` returns a new one in which nothing is left to be guessed."""
+"""EngineConfig is what a user sets; its `resolve()` returns a ResolvedConfig, in which every default has its value."""
 
 import os
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -19,28 +19,32 @@ GIB = 1024**3
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
 
+Count = Annotated[int, Meta(ge=1)]
+
 logger = log.get(__name__)
 
 
 class DeviceDefaults(NamedTuple):
-    """What is set by device where the user says nothing."""
+    """The defaults that depend on the device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    swap_space: float  # GiB. On a CPU it would be the same memory
+    swap_space: float  # GiB; on a CPU it would be the same memory
 
 
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
 KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
-"""Values of kv_cache_dtype that stand for another; None: the model's dtype."""
+"""The values of kv_cache_dtype that stand for another; None stands for the model's dtype."""
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of one element of the KV cache, by the resolved kv_cache_dtype."""
 FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
-"""Of KV cache that nobody asked for, so many times what the largest batch holds is enough: the rest of it keeps
-prefixes. A small batch gets a pool of the second size all the same; the engine spends a megabyte on it."""
+"""A KV cache whose size the user did not set holds at most this many times what the largest batch holds; what is beyond
+one batch keeps prefixes. A small batch gets a pool of the second number of blocks all the same, which costs the engine
+a megabyte."""
 
 
 class KVShape(Protocol):
-    """What a model keeps for its tokens; a ModelSpec is one."""
+    """The shape of a model's KV cache; a ModelSpec has it."""
 
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...
@@ -49,9 +53,9 @@ class KVShape(Protocol):
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Guess the next tokens and keep what the model confirms: the same tokens in fewer steps.
+    """Draft the next tokens and keep those that the model confirms: the same tokens in fewer steps.
 
-    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and guesses
+    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts
     what followed them there.
     """
 
@@ -69,7 +73,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tell routers which prefixes are cached here: a ZeroMQ PUB socket, and one that sends missed batches again.
+    """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
 
     Events carry token ids, so endpoints are on this machine only: tcp://127.0.0.1:PORT or ipc://PATH. `event_format`
     is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since. `hash_format` "int" gives
@@ -80,8 +84,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
-    hwm: Annotated[int, Meta(ge=1)] = 100_000
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
     topic: str = ""
     event_format: Literal["array", "map"] = "array"
     hash_format: Literal["bytes", "int"] = "bytes"
@@ -129,7 +133,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["int8"] | None, Meta(description="'int8': weights of matrix products are quantized when loaded")
     ] = None
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Count | None,
         Meta(description="longest prompt plus output, in tokens (default, or auto: the model's, or what fits)"),
     ] = None
     load_format: Annotated[
@@ -157,7 +161,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
+        Count | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
     ] = None
     kv_watermark: Annotated[
         float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
@@ -192,22 +196,22 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="launch every operation of a decode step by itself: no CUDA graphs, no recorded programs"),
     ] = False
     cudagraph_capture_sizes: Annotated[
-        Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)] | None,
+        Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
         Meta(description="numbers of sequences that decode steps are captured for, like 1,2,4,8"),
     ] = None
     max_cudagraph_capture_size: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
+        Count | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
     ] = None
 
     max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Count | None,
         Section("scheduler"),
         Meta(
             description="most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"
         ),
     ] = None
     max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
+        Count | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
     ] = None
     enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
     scheduling_policy: Annotated[
@@ -225,9 +229,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
 
     cpu_threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Section("processes"),
-        Meta(description="threads of one CPU worker (default: all physical cores)"),
+        Count | None, Section("processes"), Meta(description="threads of one CPU worker (default: all physical cores)")
     ] = None
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
     single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = (
@@ -247,8 +249,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
     heartbeat_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung"),
+        float, Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung")
     ] = 20.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -290,7 +291,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def logging(self) -> tuple[str, str, str | None]:
-        """What log.setup() takes behind the name of a process."""
+        """The arguments of log.setup() that follow the name of a process."""
         return self.log_level, self.log_format, self.log_config_file
 
     def resolve(
@@ -301,11 +302,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         model_path: str,
         machine: tuple[Literal["cpu", "cuda"], int] | None = None,
         kv: KVShape | None = None,
-    ) -> Self:
-        """Fill in every default that depends on the model or the machine. Raises ConfigError.
+    ) -> "ResolvedConfig":
+        """Choose every default that depends on the model or the machine. Raises ConfigError.
 
-        `machine` is another one than this: its device and the bytes of its memory. Without `kv` the default of the KV
-        cache is not limited to what the model can use.
+        `machine` is another one than this: its device and the bytes of its memory. Without `kv` the default size of
+        the KV cache is not limited to what the model can use.
         """
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
@@ -313,7 +314,25 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
             )
         device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
-        defaults = DEVICE_DEFAULTS[device]
+        max_num_seqs, budget = self._step_sizes(DEVICE_DEFAULTS[device], max_model_len)
+        kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in _RESOLVED}
+        kept["model"], kept["dtype"] = model_path, dtype
+        kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype
+        resolved = ResolvedConfig(
+            **kept,
+            tokenizer=self.tokenizer or model_path,
+            served_model_name=self.served_model_name or Path(model_path).name,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            swap_space=DEVICE_DEFAULTS[device].swap_space if self.swap_space is None else self.swap_space,
+            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
+        )
+        return resolved if kv is None or self.cpu_kvcache_space else resolved.with_enough_kv(kv)
+
+    def _step_sizes(self, defaults: DeviceDefaults, max_model_len: int) -> tuple[int, int]:
+        """The most sequences and the most tokens of one step. Raises ConfigError if they do not go together."""
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = max(defaults.max_num_batched_tokens, 0 if self.enable_chunked_prefill else max_model_len)
@@ -328,33 +347,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), one for every sequence of a "
                 f"step, got {budget}"
             )
-        resolved = msgspec.structs.replace(
-            self,
-            model=model_path,
-            tokenizer=self.tokenizer or model_path,
-            served_model_name=self.served_model_name or Path(model_path).name,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            kv_cache_dtype=KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            swap_space=defaults.swap_space if self.swap_space is None else self.swap_space,
-            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
-        )
-        return resolved if kv is None or self.cpu_kvcache_space else resolved.with_enough_kv(kv)
-
-    def with_enough_kv(self, kv: KVShape) -> Self:
-        """A resolved configuration whose `cpu_kvcache_space` is no more than the model can use."""
-        bytes_per_value = KV_DTYPE_BYTES[self.kv_cache_dtype]
-        block_bytes = kv.kv_block_bytes(self.block_size, bytes_per_value, self.tensor_parallel_size)
-        enough = self.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
-        return msgspec.structs.replace(self, cpu_kvcache_space=min(self.cpu_kvcache_space or enough, enough))
-
-    def enough_blocks(self, num_groups: int) -> int:
-        """How many KV blocks the cache has at most where nobody said how large it is to be. Resolved."""
-        whole = -(-(self.max_model_len or 1) // self.block_size) * num_groups
-        return max(FULL_LOADS * (self.max_num_seqs or 1) * whole, LEAST_DEFAULT_BLOCKS)
+        return max_num_seqs, budget
 
     def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
@@ -368,6 +361,38 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if has_driver() and not hides_gpus():
             logger.warning("the GPU of this machine is not used: %s", lack)
         return "cpu"
+
+
+class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An EngineConfig whose defaults have been chosen for one model on one machine; `EngineConfig.resolve()` makes it.
+
+    The fields repeated here are those that had to be chosen. `model` is a folder, `dtype` and `kv_cache_dtype` are
+    never "auto". What is still None means that the thing is not wanted, or that only the worker can choose it.
+    """
+
+    tokenizer: str
+    served_model_name: str
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_space: float
+    cpu_kvcache_space: float
+
+    def with_enough_kv(self, kv: KVShape) -> "ResolvedConfig":
+        """The same with a `cpu_kvcache_space` that is no more than the model can use."""
+        bytes_per_value = KV_DTYPE_BYTES[self.kv_cache_dtype]
+        block_bytes = kv.kv_block_bytes(self.block_size, bytes_per_value, self.tensor_parallel_size)
+        enough = self.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
+        return msgspec.structs.replace(self, cpu_kvcache_space=min(self.cpu_kvcache_space, enough))
+
+    def enough_blocks(self, num_groups: int) -> int:
+        """The most KV blocks that a cache has whose size the user did not set."""
+        whole = -(-self.max_model_len // self.block_size) * num_groups
+        return max(FULL_LOADS * self.max_num_seqs * whole, LEAST_DEFAULT_BLOCKS)
+
+
+_RESOLVED = frozenset(ResolvedConfig.__annotations__)
 
 
 def demo_folder() -> str:
@@ -399,12 +424,12 @@ def split_tcp(address: str) -> tuple[str, int]:
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine process is started with; `run_dir` is the private folder that dies with it.
+    """What an engine process is started with; `run_dir` is a private folder that is removed when the engine ends.
 
     `worker_module` names the entry point of its workers, which it starts but never imports.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     address: str
     run_dir: str
     worker_module: str = "vllm_lite.worker.process"
@@ -416,7 +441,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     address: str
     rank: int
     generation: int

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -18,7 +19,6 @@ from vllm_lite.protocol.step import (
     Preempt,
     ReplaceBlock,
     Resume,
-    Sampling,
     SetToken,
 )
 from vllm_lite.worker.batch.input_batch import InputBatch

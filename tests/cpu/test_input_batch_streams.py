@@ -9,9 +9,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.plain_rules import changed
-from vllm_lite.engine.branching import logit_rules
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -22,7 +21,6 @@ from vllm_lite.protocol.step import (
     Preempt,
     ReplaceBlock,
     Resume,
-    Sampling,
     SetToken,
 )
 from vllm_lite.worker.batch.input_batch import InputBatch
@@ -51,7 +49,8 @@ class Naive:
 
     @property
     def penalised(self) -> bool:
-        return self.params.penalises
+        rules = self.params.logit_rules()
+        return rules is not None and rules.penalises
 
     def needs(self, end: int) -> int:
         return -(-end // BLOCK) - len(self.blocks[0])
@@ -103,7 +102,7 @@ class Stream:
             seed=self.draw(0, 2**64 - 1),
             min_tokens_until=num_prompt + params.min_tokens if params.min_tokens else 0,
             stop_ids=STOPS,
-            rules=logit_rules(params) if params.changes_logits else None,
+            rules=params.logit_rules(),
         )
         return Naive(tokens, params, num_prompt, sampling)
 

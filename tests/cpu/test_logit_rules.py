@@ -12,9 +12,7 @@ import torch
 
 from tests.cpu.test_sampler import CPU, NUM_DRAWS, chi_squared, filtered, many_seeds
 from tests.plain_rules import changed
-from vllm_lite.engine.branching import logit_rules
-from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Sampling
+from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.worker.sampling.logit_edits import NEVER
 from vllm_lite.worker.sampling.logit_rules import RuleBook
 from vllm_lite.worker.sampling.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
@@ -33,7 +31,7 @@ def wire(params: SamplingParams, num_prompt: int) -> Sampling:
         seed=0,
         min_tokens_until=num_prompt + params.min_tokens if params.min_tokens else 0,
         stop_ids=STOPS,
-        rules=logit_rules(params) if params.changes_logits else None,
+        rules=params.logit_rules(),
     )
 
 

@@ -15,7 +15,7 @@ from tests.driver import Driver
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec, _parse_config
 from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
-from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.config import GIB, EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
@@ -212,8 +212,9 @@ def test_a_device_that_others_use_is_an_error_at_once() -> None:
 # ---- what the configuration says
 
 
-def config_of(**values: Any) -> EngineConfig:
-    return EngineConfig.check({"device": "cpu"} | values)
+def config_of(device: str = "cpu", **values: Any) -> ResolvedConfig:
+    config = EngineConfig.check(values).resolve(max_position_embeddings=4096, dtype="float32", model_path="m")
+    return msgspec.structs.replace(config, device=device)
 
 
 def test_a_number_wins_over_bytes_and_bytes_over_a_share() -> None:

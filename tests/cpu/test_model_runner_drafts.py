@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
-from vllm_lite.protocol.step import Continue, Draft, Finish, Sampling
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.step import Continue, Draft, Finish
 
 
 class Parrot:

@@ -10,7 +10,8 @@ import pytest
 from tests.cpu.test_input_batch import MAX_LEN, new_batch, new_request
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels import cpu
-from vllm_lite.protocol.step import Continue, Entry, Finish, Sampling, SetToken
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.step import Continue, Entry, Finish, SetToken
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.steady import SteadyDecode
 

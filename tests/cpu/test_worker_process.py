@@ -25,7 +25,8 @@ from vllm_lite.protocol.codec import (
     worker_to_engine,
 )
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
-from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Sampling, SchedulerOutput
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery

@@ -9,10 +9,11 @@ import torch
 from tests.driver import GENERATION, Driver, make_prompt, new_request
 from tests.plays import Play, graphs_of
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
-from vllm_lite.protocol.step import LogitRules, Preempt, Resume, Sampling, SchedulerOutput
+from vllm_lite.protocol.params import LogitRules, Sampling
+from vllm_lite.protocol.step import Preempt, Resume, SchedulerOutput
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
@@ -135,7 +136,7 @@ def profiled(checkpoint: Path, **settings: Any) -> Worker:
 
 
 def test_what_the_profile_promises_is_there(bf16_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineConfig, "enough_blocks", lambda *_: 10**12)  # or the model is too small for the device
+    monkeypatch.setattr(ResolvedConfig, "enough_blocks", lambda *_: 10**12)  # or the model is too small for the device
     worker = profiled(bf16_checkpoint)
     ready = worker.load()
     total = torch.cuda.mem_get_info()[1]

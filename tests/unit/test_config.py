@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vllm_lite.checkpoint.sizing import configured_num_blocks
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, check_address, split_tcp
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, KVShape, ResolvedConfig, check_address, split_tcp
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import machine
 from vllm_lite.runtime.machine import memory_limit_bytes
@@ -318,9 +318,9 @@ def gpu(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def resolved(max_position_embeddings: int = 1000, **values: Any) -> EngineConfig:
+def resolved(positions: int = 1000, kv: KVShape | None = None, **values: Any) -> ResolvedConfig:
     config = EngineConfig.check(values)
-    return config.resolve(max_position_embeddings=max_position_embeddings, dtype="float32", model_path="/m/name")
+    return config.resolve(max_position_embeddings=positions, dtype="float32", model_path="/m/name", kv=kv)
 
 
 def test_resolve_leaves_nothing_open() -> None:
@@ -329,6 +329,28 @@ def test_resolve_leaves_nothing_open() -> None:
     assert (config.model, config.tokenizer, config.served_model_name) == ("/m/name", "/m/name", "name")
     assert (config.dtype, config.device, config.kv_cache_dtype, config.swap_space) == ("float32", "cpu", "float32", 0)
     assert config.cpu_kvcache_space == pytest.approx(min(4, memory_limit_bytes() / 4 / 2**30))
+
+
+def test_a_resolved_config_has_all_settings_and_travels() -> None:
+    given: dict[str, Any] = {
+        "seed": 5,
+        "kv_watermark": 0.5,
+        "log_level": "error",
+        "speculative_config": {"method": "ngram"},
+    }
+    config = resolved(**given)
+    chosen = {"model", "dtype", "kv_cache_dtype", *ResolvedConfig.__annotations__}
+    before = EngineConfig.check(given)
+    assert before.max_num_seqs is None
+    for name in set(EngineConfig.__struct_fields__) - chosen:
+        assert getattr(config, name) == getattr(before, name), name
+    assert None not in [getattr(config, name) for name in chosen]
+    sent = msgspec.json.encode(config)
+    assert msgspec.json.decode(sent, type=ResolvedConfig) == config
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(sent.replace(b'"seed"', b'"sead"'), type=ResolvedConfig)
+    with pytest.raises(msgspec.ValidationError, match="missing required field"):
+        msgspec.json.decode(msgspec.json.encode(before), type=ResolvedConfig)
 
 
 class TinyModel:
@@ -352,8 +374,7 @@ class TinyModel:
 )
 def test_a_tiny_model_gets_no_more_kv_cache_than_it_can_use(given: dict[str, Any], num_blocks: int | None) -> None:
     """Unless it is asked for."""
-    config = EngineConfig.check({"device": "cpu", **given})
-    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=TinyModel())
+    config = resolved(kv=TinyModel(), device="cpu", **given)
     block_bytes = 10 * config.block_size * (1 if given.get("kv_cache_dtype") else 4)
     wanted = 2**29 // block_bytes if num_blocks is None else num_blocks
     assert configured_num_blocks(config, block_bytes) == wanted
@@ -361,8 +382,7 @@ def test_a_tiny_model_gets_no_more_kv_cache_than_it_can_use(given: dict[str, Any
 
 @pytest.mark.parametrize("given", [{"num_gpu_blocks_override": 10**6}, {"kv_cache_memory_bytes": 40 * 16 * 10**6}])
 def test_a_size_that_is_asked_for_is_kept(given: dict[str, Any]) -> None:
-    config = EngineConfig.check({"device": "cpu", **given})
-    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=TinyModel())
+    config = resolved(kv=TinyModel(), device="cpu", **given)
     assert configured_num_blocks(config, 40 * 16) == 10**6
 
 
@@ -371,8 +391,7 @@ def test_a_large_model_gets_what_there_is() -> None:
         def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
             return super().kv_block_bytes(block_size, dtype_bytes, tp) * 10**4
 
-    config = EngineConfig.check({"device": "cpu"})
-    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="/m", kv=LargeModel())
+    config = resolved(kv=LargeModel(), device="cpu")
     assert config.cpu_kvcache_space == min(4, memory_limit_bytes() / 4 / 2**30)
 
 
@@ -381,7 +400,7 @@ def test_defaults_on_a_gpu() -> None:
     config = resolved()
     assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == ("cuda", 256, 8192)
     assert (config.swap_space, config.gpu_memory_utilization) == (4.0, 0.9)
-    assert resolved(enable_chunked_prefill=False, max_position_embeddings=9000).max_num_batched_tokens == 9000
+    assert resolved(enable_chunked_prefill=False, positions=9000).max_num_batched_tokens == 9000
     on_cpu = resolved(device="cpu")
     assert (on_cpu.device, on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == ("cpu", 64, 512)
 
@@ -418,7 +437,7 @@ def test_a_gpu_that_cannot_be_used(
 def test_gpus_that_are_hidden(hidden: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert resolved().device == "cpu"
-    assert not caplog.records, "whoever hides it knows"
+    assert not caplog.records, "the one who hides it knows"
     with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES .* hides every GPU"):
         resolved(device="cuda")
 
@@ -462,16 +481,10 @@ def test_resolve_keeps_what_was_said() -> None:
 
 
 def test_a_step_has_a_token_for_every_sequence() -> None:
-    assert resolved(max_num_batched_tokens=20).max_num_seqs == 20, "the default gives way"
+    assert resolved(max_num_batched_tokens=20).max_num_seqs == 20, "the default is lowered"
     assert resolved(max_num_batched_tokens=20, max_num_seqs=20).max_num_seqs == 20
     with pytest.raises(ConfigError, match=r"at least max_num_seqs \(21\), one for every sequence of a step, got 20"):
         resolved(max_num_batched_tokens=20, max_num_seqs=21)
-
-
-def test_resolve_returns_a_new_object() -> None:
-    config = EngineConfig()
-    assert config.resolve(max_position_embeddings=10, dtype="float32", model_path="/m") is not config
-    assert config == EngineConfig()
 
 
 def test_a_context_longer_than_the_models_is_refused_with_both_numbers() -> None:

@@ -68,7 +68,8 @@ class Engine:
         self.stop = Wakeup()
         self.now_s = 0.0
         self.address = f"inproc://engine-clients-{next(_numbers)}"
-        self.process = EngineProcess(EngineSettings(EngineConfig(), self.address, "none"), self.stop)
+        config = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+        self.process = EngineProcess(EngineSettings(config, self.address, "none"), self.stop)
         self.port = self.process._port
         self.port._clock = lambda: self.now_s
         self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, 50, (7,), 11, 4))

@@ -15,6 +15,8 @@ from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.wakeup import Wakeup
 
+CONFIG = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+
 
 def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps in flight may end together: one message wakes the loop, and none follows to wake it for the other."""
@@ -37,7 +39,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
     scheduler = SimpleNamespace(requests={}, step=0, has_requests=lambda: True)
     core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False)
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
-    engine = EngineProcess(EngineSettings(EngineConfig(), f"ipc://{tmp_path}/engine", "none"), stop)
+    engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     try:
         assert engine._serve(cast("EngineCore", core), cast("Executor", executor)) == 0
     finally:
@@ -52,7 +54,7 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
 
     stop = Wakeup()
     core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0, has_requests=lambda: True), expire=fail)
-    engine = EngineProcess(EngineSettings(EngineConfig(), f"ipc://{tmp_path}/engine", "none"), stop)
+    engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     sent: list[str] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))
     monkeypatch.setattr(engine._port, "say_dying", sent.append)

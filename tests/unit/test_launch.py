@@ -16,7 +16,7 @@ from tests.fakes import DEADLINE_S
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.client.stream import Event, Failure
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.params import SamplingParams
@@ -86,7 +86,7 @@ def test_a_start_can_be_stopped() -> None:
 def test_there_is_time_while_it_starts() -> None:
     """The fake never gets ready: what is called meanwhile is not called when it is."""
 
-    def meanwhile(resolved: EngineConfig) -> None:
+    def meanwhile(resolved: ResolvedConfig) -> None:
         assert resolved.max_model_len == 2048
         raise ModelError("no tokenizer")
 

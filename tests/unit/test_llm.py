@@ -16,7 +16,7 @@ from vllm_lite.client.beam import BeamSearchParams
 from vllm_lite.client.llm import LLM
 from vllm_lite.client.session import Session
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Tokens, Welcome
 from vllm_lite.protocol.codec import unpack_tokens
@@ -67,9 +67,10 @@ def llm(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def fake_launch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(config: EngineConfig, meanwhile: Callable[[EngineConfig], None]) -> FakeLaunched:
-        meanwhile(config)
-        return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config)
+    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None]) -> FakeLaunched:
+        resolved = config.resolve(max_position_embeddings=1000, dtype="float32", model_path=config.model)
+        meanwhile(resolved)
+        return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), resolved)
 
     monkeypatch.setattr("vllm_lite.client.llm.launch", launch)
 
@@ -256,7 +257,7 @@ def test_close_ends_the_engine_once(llm: LLM) -> None:
 def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[FakeLaunched] = []
 
-    def launch(config: EngineConfig, meanwhile: Callable[[EngineConfig], None]) -> FakeLaunched:
+    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None]) -> FakeLaunched:
         launched.append(FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config))
         return launched[0]
 

@@ -481,25 +481,3 @@ def test_gauges_are_those_of_the_pools_and_queues() -> None:
     after = bench.stats
     assert (after.num_running, after.num_waiting, after.num_used_blocks, after.peak_used_blocks) == (0, 0, 0, 4)
     assert after.num_cached_blocks == 3, "14 tokens have KV, which are three whole blocks"
-
-
-# ---- blocks
-
-
-def test_blocks_are_followed_from_allocation_to_eviction_where_asked_for() -> None:
-    bench = Bench(num_blocks=9, kv_cache_metrics=True, kv_cache_metrics_sample=1)
-    for name, start in (("a", 0), ("again", 0), ("other", 20)):  # the last one needs the blocks of the first
-        bench.add(name, list(range(start, start + 28)), 1)
-        bench.drain()
-    blocks = bench.stats.blocks
-    assert blocks is not None
-    assert count(blocks.reuse_gap_s) == 7
-    assert blocks.reuse_gap_s.sum == pytest.approx(7 * 2.0)
-    assert count(blocks.lifetime_s) == count(blocks.idle_before_evict_s) > 0
-    assert blocks.lifetime_s.sum > blocks.idle_before_evict_s.sum
-
-
-def test_no_block_is_followed_unless_asked_for() -> None:
-    bench = Bench()
-    assert bench.stats.blocks is None
-    assert bench.core.kv.pool.observers == []

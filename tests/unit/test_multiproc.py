@@ -76,13 +76,8 @@ class Host:
         monkeypatch.setattr(multiproc, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(transport, "wait", self.wait)
         monkeypatch.setattr(supervise, "spawn", self.spawn)
-        config = EngineConfig.check(
-            {
-                "model": "model",
-                "load_format": "dummy",
-                "heartbeat_timeout_s": LIMIT_S,
-            }
-        )
+        settings = {"load_format": "dummy", "heartbeat_timeout_s": LIMIT_S}
+        config = EngineConfig.check(settings).resolve(max_position_embeddings=1000, dtype="float32", model_path="model")
         config = msgspec.structs.replace(config, tensor_parallel_size=num_workers)
         self.executor = MultiprocExecutor(config, self.address, GENERATION, "no.such.module")
 

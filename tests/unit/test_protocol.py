@@ -1,9 +1,11 @@
 """The wire: round trips by declared type, limits, and garbage."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +13,11 @@ from hypothesis import strategies as st
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api, codec, control, step
 from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_SEED, LogitRules, Sampling, SamplingParams
 
-SAMPLING = step.Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
-RULES = step.LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
-RULED = step.Sampling(0.5, 3, 0.9, 0.1, 1, min_tokens_until=9, stop_ids=(2,), rules=RULES, prompt_logprobs=3)
+SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
+RULES = LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
+RULED = Sampling(0.5, 3, 0.9, 0.1, 1, min_tokens_until=9, stop_ids=(2,), rules=RULES, prompt_logprobs=3)
 LOGPROBS = api.TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.0)))
 SCORES = api.PromptLogprobs(1, [LOGPROBS, LOGPROBS])
 PARAMS = SamplingParams(
@@ -254,6 +256,24 @@ def test_bad_sampling_params_name_the_field_and_the_range(settings: dict[str, ob
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
+def outside() -> Iterator[tuple[str, float]]:
+    """Values just outside the ranges of numbers, as msgspec reads the annotations."""
+    struct = msgspec.inspect.type_info(SamplingParams)
+    assert isinstance(struct, msgspec.inspect.StructType)
+    for field in struct.fields:
+        for kind in field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,):
+            if isinstance(kind, (msgspec.inspect.IntType, msgspec.inspect.FloatType)):
+                near = 1 if isinstance(kind, msgspec.inspect.IntType) else 0.001
+                yield field.name, kind.gt if kind.ge is None else kind.ge - near  # type: ignore[misc]
+                yield field.name, MAX_SEED + 1 if kind.le is None else kind.le + near
+
+
+@pytest.mark.parametrize(("name", "value"), [pair for pair in outside() if pair != ("seed", -1)])
+def test_the_annotations_are_the_ranges(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}$"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
 def test_none_and_minus_one_are_defaults_where_vllm_has_them() -> None:
     none: Any = None
     given = SamplingParams(stop=none, stop_token_ids=none, bad_words=none, bad_words_token_ids=none, seed=-1)
@@ -296,3 +316,16 @@ def test_what_changes_logits() -> None:
 
 def test_one_stop_string_may_be_given_bare() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_what_the_workers_get_of_the_parameters() -> None:
+    params = SamplingParams(temperature=1e-6, top_k=-1, top_p=0.5, seed=7, min_tokens=3, logprobs=2, prompt_logprobs=1)
+    sampling = params.for_worker(4, 10, {9, 8}, None, unscored=True)
+    assert sampling == Sampling(0.0, 0, 0.5, 0.0, 7, 4, 2, 13, (8, 9), None, 1)
+    assert params.for_worker(0, 10, (), None, unscored=False) == Sampling(0.0, 0, 0.5, 0.0, 7, 0, 2)
+    beam = SamplingParams(use_beam_search=True, n=2).for_worker(1, 10, {9}, 4, unscored=False)
+    assert beam == Sampling(0.0, 0, 1.0, 0.0, 0, 1, logprobs=4)
+    ruled = SamplingParams(presence_penalty=1, logit_bias={5: 2}, allowed_token_ids=[6, 5], bad_words_token_ids=[[7]])
+    rules = LogitRules(1, 0.0, 1.0, ((5, 2.0),), pack_tokens([6, 5]), ((7,),))
+    assert ruled.for_worker(0, 10, {9}, None, unscored=False).rules == ruled.logit_rules() == rules
+    assert (rules.penalises, LogitRules(bad_words=((7,),)).penalises) == (True, False)

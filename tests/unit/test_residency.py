@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.test_meter import Bench, count
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.observe.residency import BLOCK_S, Residency
 from vllm_lite.executor.simulated import VirtualClock
@@ -105,3 +106,25 @@ def test_several_observers_hear_the_same() -> None:
     for residency in (first, second):
         seen = residency.histograms
         assert (len(values(seen.lifetime_s)), len(values(seen.reuse_gap_s))) == (1, 1)
+
+
+# ---- in an engine
+
+
+def test_blocks_are_followed_from_allocation_to_eviction_where_asked_for() -> None:
+    bench = Bench(num_blocks=9, kv_cache_metrics=True, kv_cache_metrics_sample=1)
+    for name, start in (("a", 0), ("again", 0), ("other", 20)):  # the last one needs the blocks of the first
+        bench.add(name, list(range(start, start + 28)), 1)
+        bench.drain()
+    blocks = bench.stats.blocks
+    assert blocks is not None
+    assert count(blocks.reuse_gap_s) == 7
+    assert blocks.reuse_gap_s.sum == pytest.approx(7 * 2.0)
+    assert count(blocks.lifetime_s) == count(blocks.idle_before_evict_s) > 0
+    assert blocks.lifetime_s.sum > blocks.idle_before_evict_s.sum
+
+
+def test_no_block_is_followed_unless_asked_for() -> None:
+    bench = Bench()
+    assert bench.stats.blocks is None
+    assert bench.core.kv.pool.observers == []

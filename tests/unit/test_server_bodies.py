@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.openai import bodies
-from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, Sampling
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, SamplingFields
 from vllm_lite.server.openai.errors import ApiError, error_body
 
 
@@ -19,7 +19,7 @@ def completion(**fields: Any) -> tuple[CompletionBody, list[str]]:
 
 
 def test_every_sampling_field_can_be_passed_on_and_none_is_refused() -> None:
-    assert set(Sampling.__struct_fields__) <= set(SamplingParams.__struct_fields__)
+    assert set(SamplingFields.__struct_fields__) == set(SamplingParams.__struct_fields__) - bodies._NOT_PASSED_ON
     for kind in (CompletionBody, ChatBody, GenerateParams):
         assert not bodies.REFUSED.keys() & set(kind.__struct_fields__)
 
@@ -138,7 +138,7 @@ def test_values_inside_a_value_are_taken_so_too() -> None:
         "stream": "yes", "stream_options": {"include_usage": 1}}"""
     body, ignored = bodies.read(data, GenerateBody)
     assert ignored == ["new"]
-    params = body.sampling_params
+    params: Any = body.sampling_params
     assert (params.n, params.max_tokens, params.ignore_eos, body.token_ids) == (2, 1, True, [1, 2])
     assert body.stream is True
     assert body.stream_options is not None
@@ -166,7 +166,7 @@ def test_what_a_body_says_wins_over_the_models_defaults() -> None:
 
 
 def test_a_null_is_what_was_not_said() -> None:
-    body = completion(**dict.fromkeys(Sampling.__struct_fields__))[0]
+    body = completion(**dict.fromkeys(SamplingFields.__struct_fields__))[0]
     assert bodies.sampling(body, {}, {}) == SamplingParams()
 
 

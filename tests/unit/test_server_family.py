@@ -51,7 +51,10 @@ def born(monkeypatch: pytest.MonkeyPatch) -> list[FakeChild]:
 
 
 def make(count: int = 2, close: Callable[[], None] = lambda: None) -> Family:
-    config, engine = ServeConfig(shutdown_timeout=3.0), EngineConfig()
+    config, engine = (
+        ServeConfig(shutdown_timeout=3.0),
+        EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m"),
+    )
     return Family(
         [ApiSettings(config, Keys(), engine, "ipc://e", "/r", number, 40 + number) for number in range(1, count + 1)],
         close,

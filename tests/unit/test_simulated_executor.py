@@ -12,8 +12,8 @@ from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualCl
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
-from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Continue, Fork, NewRequest, Sampling, SchedulerOutput
+from vllm_lite.protocol.params import Sampling, SamplingParams
+from vllm_lite.protocol.step import Continue, Fork, NewRequest, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.tools.bench.simulated import Simulation, run, short_requests
 

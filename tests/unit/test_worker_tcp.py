@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes import DEADLINE_S
 from vllm_lite import transport
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
 from vllm_lite.executor.select import select
@@ -23,7 +23,7 @@ ANY = "tcp://127.0.0.1:*"
 
 
 @pytest.fixture
-def config() -> EngineConfig:
+def config() -> ResolvedConfig:
     settings = {"device": "cpu", "load_format": "dummy"}
     return EngineConfig.check(settings).resolve(max_position_embeddings=64, dtype="float32", model_path="stub")
 
@@ -36,7 +36,7 @@ def answer(executor: MultiprocExecutor) -> ModelOutput:
 
 
 @pytest.mark.parametrize("with_keys", [True, False])
-def test_a_worker_process_serves_over_tcp(config: EngineConfig, tmp_path: Path, with_keys: bool) -> None:
+def test_a_worker_process_serves_over_tcp(config: ResolvedConfig, tmp_path: Path, with_keys: bool) -> None:
     worker_keys = None
     if with_keys:
         make_engine_keys(tmp_path)
@@ -50,7 +50,7 @@ def test_a_worker_process_serves_over_tcp(config: EngineConfig, tmp_path: Path, 
     assert (output.generation, output.step, unpack_tokens(output.tokens)) == (GENERATION, 1, [1])
 
 
-def test_a_worker_without_the_keys_is_not_let_in(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_worker_without_the_keys_is_not_let_in(config: ResolvedConfig, tmp_path: Path) -> None:
     make_engine_keys(tmp_path)
     tcp = WorkerTcp(Tcp(ANY, tmp_path), None)
     with closing(MultiprocExecutor(config, f"ipc://{tmp_path}/w", GENERATION, STUB_WORKER, tcp)) as executor:
@@ -59,7 +59,7 @@ def test_a_worker_without_the_keys_is_not_let_in(config: EngineConfig, tmp_path:
         assert not isinstance(caught.value, EngineDeadError)
 
 
-def test_the_configuration_chooses_the_executor(config: EngineConfig, tmp_path: Path) -> None:
+def test_the_configuration_chooses_the_executor(config: ResolvedConfig, tmp_path: Path) -> None:
     with closing(select(EngineSettings(config, f"ipc://{tmp_path}/c", str(tmp_path)), 1)) as executor:
         assert isinstance(executor, MultiprocExecutor)
         assert (tmp_path / "workers").exists(), "its workers report in the engine's private folder"

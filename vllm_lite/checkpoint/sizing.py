@@ -1,27 +1,23 @@
 """The arithmetic of memory that needs no device: how many KV blocks, which graphs, how much scratch. No torch.
 
-The worker allocates by it, and `vllm-lite plan` says by it what a worker would.
+A worker computes with it what it allocates, and `vllm-lite plan` what a worker would allocate.
 """
 
 from collections.abc import Sequence
 
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
-from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
 MIN_BLOCKS = 2
 """The null block, and one that can hold a token."""
 
-KV_BYTES = {**DTYPE_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Of one element, by `kv_cache_dtype`."""
-
 LARGEST = 512
 """Above this many rows the device is busy for longer than the launches take."""
 GRAPH_BYTES = 8 << 20
-"""Set aside for each graph beside its tensors: an allowance, not a measurement."""
+"""The memory set aside for each graph beside its tensors: an allowance, not a measurement."""
 
 
-def configured_num_blocks(config: EngineConfig, block_bytes: int) -> int | None:
+def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | None:
     """How many blocks the configuration gives the KV cache; None if the device has to be profiled.
 
     A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
@@ -37,7 +33,7 @@ def configured_num_blocks(config: EngineConfig, block_bytes: int) -> int | None:
             )
         return num_blocks
     if config.device == "cpu":
-        return int((config.cpu_kvcache_space or 0) * GIB // block_bytes)
+        return int(config.cpu_kvcache_space * GIB // block_bytes)
     return None
 
 
@@ -46,22 +42,22 @@ def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     return int(swap_space_gib * GIB // block_bytes)
 
 
-def pool_flag(config: EngineConfig) -> str:
-    """What the KV cache's size comes from, as the user would write it."""
+def pool_flag(config: ResolvedConfig) -> str:
+    """The flag that the KV cache's size comes from, as the user would write it."""
     if config.num_gpu_blocks_override is not None:
         return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
     if config.kv_cache_memory_bytes is not None:
         return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     if config.device == "cpu":
-        return f"--cpu-kvcache-space {config.cpu_kvcache_space or 0:g}"
+        return f"--cpu-kvcache-space {config.cpu_kvcache_space:g}"
     return f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
 
 
-def check_sizes(config: EngineConfig, block_bytes: int, memory_bytes: int) -> None:
-    """Refuse what a machine with `memory_bytes` can never allocate, while nothing runs yet. What a GPU has is seen in
-    the worker. `config` is resolved. Raises ConfigError.
+def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> None:
+    """Refuse what a machine with `memory_bytes` can never allocate, before any process starts. The memory of a GPU is
+    checked in the worker. Raises ConfigError.
     """
-    sizes = [(f"--swap-space {config.swap_space or 0:g}", (config.swap_space or 0) * GIB)]
+    sizes = [(f"--swap-space {config.swap_space:g}", config.swap_space * GIB)]
     if config.device == "cpu":
         sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes))
     for flag, num_bytes in sizes:

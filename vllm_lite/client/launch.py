@@ -1,4 +1,4 @@
-"""Starts an engine of one's own: checks the model, makes a private folder, spawns the process, waits till it serves."""
+"""Starts an engine: checks the model, makes a private folder, spawns the process and waits until it serves."""
 
 import os
 import socket
@@ -13,11 +13,20 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.model_spec import ModelSpec, resolve_dtype
-from vllm_lite.checkpoint.sizing import KV_BYTES, check_sizes
+from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
-from vllm_lite.config import DEMO_MODEL, EngineConfig, EngineSettings, check_address, demo_folder, split_tcp
+from vllm_lite.config import (
+    DEMO_MODEL,
+    KV_DTYPE_BYTES,
+    EngineConfig,
+    EngineSettings,
+    ResolvedConfig,
+    check_address,
+    demo_folder,
+    split_tcp,
+)
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
@@ -34,31 +43,31 @@ STOP_GRACE_S = 4.0
 class Launched:
     """A running engine that ends with this object, or with this process. Made by launch()."""
 
-    def __init__(self, config: EngineConfig, address: str, run_dir: str) -> None:
+    def __init__(self, config: ResolvedConfig, address: str, run_dir: str) -> None:
         self.config = config
         self.address = address
         self.run_dir = run_dir
-        """A folder of this user alone, which goes when the engine does."""
+        """A folder that only this user can open; it is removed when the engine ends."""
         self._ended = threading.Event()
         self._session: Session | None = None
         settings = EngineSettings(config=config, address=address, run_dir=run_dir)
         self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
         self._record: Record | None = None
         if not config.single_process:  # there is no process of its own to be found
-            with suppress(OSError):  # it has ended already
-                model, engine = config.served_model_name or config.model, Process.of(self._child.pid)
-                self._note(Record(model=model, address=address, started_s=time.time(), engine=engine))
+            with suppress(OSError):  # the process has ended already
+                model, engine = config.served_model_name, Process.of(self._child.pid)
+                self._write_record(Record(model=model, address=address, started_s=time.time(), engine=engine))
 
     @property
     def session(self) -> Session:
-        """The connection that waited for the engine; whoever launched it may use it."""
+        """The connection that waited for the engine; the caller of launch() may use it."""
         if self._session is None:
             raise EngineError("the engine is not ready")
         return self._session
 
     @property
     def engine(self) -> Welcome:
-        """What the engine said of itself."""
+        """The engine's answer to Hello: its model, limits and epoch."""
         return self.session.welcome
 
     @property
@@ -74,14 +83,14 @@ class Launched:
             alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
         )
         if self._record is not None:
-            self._note(msgspec.structs.replace(self._record, ready=True))
+            self._write_record(msgspec.structs.replace(self._record, ready=True))
 
     def announce(self, url: str) -> None:
         """Let `vllm-lite ps` know that this process serves the engine over HTTP."""
         if self._record is not None:
-            self._note(msgspec.structs.replace(self._record, server=Process.of(os.getpid()), url=url))
+            self._write_record(msgspec.structs.replace(self._record, server=Process.of(os.getpid()), url=url))
 
-    def _note(self, record: Record) -> None:
+    def _write_record(self, record: Record) -> None:
         self._record = record
         instances.write(self.run_dir, record)
 
@@ -106,14 +115,14 @@ class Launched:
         self._remove_files()
 
     def _on_exit(self, reason: str) -> None:
-        """On the thread that watches the process."""
+        """Runs on the thread that watches the process."""
         if self._session is not None:
             self._session.fail(reason)
         self._remove_files()
         self._ended.set()
 
     def _remove_files(self) -> None:
-        """What an engine that was killed could not remove itself."""
+        """Remove the files that an engine that was killed left."""
         supervise.remove_dir(self.run_dir)
         if self.address.startswith("ipc://") and not answers(self.address):
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -122,7 +131,7 @@ class Launched:
 def launch(
     config: EngineConfig,
     stopped: Callable[[], bool] = lambda: False,
-    meanwhile: Callable[[EngineConfig], None] = lambda _: None,
+    meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
 ) -> Launched:
     """Start an engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
@@ -150,8 +159,8 @@ def launch(
     return launched
 
 
-def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> EngineConfig:
-    """`config` with every default filled in, its model and tokenizer downloaded where they are hub ids.
+def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> ResolvedConfig:
+    """Choose every default of `config`, and download its model and tokenizer where they are hub ids.
 
     Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
     """
@@ -173,19 +182,19 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         model_path=path,
         kv=spec,
     )
-    block_bytes = spec.kv_block_bytes(resolved.block_size, KV_BYTES[resolved.kv_cache_dtype])
+    block_bytes = spec.kv_block_bytes(resolved.block_size, KV_DTYPE_BYTES[resolved.kv_cache_dtype])
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     return resolved
 
 
 def _check_free(address: str | None) -> None:
-    """Another engine at this address would answer in the new one's place."""
+    """Refuse an address at which another engine answers: clients would reach that one."""
     if address is not None and address.startswith("ipc://") and answers(address):
         raise ConfigError(f"address {address} is in use by another engine; choose another, or stop that one")
 
 
-def _check_tcp(config: EngineConfig) -> None:
-    """What the engine would meet at tcp_address and cannot tell as well."""
+def _check_tcp(config: ResolvedConfig) -> None:
+    """Check the keys and the port of tcp_address here, where the error reaches the user directly."""
     if config.curve_keys is not None:
         load_engine_keys(config.curve_keys)
     if config.tcp_address is None:
@@ -199,7 +208,7 @@ def _check_tcp(config: EngineConfig) -> None:
             raise ConfigError(f"cannot listen on {config.tcp_address}: {error.strerror}; choose another") from error
 
 
-def _private_address(config: EngineConfig, run_dir: str) -> str:
+def _private_address(config: ResolvedConfig, run_dir: str) -> str:
     if config.single_process:
         return f"inproc://{Path(run_dir).name}"
     address = f"ipc://{run_dir}/engine"

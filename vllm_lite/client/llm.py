@@ -18,7 +18,7 @@ from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.config import DEMO_MODEL, EngineConfig
+from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.params import SamplingParams
@@ -64,9 +64,9 @@ class LLM:
         words: Tokenizer | None = None
         defaults: dict[str, Any] = {}
 
-        def load_words(config: EngineConfig) -> None:
+        def load_words(config: ResolvedConfig) -> None:
             nonlocal words, defaults
-            words = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer or config.model)
+            words = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             if generation_config == "auto":
                 defaults = generation_defaults(config.model)
 
@@ -104,7 +104,7 @@ class LLM:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> ResolvedConfig:
         """The configuration in use, with every default filled in."""
         return self._launched.config
 
@@ -123,7 +123,7 @@ class LLM:
         if self._tokenizer is None:
             from vllm_lite.client.chat import ChatTokenizer
 
-            folder = self.config.tokenizer or self.config.model
+            folder = self.config.tokenizer
             self._tokenizer = ChatTokenizer(self._streams.tokenizer, folder, self.engine.eos_token_ids)
         return self._tokenizer
 

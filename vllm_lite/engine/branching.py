@@ -13,10 +13,8 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, TokenLogprobs
-from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Entry, Fork, LogitRules, SetToken
-from vllm_lite.protocol.step import Sampling as WireSampling
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.step import Entry, Fork, SetToken
 
 MAX_BEAM_EXCESS = 2
 """Beams share most of what they have, so a search may take this many times the pool if they shared nothing but the
@@ -184,32 +182,10 @@ class Branching:
         request.beam_logprobs = scores
 
 
-def wire_sampling(sequence: Sequence) -> WireSampling:
-    """The sampling parameters that workers need for `sequence`."""
-    params, beam = sequence.request.params, sequence.request.beam
-    banned = params.min_tokens > 0 and sequence.stop_ids
-    return WireSampling(
-        temperature=0.0 if params.greedy or beam else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed or 0,
-        child=sequence.index,
-        logprobs=params.logprobs if beam is None else beam.num_candidates,
-        min_tokens_until=sequence.num_prompt + params.min_tokens if banned else 0,
-        stop_ids=tuple(sorted(sequence.stop_ids)) if banned else (),
-        rules=logit_rules(params) if params.changes_logits else None,
-        prompt_logprobs=params.prompt_logprobs if sequence.unscored else None,
-    )
-
-
-def logit_rules(params: SamplingParams) -> LogitRules:
-    """The parameters that change logits, for the workers."""
-    return LogitRules(
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-        tuple((params.logit_bias or {}).items()),
-        pack_tokens(params.allowed_token_ids or ()),
-        tuple(map(tuple, params.bad_words_token_ids)),
+def wire_sampling(sequence: Sequence) -> Sampling:
+    """What workers need to know to sample `sequence`."""
+    request = sequence.request
+    num_candidates = None if request.beam is None else request.beam.num_candidates
+    return request.params.for_worker(
+        sequence.index, sequence.num_prompt, sequence.stop_ids, num_candidates, unscored=sequence.unscored
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite import __version__
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine import policy
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
@@ -63,7 +63,7 @@ class EngineCore:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         ready: Ready,
         executor: Executor,
         sizes: Sizes,
@@ -324,7 +324,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
     return scheduler
 
 
-def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
+def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
     return Header(
         engine_version=__version__,
@@ -343,10 +343,10 @@ def _header(config: EngineConfig, ready: Ready, sizes: Sizes, options: Options, 
     )
 
 
-def _options(config: EngineConfig, ready: Ready, generation: int) -> Options:
+def _options(config: ResolvedConfig, ready: Ready, generation: int) -> Options:
     return Options(
-        max_num_seqs=config.max_num_seqs or 64,
-        max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=ready.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import num_host_blocks
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineSettings, ResolvedConfig
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
@@ -84,9 +84,9 @@ class EngineProcess:
     def _start(self, executor: Executor) -> EngineCore:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
-        num_blocks = self._config.num_gpu_blocks_override or ready.num_blocks
+        num_blocks = ready.num_blocks
         self._check_capacity(num_blocks, ready)
-        host_blocks = num_host_blocks(self._config.swap_space or 0.0, ready.block_bytes)
+        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
@@ -98,7 +98,7 @@ class EngineProcess:
             Welcome(
                 version=PROTOCOL_VERSION,
                 epoch=self._epoch,
-                model=self._config.served_model_name or self._config.model,
+                model=self._config.served_model_name,
                 max_model_len=core.max_model_len,
                 vocab_size=ready.vocab_size,
                 eos_token_ids=ready.eos_token_ids,
@@ -290,7 +290,7 @@ def made_to_last() -> abc.Iterator[None]:
         gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
-def _tcp(config: EngineConfig) -> transport.Tcp | None:
+def _tcp(config: ResolvedConfig) -> transport.Tcp | None:
     if config.tcp_address is None:
         return None
     return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))

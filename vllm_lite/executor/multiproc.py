@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from vllm_lite import transport
 from vllm_lite.checkpoint.read_ahead import start_reading_ahead
-from vllm_lite.config import EngineConfig, WorkerSettings
+from vllm_lite.config import ResolvedConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
@@ -55,7 +55,7 @@ class MultiprocExecutor:
     """See Executor. Rank 0 answers for all. Workers report at `address`, or at `tcp` if that is given."""
 
     def __init__(
-        self, config: EngineConfig, address: str, generation: int, worker_module: str, tcp: WorkerTcp | None = None
+        self, config: ResolvedConfig, address: str, generation: int, worker_module: str, tcp: WorkerTcp | None = None
     ) -> None:
         self._config = config
         self._worker_module = worker_module

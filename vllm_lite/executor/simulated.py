@@ -11,6 +11,7 @@ from typing import NamedTuple
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -20,7 +21,6 @@ from vllm_lite.protocol.step import (
     ModelOutput,
     NewRequest,
     Resume,
-    Sampling,
     SchedulerOutput,
 )
 from vllm_lite.transport import Wakeup

@@ -1,9 +1,16 @@
-"""SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's."""
+"""SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's.
 
-from collections.abc import Iterable, Sequence
+A parameter is declared here and nowhere else: the ranges that are checked, the fields of HTTP bodies and the documents
+follow from the annotation. One that the workers need is also a field of Sampling, which `for_worker` fills.
+"""
+
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Self
+from types import NoneType
+from typing import Annotated, Any, Self, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -17,49 +24,17 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_EXTRA_ARGS = 64
 MIN_REPETITION_PENALTY = 0.01
-"""Divides logits: near zero they would not be finite."""
+"""The penalty divides logits, which would not be finite if it were near zero."""
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
+"""The upper bound of an integer whose annotation has none: msgspec takes no bound that exceeds 63 bits."""
 MAX_SHOWN_CHARS = 200
 MAX_NAME_CHARS = 256
 MAX_WORD_CHARS = 1024
-"""Of one stop string, or one of `bad_words`: each token's text is searched for the one, the other is tokenized."""
+"""The length of one stop string, or of one of `bad_words`: each token's text is searched for a stop string, and bad
+words are tokenized."""
 GREEDY_BELOW = 1e-5
 """A temperature below this means: take the most likely token."""
-
-_BOUNDS: dict[str, tuple[type, float, float]] = {
-    "n": (int, 1, MAX_SAMPLES),
-    "best_of": (int, 1, MAX_SAMPLES),
-    "length_penalty": (float, -10.0, 10.0),
-    "priority": (int, -(2**31), 2**31 - 1),
-    "deadline_ms": (int, 1, 2**31 - 1),
-    "temperature": (float, 0.0, 100.0),
-    "top_p": (float, 0.0, 1.0),
-    "min_p": (float, 0.0, 1.0),
-    "top_k": (int, -1, 2**31 - 1),
-    "max_tokens": (int, 1, 2**31 - 1),
-    "min_tokens": (int, 0, 2**31 - 1),
-    "seed": (int, 0, MAX_SEED),
-    "logprobs": (int, 0, MAX_LOGPROBS),
-    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
-    "presence_penalty": (float, -2.0, 2.0),
-    "frequency_penalty": (float, -2.0, 2.0),
-    "repetition_penalty": (float, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-    "truncate_prompt_tokens": (int, -1, 2**31 - 1),
-}
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "deadline_ms", "truncate_prompt_tokens"}
-_ABOVE_ZERO = ("top_p",)
-_FLAGS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "use_beam_search",
-    "early_stopping",
-)
-_NAMES = ("user", "cache_salt")
-_EMPTY_BY_DEFAULT = ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids")
 
 
 class RequestOutputKind(Enum):
@@ -68,7 +43,7 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     """All so far."""
     DELTA = 1
-    """What is new."""
+    """What has come since the last one."""
     FINAL_ONLY = 2
     """There is one output, at the end."""
 
@@ -76,24 +51,24 @@ class RequestOutputKind(Enum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How to continue one prompt. Names and defaults are those that vLLM's users know.
 
-    Of the model's logits, in this order: what is not in `allowed_token_ids`, what would complete one of `bad_words` in
-    the output, and, before `min_tokens`, what would end it, is ruled out; `logit_bias` is added; `repetition_penalty`
+    A token is drawn in this order. What is not in `allowed_token_ids`, what would complete one of `bad_words` in the
+    output, and, before `min_tokens`, what would end it, is ruled out. `logit_bias` is added. `repetition_penalty`
     divides positive logits of tokens in prompt or output and multiplies negative ones; `frequency_penalty` is
-    subtracted as often as a token was generated, `presence_penalty` once if it was. Then they are divided by
+    subtracted as often as a token was generated, `presence_penalty` once if it was. Then the logits are divided by
     `temperature`, and filtered: top_k, top_p (renormalised within the top k), min_p (relative to the most likely
     token). temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. `logprobs` and `prompt_logprobs`
-    are of the model's own logits, before all this.
+    are those of the model's own logits, before all this.
 
     `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
     `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
     `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit.
 
     `output_kind` is what AsyncClient yields. `extra_args` are the caller's own, and change nothing. A field whose
-    default is an empty sequence takes None for it, and `seed` -1 for None.
+    default is an empty sequence takes None for it, and `seed` takes -1 for None.
 
     `n` samples share one prompt; `best_of` draws more and keeps the likeliest. `use_beam_search` searches with n beams.
-    Lower `priority` is served first under that policy, `user` is whose share counts under the fair one. `cache_salt`
-    keeps cached prefixes apart. A request that takes longer than `deadline_ms` ends with an error.
+    Lower `priority` is served first under that policy; `user` is the tenant whose share the fair policy counts.
+    `cache_salt` keeps cached prefixes apart. A request that takes longer than `deadline_ms` ends with an error.
 
     Raises ValueError or TypeError with the name, the value and the range.
     """
@@ -150,67 +125,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.seed == -1:
             self._set("seed", None)
-        for name, (kind, low, high) in _BOUNDS.items():
-            _check_number(name, getattr(self, name), kind, low, high)
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            checked = () if value is None and default == () else check(name, value)
+            if checked is not value:
+                self._set(name, checked)
+        if not all(self.stop):
+            raise ValueError("stop strings must not be empty")
+        if not all(word.strip() for word in self.bad_words):
+            raise ValueError("bad_words must not be empty or blank")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must name at least one token, or be None to allow all")
+            self._set("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs is not supported yet")
+        self._check_relations()
+
+    def _check_relations(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n ({self.n}), got {self.best_of}")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        self._check_lists()
-        self._check_rest()
         if self.use_beam_search:
             self._check_beams()
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, because they are looked for in the text")
-
-    def _check_lists(self) -> None:
-        """Of all fields with several entries; what is given as a list becomes a tuple."""
-        for name in _EMPTY_BY_DEFAULT:
-            if getattr(self, name) is None:
-                self._set(name, ())
-        if isinstance(self.stop, str):
-            self._set("stop", (self.stop,))
-        self._set("stop", _checked_tuple("stop", self.stop, str))
-        self._set("stop_token_ids", _checked_tuple("stop_token_ids", self.stop_token_ids, int))
-        if any(not text for text in self.stop):
-            raise ValueError("stop strings must not be empty")
-        _check_chars("stop", self.stop)
-        if self.logit_bias is not None:
-            self._set("logit_bias", _checked_bias(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            allowed = _checked_tuple("allowed_token_ids", self.allowed_token_ids, int, MAX_ALLOWED)
-            if not allowed:
-                raise ValueError("allowed_token_ids must name at least one token, or be None to allow all")
-            self._set("allowed_token_ids", tuple(dict.fromkeys(allowed)))
-        if self.bad_words:
-            self._set("bad_words", _checked_tuple("bad_words", self.bad_words, str, MAX_BAD_WORDS))
-            if not all(word.strip() for word in self.bad_words):
-                raise ValueError("bad_words must not be empty or blank")
-            _check_chars("bad_words", self.bad_words)
-        if self.bad_words_token_ids:
-            self._set("bad_words_token_ids", _checked_sequences("bad_words_token_ids", self.bad_words_token_ids))
-
-    def _check_rest(self) -> None:
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {_shown(getattr(self, name))}")
-        for name in _NAMES:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or len(value) > MAX_NAME_CHARS):
-                raise TypeError(f"{name} must be a text of at most {MAX_NAME_CHARS} characters, got {_shown(value)}")
-        for name in (*_NAMES, "stop", "bad_words"):
-            _check_unicode(name, getattr(self, name) or "")
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported yet")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
-        if self.extra_args is not None:
-            if not isinstance(self.extra_args, dict) or not all(isinstance(name, str) for name in self.extra_args):
-                raise TypeError(f"extra_args must be a dict with names as keys, got {_shown(self.extra_args)}")
-            if len(self.extra_args) > MAX_EXTRA_ARGS:
-                raise ValueError(f"extra_args takes at most {MAX_EXTRA_ARGS} entries, got {len(self.extra_args)}")
 
     def _check_beams(self) -> None:
         if self.best_of not in (None, self.n):
@@ -225,15 +171,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         msgspec.structs.force_setattr(self, name, value)
 
     @property
-    def penalises(self) -> bool:
-        """Whether what was generated, or prompted, counts against tokens."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+    def changes_logits(self) -> bool:
+        """Whether draws are not from the model's own logits. min_tokens does not count: it is about the end only."""
+        return bool(self.bad_words) or self.logit_rules() is not None
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether draws are not from the model's own logits; min_tokens aside, which is about the end only."""
-        words = self.bad_words or self.bad_words_token_ids
-        return bool(self.penalises or self.logit_bias or self.allowed_token_ids is not None or words)
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError for a token id that is not in the vocabulary."""
@@ -248,74 +192,227 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} must be between 0 and {vocab_size - 1}, got {token_id}")
 
+    def for_worker(
+        self, child: int, num_prompt: int, stop_ids: Collection[int], num_candidates: int | None, *, unscored: bool
+    ) -> "Sampling":
+        """What the workers need to know to sample one sequence: sample `child` of a prompt of `num_prompt` tokens.
+
+        `stop_ids` end it. A beam is searched with the `num_candidates` most likely tokens of each position. `unscored`
+        says that logprobs of the prompt may be wanted of this sequence.
+        """
+        is_beam = num_candidates is not None
+        banned = stop_ids if self.min_tokens else ()
+        return Sampling(
+            temperature=0.0 if self.greedy or is_beam else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed or 0,
+            child=child,
+            logprobs=num_candidates if is_beam else self.logprobs,
+            min_tokens_until=num_prompt + self.min_tokens if banned else 0,
+            stop_ids=tuple(sorted(banned)),
+            rules=self.logit_rules(),
+            prompt_logprobs=self.prompt_logprobs if unscored else None,
+        )
+
+    def logit_rules(self) -> "LogitRules | None":
+        """The part that changes logits, None if nothing does."""
+        rules = LogitRules(
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            tuple((self.logit_bias or {}).items()),
+            array("I", self.allowed_token_ids or ()).tobytes(),
+            tuple(map(tuple, self.bad_words_token_ids)),
+        )
+        return None if rules == _NO_RULES else rules
+
+
+class LogitRules(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What changes a sequence's logits before one of them is drawn; SamplingParams says how, and in which order.
+
+    Ids are within the vocabulary; no id has two biases.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: Annotated[bytes, Meta(max_length=4 * MAX_ALLOWED)] = b""
+    """Token ids as little-endian u32; empty: all tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
     @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+    def penalises(self) -> bool:
+        """Whether what was generated, or prompted, counts against tokens."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
-def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
-    if value is None and name in _OPTIONAL:
-        return
+_NO_RULES = LogitRules()
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What the sampler needs to know of a sequence. `child` is its index among the samples of one prompt."""
+
+    temperature: float
+    """0 for a greedy sequence."""
+    top_k: int
+    """0 if it is off."""
+    top_p: float
+    min_p: float
+    seed: int
+    child: int = 0
+    logprobs: int | None = None
+    min_tokens_until: int = 0
+    """Sequence length before which no token of `stop_ids` may be sampled; 0 = no such rule."""
+    stop_ids: tuple[int, ...] = ()
+    rules: LogitRules | None = None
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report at each position of the prompt, None = nothing. Only for a
+    NewRequest that computes its whole prompt."""
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether its logits may have to be changed."""
+        return self.rules is not None or self.min_tokens_until > 0
+
+
+# ---- the checks, made of the annotations
+
+_Check = Callable[[str, Any], Any]
+"""Takes a field's name and value, and returns the value to keep. Raises TypeError or ValueError."""
+
+
+def _check_of(hint: Any) -> _Check:
+    """The check of what a field with the annotation `hint` may be."""
+    if NoneType in get_args(hint):
+        return partial(_checked_optional, _check_of(get_args(hint)[0]))
+    kind, meta = get_args(hint) if get_origin(hint) is Annotated else (hint, Meta())
+    if kind in (int, float):
+        low, high = meta.ge if meta.gt is None else meta.gt, MAX_SEED if meta.le is None else meta.le
+        return partial(_checked_number, kind, kind(low), kind(high), meta.gt is not None)
+    if kind is bool:
+        return _checked_flag
+    if kind is str:
+        return partial(_checked_name, meta.max_length)
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is Sequence and of[0] in (int, str):
+        return partial(_checked_tuple, of[0], meta.max_length)
+    if origin is Sequence:
+        return partial(_checked_sequences, meta.max_length, _check_of(of[0]))
+    if origin is dict:
+        if of[0] is int:
+            return partial(_checked_bias, meta.max_length, _check_of(of[1]))
+        return partial(_checked_extra_args, meta.max_length)
+    if kind is RequestOutputKind:
+        return _checked_kind
+    if kind is Any:
+        return lambda _name, value: value
+    raise TypeError(f"there is no check for a parameter that is a {hint}")
+
+
+def _checked_optional(check: _Check, name: str, value: Any) -> Any:
+    return None if value is None else check(name, value)
+
+
+def _checked_number(kind: type, low: float, high: float, above: bool, name: str, value: Any) -> Any:
     accepted = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, accepted):
         raise TypeError(f"{name} must be {'a number' if kind is float else 'an integer'}, got {value!r}")
     if not low <= value <= high:  # also refuses NaN
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
-    if not value and name in _ABOVE_ZERO:
-        raise ValueError(f"{name} must be greater than 0 and at most {high:g}, got {value!r}")
+    if above and value == low:
+        raise ValueError(f"{name} must be greater than {low:g} and at most {high:g}, got {value!r}")
+    return value
 
 
-def _check_unicode(name: str, texts: str | Sequence[str]) -> None:
-    """Half a surrogate pair, which a Python string may hold, cannot be sent."""
-    for text in (texts,) if isinstance(texts, str) else texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name} must be valid Unicode, got {_shown(text)}: {error.reason}") from None
+def _checked_flag(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+    return value
 
 
-def _shown(value: Any) -> str:
-    """For an error message, which a long list would drown."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+def _checked_name(most: int, name: str, value: Any) -> Any:
+    if not isinstance(value, str) or len(value) > most:
+        raise TypeError(f"{name} must be a text of at most {most} characters, got {_shown(value)}")
+    _check_unicode(name, value)
+    return value
 
 
-def _checked_tuple(name: str, value: Any, kind: type, most: int = MAX_STOPS) -> tuple[Any, ...]:
+def _checked_kind(name: str, value: Any) -> Any:
+    if not isinstance(value, RequestOutputKind):
+        raise TypeError(f"{name} must be a RequestOutputKind, got {value!r}")
+    return value
+
+
+def _checked_tuple(kind: type, most: int, name: str, value: Any) -> tuple[Any, ...]:
+    """Strings or token ids, by `kind`."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
         raise TypeError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {_shown(value)}")
     if len(value) > most:
         raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    if kind is str:
+        longest = max(map(len, value), default=0)
+        if longest > MAX_WORD_CHARS:
+            raise ValueError(f"{name} takes texts of at most {MAX_WORD_CHARS} characters, got one of {longest}")
+        for text in value:
+            _check_unicode(name, text)
     return tuple(value)
 
 
-def _check_chars(name: str, texts: Sequence[str]) -> None:
-    longest = max(map(len, texts), default=0)
-    if longest > MAX_WORD_CHARS:
-        raise ValueError(f"{name} takes texts of at most {MAX_WORD_CHARS} characters, got one of {longest}")
-
-
-def _checked_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _checked_sequences(most: int, check: _Check, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list of lists of token ids, got {_shown(value)}")
-    if len(value) > 2 * MAX_BAD_WORDS:
-        raise ValueError(f"{name} takes at most {2 * MAX_BAD_WORDS} entries, got {len(value)}")
-    sequences = tuple(_checked_tuple(name, item, int, MAX_BAD_WORD_TOKENS) for item in value)
+    if len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    sequences = tuple(check(name, item) for item in value)
     if not all(sequences):
         raise ValueError(f"{name} must not hold empty lists")
     return tuple(dict.fromkeys(sequences))
 
 
-def _checked_bias(value: Any) -> dict[int, float]:
+def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, float]:
     """A copy; ids may be spelled as strings, as in JSON."""
     if not isinstance(value, dict):
-        raise TypeError(f"logit_bias must be a dict of token ids and numbers, got {_shown(value)}")
-    if len(value) > MAX_BIASES:
-        raise ValueError(f"logit_bias takes at most {MAX_BIASES} entries, got {len(value)}")
+        raise TypeError(f"{name} must be a dict of token ids and numbers, got {_shown(value)}")
+    if len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
     checked = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
         if type(token_id) is not int:
-            raise TypeError(f"logit_bias must have token ids as keys, got {key!r}")
-        _check_number(f"logit_bias of token {token_id}", bias, float, -100.0, 100.0)
-        checked[token_id] = float(bias)
+            raise TypeError(f"{name} must have token ids as keys, got {key!r}")
+        checked[token_id] = float(check(f"{name} of token {token_id}", bias))
     return checked
+
+
+def _checked_extra_args(most: int, name: str, value: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name} must be a dict with names as keys, got {_shown(value)}")
+    if len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    return value
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Refuse half a surrogate pair, which a Python string may hold and which cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode, got {_shown(text)}: {error.reason}") from None
+
+
+def _shown(value: Any) -> str:
+    """The value as an error message shows it, which a long list would drown."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+_CHECKS = tuple(
+    (name, default, _check_of(hint))
+    for (name, hint), default in zip(
+        SamplingParams.__annotations__.items(), SamplingParams.__struct_defaults__, strict=True
+    )
+)
+"""Each field's name, its default, which needs no check, and its check."""

@@ -11,6 +11,7 @@ from enum import IntEnum
 import msgspec
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenBytes, TokenLogprobs
+from vllm_lite.protocol.params import Sampling
 
 Handle = int
 BlockIds = list[list[int]]
@@ -27,49 +28,6 @@ class BlockOp(IntEnum):
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     pass
-
-
-class LogitRules(_Entry):
-    """What changes a sequence's logits before one of them is drawn; SamplingParams says how, and in which order.
-
-    Ids are within the vocabulary; no id has two biases.
-    """
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    bias: tuple[tuple[int, float], ...] = ()
-    allowed: TokenBytes = b""
-    """Empty: all tokens."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def penalises(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-
-class Sampling(_Entry):
-    """What the sampler needs to know about a sequence. `child` is its index among the samples of one prompt."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    child: int = 0
-    logprobs: int | None = None
-    min_tokens_until: int = 0
-    """Sequence length before which no token of `stop_ids` may be sampled; 0 = no such rule."""
-    stop_ids: tuple[int, ...] = ()
-    rules: LogitRules | None = None
-    prompt_logprobs: int | None = None
-    """How many of the most likely tokens to report at each place of the prompt, None = nothing. Only for a NewRequest
-    that computes its whole prompt."""
-
-    @property
-    def is_ruled(self) -> bool:
-        """Whether its logits may have to be changed."""
-        return self.rules is not None or self.min_tokens_until > 0
 
 
 class NewRequest(_Entry, tag=1):
@@ -173,8 +131,9 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
     `counts` says how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
-    asked for; `prompts` has those of prompt tokens that this step came to. `failed` names sequences whose logits were
-    not finite; their token is to be ignored. `drafted` counts the sequences with drafts, and the tokens drafted.
+    asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose logits
+    were not finite; their token is to be ignored. `drafted` is the number of sequences that tokens were drafted for,
+    and the number of these tokens.
     """
 
     generation: int

@@ -1,4 +1,4 @@
-"""What this machine has, told without importing torch: memory, and a GPU that workers could use."""
+"""What this machine has, found without importing torch: memory, cores, and a GPU that workers could use."""
 
 import os
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ def num_physical_cores() -> int:
 
 
 def _siblings(cpu: int) -> str:
-    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU it says nothing of is its own core."""
+    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU that it does not list is its own core."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that nvidia-smi tells of; none where it is not installed or does not answer."""
+    """The GPUs that nvidia-smi lists; none where it is not installed or does not answer."""
     import subprocess
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -63,7 +63,7 @@ def gpus() -> list[Gpu]:
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded. Whether torch can use it is seen in the worker only."""
+    """Whether an NVIDIA driver is loaded. Only a worker finds out whether torch can use it."""
     return any(os.path.exists(file) for file in GPU_FILES)
 
 
@@ -73,7 +73,7 @@ def hides_gpus() -> bool:
 
 
 def version(package: str) -> str:
-    """Of an installed package. Raises ModuleNotFoundError."""
+    """The version of an installed package. Raises ModuleNotFoundError."""
     from importlib import metadata  # 7 ms, which every process would pay for a question that few ask
 
     return metadata.version(package)

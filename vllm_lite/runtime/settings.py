@@ -1,4 +1,4 @@
-"""Settings: a frozen struct that is layered of file < environment < flag; unknown keys are errors.
+"""Settings: a frozen struct whose values come from a file, the environment and flags; unknown keys are errors.
 
 Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
 field's name.
@@ -41,7 +41,7 @@ class Section(str):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Subclasses add the fields."""
+    """The base of the configs, which add the fields."""
 
     @classmethod
     def load(
@@ -100,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
 
 
 def _default(value: Any) -> str:
-    """As --help shows it; defaults that say nothing are left out."""
+    """How --help shows a default; one that says nothing is left out."""
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -108,7 +108,7 @@ def _default(value: Any) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    """The values of a fixed set, N for a whole number, else the last word of the name."""
+    """How --help shows a flag's value: all values of a fixed set, N for a whole number, else the name's last part."""
     if Literal in _types(hint):
         return "{" + ",".join(_choices(hint)) + "}"
     return "N" if int in _types(hint) else name.rsplit("_", 1)[-1].upper()
@@ -136,7 +136,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _hint_within(hint: Any, within: str) -> Any:
-    """Of the field `.name` of the struct that `hint` is about; `hint` itself for ""."""
+    """The annotation of the field `.name` of a struct whose annotation is `hint`; `hint` itself for ""."""
     for name in within.split(".")[1:]:
         struct = next(kind for kind in _types(hint) if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
         hint = get_type_hints(struct, include_extras=True)[name]
@@ -144,7 +144,7 @@ def _hint_within(hint: Any, within: str) -> Any:
 
 
 def _sentence(what: str, hint: Any) -> str:
-    """A complaint of msgspec's about what should be a `hint`, in the words of all other errors."""
+    """msgspec's message about a value that should be a `hint`, in the words of all other errors."""
     if what.startswith("Invalid enum value"):
         return f"must be one of {', '.join(_choices(hint))}"
     match = re.fullmatch(r"Expected `(\w+)[^`]*`(?: (<=|>=|<|>) (\S+?))?(?:, got `\w+`)?", what)

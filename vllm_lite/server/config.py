@@ -1,4 +1,4 @@
-"""ServeConfig: everything `vllm-lite serve` can be told, an engine's settings and the server's own."""
+"""ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
 
 from ipaddress import ip_address
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import Count, EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import Section
 
@@ -15,7 +15,7 @@ _SECRET = {"api_key", "admin_api_key"}
 
 
 class Keys(NamedTuple):
-    """`user` keys open what generates, () = everybody may; `admin` keys open all."""
+    """`user` keys open the routes that generate, () = no key is needed; `admin` keys open all routes."""
 
     user: tuple[str, ...] = ()
     admin: tuple[str, ...] = ()
@@ -59,8 +59,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)"),
     ] = 10_000
     max_num_queued_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="prompt tokens of requests without a first token yet; more are refused (429)"),
+        Count | None, Meta(description="prompt tokens of requests without a first token yet; more are refused (429)")
     ] = None
     max_request_bytes: Annotated[
         int, Meta(ge=1, description="longest body of a request; all that are on their way may have twice as much")
@@ -90,11 +89,11 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model, the first of them being what it is called in answers; () if not set."""
+        """The names under which clients may ask for the model; answers carry the first. () if not set."""
         return tuple((self.served_model_name or "").replace(",", " ").split())
 
     def engine(self) -> EngineConfig:
-        """The engine's part."""
+        """The engine's part of the settings."""
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         values["served_model_name"] = self.names[0] if self.names else None
         return EngineConfig(**values)

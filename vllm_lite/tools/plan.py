@@ -1,4 +1,4 @@
-"""What a model takes on a machine, and what fits beside it, told from config.json and the headers of its weights.
+"""What a model takes on a machine, and what fits beside it, computed from config.json and the headers of its weights.
 
 KV blocks, graphs and swap space are computed by the engine's own arithmetic (sizing, engine.kv_groups). Weights are
 exact. Activations, and what a process has in use beside all that, are estimates: on a GPU the worker measures them.
@@ -17,14 +17,14 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
-from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, EngineConfig, demo_folder
+from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
 from vllm_lite.runtime.settings import Section
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
-"""Of the processes themselves: on a CPU torch and three interpreters, on a GPU its context and kernels. Estimates."""
+"""What the processes themselves take: torch and three interpreters, or a GPU's context and kernels. Estimates."""
 LEAST_TOKENS = 512
 """A request that is worth serving, where no length is asked for."""
 MAX_SPLITS, SPLIT_TOKENS = 64, 512
@@ -34,7 +34,7 @@ _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An engine's settings, and the machine that is asked about."""
+    """An engine's settings, and the machine that the plan is for."""
 
     gpu: Annotated[
         str | None,
@@ -44,9 +44,7 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     memory: Annotated[
         str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")
     ] = None
-    concurrency: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="requests of max_model_len that must fit at once")
-    ] = None
+    concurrency: Annotated[Count | None, Meta(description="requests of max_model_len that must fit at once")] = None
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="GPUs that share the model")] = 1
 
     def engine_values(self) -> dict[str, Any]:
@@ -77,20 +75,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_token_beyond_windows: int
-    """Of each further token of a sequence that is longer than its sliding windows."""
+    """What each further token of a sequence takes that is longer than its sliding windows."""
     num_blocks: int
     num_host_blocks: int
     kv_cache_bytes: int
     kv_tokens: int
     max_model_len: int
-    """What one request is served with; 0 if nothing is."""
+    """The longest request that is served; 0 if none is."""
     largest_max_model_len: int
-    """That could be served to `concurrency` requests at once with all of the memory, at most the model's."""
+    """The longest that `concurrency` requests at once could have with all of the memory, at most the model's."""
     max_position_embeddings: int
     max_num_seqs: int
     max_num_batched_tokens: int
     concurrent_requests: int
-    """Of max_model_len."""
+    """How many requests of max_model_len are served at once."""
     needed_bytes: int
     """Memory of a device that could do what is asked."""
     problems: tuple[str, ...]
@@ -104,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What is read of a model."""
+    """The parts of a checkpoint that a plan needs."""
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
@@ -164,15 +162,15 @@ class _Sizes:
             machine=machine,
             kv=spec,
         )
-        self.length = self.config.max_model_len or 1
-        self.chunk = self.config.max_num_batched_tokens or 1
+        self.length = self.config.max_model_len
+        self.chunk = self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
         self.block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
         self.weights = weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, tp)
         self.activations = self._activations(DTYPE_BYTES[dtype])
         self.graphs = self._graphs()
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
-        host = num_host_blocks(self.config.swap_space or 0.0, self.block_bytes)
+        host = num_host_blocks(self.config.swap_space, self.block_bytes)
         self.num_host_blocks = host
         self.fixed = self.weights + self.activations + self.graphs + OUTSIDE_BYTES[device]
         if device == "cpu":  # there swap space is the same memory
@@ -199,13 +197,13 @@ class _Sizes:
         return reserved_bytes(sizes, self.spec.vocab_size, -(-self.length // config.block_size), len(self.groups))
 
     def num_blocks(self) -> int:
-        """As the engine will have them. Raises ConfigError for a size that cannot hold a token."""
+        """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""
         configured = configured_num_blocks(self.config, self.block_bytes)
         enough = self.config.enough_blocks(len(self.groups))
         return min(self.possible_blocks(), enough) if configured is None else configured
 
     def possible_blocks(self) -> int:
-        """What there is memory for."""
+        """The blocks that there is memory for."""
         return max(0, self.usable - self.fixed) // self.block_bytes
 
     def room(self, num_blocks: int) -> int:
@@ -276,7 +274,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
 
 
 def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
-    """Whether nobody says how large the KV cache is to be."""
+    """Whether the user left the size of the KV cache open."""
     given = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
     return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
 
@@ -306,7 +304,7 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
 
 
 def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
-    """Of one rank: every tensor that the model takes, in its dtype; matrices of int8 have a scale for each row."""
+    """Bytes of one rank's weights: every tensor that the model takes; a matrix of int8 has a scale for each row."""
     spec, total = checkpoint.spec, 0.0
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
@@ -352,28 +350,28 @@ def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[
     found = next((change for change in shorter if _works(config, checkpoint, change)), None)
     if found is not None:
         yield f"--max-model-len {found['max_model_len']}"
-    changes: list[tuple[str, dict[str, Any]]] = []
-    kv: tuple[str, dict[str, Any]] = ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"})
-    int8: tuple[str, dict[str, Any]] = ("--quantization int8", {"quantization": "int8"})
+    fp8, int8 = {"kv_cache_dtype": "fp8"}, {"quantization": "int8"}
+    changes: dict[str, dict[str, Any]] = {}
     if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
-        changes.append(kv)
+        changes["--kv-cache-dtype fp8"] = fp8
     if config.quantization is None:
-        changes.append(int8)
-    changes.append(("--max-num-batched-tokens 512 --max-num-seqs 16", _SMALL_STEPS))
-    worked = [text for text, change in changes if _works(config, checkpoint, change)]
+        changes["--quantization int8"] = int8
+    both = " ".join(changes)
+    changes["--max-num-batched-tokens 512 --max-num-seqs 16"] = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
+    worked = [flags for flags, change in changes.items() if _works(config, checkpoint, change)]
     yield from worked
-    if not worked and kv in changes and int8 in changes and _works(config, checkpoint, kv[1] | int8[1]):
-        yield f"{kv[0]} {int8[0]}"
+    if not worked and len(changes) == 3 and _works(config, checkpoint, fp8 | int8):
+        yield both
+    is_gpu = plan.device == "cuda"
     more = {"gpu_memory_utilization": 0.95}
-    if plan.device == "cuda" and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
+    if is_gpu and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
         yield "--gpu-memory-utilization 0.95"
-    for tp in (2, 4, 8) if plan.device == "cuda" else ():
+    for tp in (2, 4, 8) if is_gpu else ():
         if tp > config.tensor_parallel_size and _works(config, checkpoint, {"tensor_parallel_size": tp}):
             yield f"--tensor-parallel-size {tp}, on {tp} such GPUs{'' if serves_ranks(tp) else NOT_YET}"
             break
     if plan.needed_bytes > plan.memory_bytes:
-        what = "a GPU" if plan.device == "cuda" else "a machine"
-        yield f"{what} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
+        yield f"{'a GPU' if is_gpu else 'a machine'} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
 
 
 NOT_YET = " (this version of vllm-lite runs on one only)"
@@ -386,9 +384,6 @@ def serves_ranks(tp: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-_SMALL_STEPS = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
 
 
 def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -> bool:
@@ -406,7 +401,7 @@ def _lengths(spec: ModelSpec) -> Iterator[int]:
 
 
 def _step_down(length: int) -> int:
-    """The same, or a round number below it."""
+    """`length`, or a round number below it."""
     return length // 256 * 256 or length
 
 

@@ -8,7 +8,7 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
-from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
@@ -37,9 +37,9 @@ logger = log.get(__name__)
 
 
 class Worker:
-    """`load`, then `start`, then `execute` step after step. `config` is resolved: nothing is left to be guessed."""
+    """`load`, then `start`, then `execute` step after step."""
 
-    def __init__(self, config: EngineConfig, rank: int, progress: Progress, device: Device | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None) -> None:
         self.config = config
         self.rank = rank
         self.progress = progress
@@ -115,7 +115,7 @@ class Worker:
         profile = profile_memory(
             self._memory(), self._run_largest_step, baseline, config.gpu_memory_utilization, self.block_bytes
         )
-        for line in profile.lines(int((config.swap_space or 0) * GIB)):
+        for line in profile.lines(int(config.swap_space * GIB)):
             logger.info("%s", line)
         profile.check()
         return profile.num_blocks
@@ -165,7 +165,7 @@ class Worker:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
                 f"{pool:.1f} GiB of KV cache on {device} ({pool_flag(self.config)}) and {swap:.1f} GiB of host memory "
-                f"(--swap-space {self.config.swap_space or 0:g}) cannot be allocated: {reason}; ask for less"
+                f"(--swap-space {self.config.swap_space:g}) cannot be allocated: {reason}; ask for less"
             ) from error
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -223,10 +223,7 @@ class _LoadReport:
             logger.info("loading weights: %.1f of %.1f GiB", done_bytes / GIB, total_bytes / GIB)
 
 
-def _limits(config: EngineConfig, spec: ModelSpec) -> StepLimits:
-    """A resolved config's limits."""
-    if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
-        raise ConfigError("the config is not resolved")
+def _limits(config: ResolvedConfig, spec: ModelSpec) -> StepLimits:
     return StepLimits(
         config.max_num_seqs,
         config.max_num_batched_tokens,

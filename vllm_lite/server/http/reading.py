@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.openai import bodies
-from vllm_lite.server.openai.bodies import GenerateBody, Sampling
+from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
 
 DRAIN_S = 2.0
@@ -117,7 +117,7 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
     """A body, and the header that says what of it is ignored. Raises ApiError."""
     body, ignored = bodies.read(data, kind)
     wanted = body.sampling_params if isinstance(body, GenerateBody) else body
-    if isinstance(wanted, Sampling) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
+    if isinstance(wanted, SamplingFields) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
         raise ApiError(400, "prompt_logprobs are not told in a stream", "prompt_logprobs")
     return body, bodies.warning(ignored)
 

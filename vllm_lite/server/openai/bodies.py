@@ -7,12 +7,12 @@ value means nothing; any other is ignored, and the answer's Warning header names
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.protocol.params import MAX_BIASES, SamplingParams
+from vllm_lite.protocol.params import MAX_BIASES, MAX_NAME_CHARS, SamplingParams
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_PROMPTS = 1024
@@ -28,43 +28,38 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-Name = Annotated[str, Meta(max_length=256)]
-"""As the engine takes them: what it cannot decode it would not answer."""
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+"""A name as the engine takes it: it would not answer a message that it cannot decode."""
+
+_NOT_PASSED_ON = {"logprobs", "bad_words_token_ids", "detokenize", "extra_args", "output_kind", "structured_outputs"}
+"""Fields of SamplingParams that no body shares: each API has its own logprobs, the others are for Python only."""
+
+if TYPE_CHECKING:
+    _PassedOn = msgspec.Struct
+else:
+    _HINTS = get_type_hints(SamplingParams)  # without bounds: SamplingParams names what is wrong better than a decoder
+    _PassedOn = msgspec.defstruct(
+        "_PassedOn",
+        [(name, hint | None, None) for name, hint in _HINTS.items() if name not in _NOT_PASSED_ON],
+        frozen=True,
+        kw_only=True,
+    )
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What is passed on to SamplingParams under the same name. None: not given."""
+class SamplingFields(_PassedOn, frozen=True, kw_only=True):
+    """The fields of SamplingParams, which are passed on to it; None: not given. They are made of its declaration.
+
+    Those written out are read or bounded by the server itself, or wider here: `max_tokens` may be 0, `seed` negative.
+    """
 
     n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
-    priority: int | None = None
     user: Name | None = None
     cache_salt: Name | None = None
-    deadline_ms: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_BIASES)] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
 
 
 G = TypeVar("G", bound=msgspec.Struct)
@@ -72,7 +67,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]
 """Python's `$` would let a line end be behind it."""
 
 
-class Body(Sampling, frozen=True, kw_only=True):
+class Body(SamplingFields, frozen=True, kw_only=True):
     """What both kinds of generation share."""
 
     model: str | None = None
@@ -131,7 +126,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     reasoning_effort: Name | None = None
 
 
-class GenerateParams(Sampling, frozen=True, kw_only=True):
+class GenerateParams(SamplingFields, frozen=True, kw_only=True):
     """Sampling of POST /inference/v1/generate."""
 
     logprobs: int | None = None
@@ -150,7 +145,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
 
 
-class ForkBody(Sampling, frozen=True, kw_only=True):
+class ForkBody(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
 
     stream: bool | None = None
@@ -186,7 +181,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
 
 
-SAMPLING = Sampling.__struct_fields__
+SAMPLING = SamplingFields.__struct_fields__
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -326,7 +321,7 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
 
 
-def sampling(body: Sampling, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
+def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
     """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed

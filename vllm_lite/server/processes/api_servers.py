@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.supervise import Child
@@ -39,7 +39,7 @@ class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     config: ServeConfig
     keys: Keys
-    engine: EngineConfig
+    engine: ResolvedConfig
     address: str
     run_dir: str
     number: int

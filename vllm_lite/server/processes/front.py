@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import uvloop
 
 from vllm_lite.client.launch import Launched
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.processes.api_servers import ApiSettings, Family
 from vllm_lite.server.processes.loaded import Loaded
@@ -18,7 +18,7 @@ from vllm_lite.server.processes.service import Engine, Place, Service
 class Front:
     """Loaded when made, of what `engine` serves."""
 
-    def __init__(self, config: ServeConfig, engine: EngineConfig) -> None:
+    def __init__(self, config: ServeConfig, engine: ResolvedConfig) -> None:
         """Raises ModelError."""
         self._config = config
         self._loaded = Loaded(config)

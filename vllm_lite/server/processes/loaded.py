@@ -6,7 +6,7 @@ from vllm_lite.client.generation import generation_defaults
 from vllm_lite.client.stream import load_tokenizer
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.server.calls.rendering import Renderer
 from vllm_lite.server.config import ServeConfig
 
@@ -20,11 +20,11 @@ class Loaded:
         self.renderer: Renderer | None = None
         self.defaults: dict[str, Any] = {}
 
-    def load(self, resolved: EngineConfig) -> None:
+    def load(self, resolved: ResolvedConfig) -> None:
         """Raises ModelError."""
         wanted = self._config.tokenizer and resolved.tokenizer
-        self.tokenizer = load_tokenizer(wanted, resolved.tokenizer or resolved.model)
-        template = TemplateSource.load(resolved.tokenizer or resolved.model, self._config.chat_template)
+        self.tokenizer = load_tokenizer(wanted, resolved.tokenizer)
+        template = TemplateSource.load(resolved.tokenizer, self._config.chat_template)
         self.renderer = None if template is None else Renderer(template)
         if self._config.generation_config == "auto":
             self.defaults = generation_defaults(resolved.model)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_lite.client.launch import launch
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, VllmLiteError
 from vllm_lite.runtime import log
 from vllm_lite.server.config import ServeConfig
@@ -50,7 +50,7 @@ def serve(config: ServeConfig) -> int:
             Path(config.uds).unlink(missing_ok=True)
 
 
-def _front(config: ServeConfig, engine: EngineConfig) -> "Front":
+def _front(config: ServeConfig, engine: ResolvedConfig) -> "Front":
     """Imported, too, while the engine starts, which is what a start takes most of its time for."""
     from vllm_lite.server.processes.front import Front
 

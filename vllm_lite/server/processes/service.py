@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import StreamFactory
-from vllm_lite.config import DEVICE_DEFAULTS, EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import log
 from vllm_lite.server.app import Api, Model, build, build_private
@@ -47,7 +47,7 @@ class Engine(NamedTuple):
     """A ready one, and its resolved config. `reason()` says why it ended; `announce(url)` hears where it is served."""
 
     session: Session
-    config: EngineConfig
+    config: ResolvedConfig
     reason: Callable[[], str]
     announce: Callable[[str], None] = lambda _: None
 
@@ -162,7 +162,7 @@ class Service:
         config, count = self._config, self._place.num_servers
         tokens = config.max_num_queued_tokens
         limits = Limits(
-            capacity=-(-(self._engine.config.max_num_seqs or DEVICE_DEFAULTS["cpu"].max_num_seqs) // count),
+            capacity=-(-self._engine.config.max_num_seqs // count),
             max_queued=-(-config.max_num_queued_reqs // count),
             max_queued_of_all=config.max_num_queued_reqs,
             max_queued_tokens=None if tokens is None else -(-tokens // count),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_lite.client.session import Session
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
@@ -90,7 +90,7 @@ def client_rss_mb() -> float:
     return round(statistics.median(float(_python(code)) for _ in range(3)), 1)
 
 
-def _stub_config() -> EngineConfig:
+def _stub_config() -> ResolvedConfig:
     config = EngineConfig.check({"log_level": "error"})
     return config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
 

@@ -18,7 +18,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -72,7 +72,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
     }
 
 
-def step_bytes(config: EngineConfig, spec: ModelSpec, num_streams: int, context: int) -> int:
+def step_bytes(config: ResolvedConfig, spec: ModelSpec, num_streams: int, context: int) -> int:
     """What a decode step has to read: all weights but the embedding, whose rows are few, and the KV of the contexts."""
     weights = spec.num_parameters() - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
     item_bytes = 1 if config.quantization == "int8" else ITEM_BYTES[config.dtype]
@@ -81,7 +81,7 @@ def step_bytes(config: EngineConfig, spec: ModelSpec, num_streams: int, context:
 
 
 def _decode(
-    config: EngineConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
+    config: ResolvedConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
 ) -> tuple[list[Step], list[Step], dict[str, float]]:
     """The steps of the worker and the engine, and the client's part of one."""
     with tempfile.TemporaryDirectory(prefix="vl-") as folder, _environment({FOLDER: folder, "GOMP_SPINCOUNT": "0"}):

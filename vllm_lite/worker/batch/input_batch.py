@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     BlockIds,
     Continue,
@@ -26,7 +27,6 @@ from vllm_lite.protocol.step import (
     Preempt,
     ReplaceBlock,
     Resume,
-    Sampling,
     SetToken,
 )
 from vllm_lite.worker.batch.integrity import row_problems

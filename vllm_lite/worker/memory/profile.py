@@ -22,7 +22,7 @@ import torch
 
 from vllm_lite.checkpoint.model_spec import KVGroup
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS
-from vllm_lite.config import GIB, EngineConfig
+from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 
@@ -231,9 +231,9 @@ def blocks_for(num_tokens: int, groups: Sequence[KVGroup], block_size: int, chun
     return 1 + sum(whole if w is None else min(whole, -(-(w - 1 + chunk) // block_size) + 1) for w in windows)
 
 
-def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], config: EngineConfig) -> None:
+def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], config: ResolvedConfig) -> None:
     """Say so if no sequence of max_model_len fits. The engine then serves, and publishes, the length that does."""
-    length, block_size, chunk = config.max_model_len or 1, config.block_size, config.max_num_batched_tokens or 1
+    length, block_size, chunk = config.max_model_len, config.block_size, config.max_num_batched_tokens
     needed = blocks_for(length, groups, block_size, chunk)
     if needed <= num_blocks:
         return

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.protocol.step import LogitRules, Sampling
+from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.worker.sampling.logit_edits import NEVER, Float32s, Held, LogitEdits, Pairs, penalties
 from vllm_lite.worker.sampling.token_counts import TokenCounts
 

@@ -61,8 +61,7 @@ from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
-from vllm_lite.protocol.params import GREEDY_BELOW
-from vllm_lite.protocol.step import Sampling
+from vllm_lite.protocol.params import GREEDY_BELOW, Sampling
 from vllm_lite.worker.sampling.logit_edits import NEVER, LogitEdits, Pairs
 from vllm_lite.worker.sampling.logprobs import report
 
