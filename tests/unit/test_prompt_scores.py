@@ -6,7 +6,6 @@ import pytest
 
 from tests.scheduler_rig import Rig, expected
 from tests.unit.test_core import EOS, VOCAB, make_core
-from vllm_lite.engine.branching import wire_sampling
 from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import RequestError
@@ -76,7 +75,7 @@ def test_only_the_first_sample_is_scored() -> None:
     rig = Rig()
     request = rig.add("a", PROMPT, 5, n=3, prompt_logprobs=2)
     rig.step()
-    assert [wire_sampling(sequence).prompt_logprobs for sequence in request.sequences] == [2, None, None]
+    assert [sequence.sampling().prompt_logprobs for sequence in request.sequences] == [2, None, None]
     rig.drain()
 
 

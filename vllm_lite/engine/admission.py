@@ -5,7 +5,6 @@ waits for blocks, which they take from it, is passed by MAX_PASSED at most; and 
 """
 
 from vllm_lite.engine.blocks.manager import Admission, KVCacheManager, Verdict
-from vllm_lite.engine.branching import wire_sampling
 from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.step_plan import StepPlan
@@ -141,7 +140,7 @@ class Admitter:
         if sequence.seen_by_workers:
             return Resume(sequence.handle, computed, cached, num_tokens, block_ids)
         self._queues.introduce(sequence)
-        tokens, sampling = sequence.tokens.tobytes(), wire_sampling(sequence)
+        tokens, sampling = sequence.tokens.tobytes(), sequence.sampling()
         return NewRequest(
             sequence.handle, tokens, sequence.num_prompt, sampling, computed, cached, num_tokens, block_ids
         )

@@ -13,7 +13,6 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, TokenLogprobs
-from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Entry, Fork, SetToken
 
 MAX_BEAM_EXCESS = 2
@@ -107,7 +106,7 @@ class Branching:
         kv.fork(parent, child)
         queues.run(child)
         positions = child.num_tokens, child.num_computed, child.num_cached
-        entries.append(Fork(parent.handle, child.handle, wire_sampling(child), *positions))
+        entries.append(Fork(parent.handle, child.handle, child.sampling(), *positions))
 
     # ---- beams
 
@@ -180,12 +179,3 @@ class Branching:
             queues.entries.append(SetToken(parent.handle, token))
         request.sequences = [*kept, *children]
         request.beam_logprobs = scores
-
-
-def wire_sampling(sequence: Sequence) -> Sampling:
-    """What workers need to know to sample `sequence`."""
-    request = sequence.request
-    num_candidates = None if request.beam is None else request.beam.num_candidates
-    return request.params.for_worker(
-        sequence.index, sequence.num_prompt, sequence.stop_ids, num_candidates, unscored=sequence.unscored
-    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ class Sequence:
         """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
         step."""
         return self.request.beam is None and end > self.num_cached
+
+    def sampling(self) -> Sampling:
+        """The parameters by which workers sample it."""
+        beam, params = self.request.beam, self.request.params
+        num_candidates = None if beam is None else beam.num_candidates
+        return params.for_worker(self.index, self.num_prompt, self.stop_ids, num_candidates, unscored=self.unscored)
 
     def __repr__(self) -> str:
         return (
