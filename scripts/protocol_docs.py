@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_TURN_MESSAGES, MAX_TURN_S, SLOW_READER_S
+from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
 from vllm_lite.protocol import PROTOCOL_VERSION, api, codec, control, params, step
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.transport import zmq
@@ -93,8 +93,8 @@ def numbers() -> dict[str, object]:
         "heartbeat_s": HEARTBEAT_S,
         "worker_heartbeat_s": HEARTBEAT_EVERY_S,
         "gather_ms": round(1000 * GATHER_S),
-        "turn_messages": MAX_TURN_MESSAGES,
-        "turn_ms": round(1000 * MAX_TURN_S),
+        "pass_messages": MAX_PASS_MESSAGES,
+        "pass_ms": round(1000 * MAX_PASS_S),
         "slow_reader_s": round(SLOW_READER_S),
         "keys_env": ENV,
     }

@@ -25,7 +25,7 @@ from vllm_lite.worker.device import Device
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
-EPOCH, NUM_BLOCKS, BLOCK = 3, 40, 16
+GENERATION, NUM_BLOCKS, BLOCK = 3, 40, 16
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
 
@@ -47,7 +47,7 @@ class Driver:
         self.progress = Progress()
         self.worker = Worker(resolved, 0, self.progress, on)
         self.ready = self.worker.load()
-        self.started = self.worker.start(Start(EPOCH, NUM_BLOCKS, num_host_blocks))
+        self.started = self.worker.start(Start(GENERATION, NUM_BLOCKS, num_host_blocks))
         self.step = 0
         self.got: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -61,8 +61,8 @@ class Driver:
         """One step; its tokens go to the sequences that are caught up, in the order of their entries."""
         self.step += 1
         caught_up = [handle for handle in map(self.follow, entries) if handle is not None]
-        output = self.worker.execute(SchedulerOutput(EPOCH, self.step, list(ops), list(entries)))
-        assert (output.epoch, output.step) == (EPOCH, self.step)
+        output = self.worker.execute(SchedulerOutput(GENERATION, self.step, list(ops), list(entries)))
+        assert (output.generation, output.step) == (GENERATION, self.step)
         tokens = unpack_tokens(output.tokens)
         for handle, count in zip(caught_up, output.counts or [1] * len(tokens), strict=True):
             self.lengths[handle] += count

@@ -24,6 +24,7 @@ from vllm_lite.trace.writer import TraceWriter
 
 VOCAB = 50
 EOS = (7,)
+COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "swaps")
 
 
 class OddPolicy:
@@ -58,8 +59,8 @@ class Recorded:
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         groups = tuple(KVGroupInfo("full" if window is None else "sliding", 1, window) for window in windows)
         ready = Ready(0, num_blocks, 64, groups, 1000, VOCAB, EOS)
-        seats = config.max_num_seqs
-        self.worker = SimulatedWorker(num_blocks, config.block_size, seats, VOCAB, windows, num_host_blocks)
+        max_num_seqs = config.max_num_seqs
+        self.worker = SimulatedWorker(num_blocks, config.block_size, max_num_seqs, VOCAB, windows, num_host_blocks)
         self.clock = VirtualClock(1000.0)
         sizes = Sizes(num_blocks, num_host_blocks, 50.0)
         self.core = EngineCore(config, ready, self.worker, sizes, 3, self.clock)  # type: ignore[arg-type]
@@ -73,8 +74,8 @@ class Recorded:
         sampling = SamplingParams(max_tokens=max_tokens, **params)
         self.core.add(b"client", Generate(name, pack_tokens(prompt), sampling))
 
-    def turn(self, fail: bool = False) -> bool:
-        """One turn of the engine's loop. False if nothing is under way."""
+    def loop(self, fail: bool = False) -> bool:
+        """One pass of the engine's loop. False if no step is in flight."""
         produced = self.core.expire()
         while self.core.begin():
             self.clock.now_s += 0.001
@@ -90,12 +91,12 @@ class Recorded:
 
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
         """The same result, but the logits of one sequence were not finite."""
-        handles = [sequence.handle for sequence in self.scheduler.awaited]
+        handles = [sequence.handle for sequence in self.scheduler.in_flight.awaited]
         return msgspec.structs.replace(output, failed=[(handles[0], "not finite")]) if handles else output
 
     def drain(self) -> None:
         for _ in range(3000):
-            if not self.turn() and not self.scheduler.has_requests():
+            if not self.loop() and not self.scheduler.has_requests():
                 return
         raise AssertionError("requests are left that make no progress")
 
@@ -117,7 +118,7 @@ class Recorded:
                 self.core.describe(tuple(names))
             self.clock.now_s += rng.random() / 20
             for _ in range(rng.randint(0, 3)):
-                self.turn(fail=rng.random() < 0.03)
+                self.loop(fail=rng.random() < 0.03)
 
     def _random_arrival(self, rng: random.Random, name: str, longest: int) -> None:
         prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
@@ -147,7 +148,7 @@ class Recorded:
         )
         try:
             self.core.add(b"client", message)
-        except RequestError:  # too many beams for the seats, or too long with its output
+        except RequestError:  # more beams than max_num_seqs, or too long with its output
             pass
 
     def _random_fork(self, rng: random.Random, parent: str, child: str) -> None:
@@ -187,8 +188,8 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
             )
             for sequence in [*scheduler.running, *scheduler.waiting]
         ],
-        (scheduler.step, scheduler.num_arrived, scheduler.rates),
-        tuple(getattr(scheduler.counters, name) for name in type(scheduler.counters).__slots__),
+        (scheduler.step, scheduler.queues.num_arrived, scheduler.rates),
+        [getattr(scheduler.counters, name) for name in COUNTED],
     )
 
 

@@ -1,6 +1,6 @@
 """A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.engine.blocks.groups import make_groups
@@ -8,8 +8,8 @@ from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.plan import Options, Produced
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.queues import Options
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -28,7 +28,7 @@ class Rig:
         block_size: int = 4,
         caching: bool = True,
         *,
-        windows: Seq[int | None] = (None,),
+        windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         max_swap_blocks: int = 10**9,
         depth: int = 1,
@@ -36,7 +36,7 @@ class Rig:
         **options: int | bool | str,
     ) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
-        self.notes: list[tuple[str, dict[str, int | str]]] = []
+        self.decisions: list[tuple[str, dict[str, int | str]]] = []
         self.kv = KVCacheManager(
             BlockPool(num_blocks, caching),
             make_groups(windows, block_size),
@@ -45,13 +45,12 @@ class Rig:
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
-        note = lambda code, _sequence, numbers: self.notes.append((code, numbers))  # noqa: E731
-        self.scheduler = Scheduler(self.kv, Options(**options), policy, note)  # type: ignore[arg-type]
-        seats = int(options["max_num_seqs"])
-        self.worker = SimulatedWorker(num_blocks, block_size, seats, VOCAB, windows, num_host_blocks)
+        decided = lambda code, _sequence, numbers: self.decisions.append((code, numbers))  # noqa: E731
+        self.scheduler = Scheduler(self.kv, Options(**options), policy, decided)  # type: ignore[arg-type]
+        slots = int(options["max_num_seqs"])
+        self.worker = SimulatedWorker(num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.max_swap_blocks = max_swap_blocks
         self.depth = depth
-        self.in_flight = 0
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
 
@@ -71,23 +70,25 @@ class Rig:
         self.scheduler.add(request)
         return request
 
+    def abort(self, name: str) -> None:
+        self.scheduler.branching.end_samples(self.scheduler.requests[name], (), "abort")
+
     def output(self, name: str, index: int = 0) -> list[int]:
         return self.outputs.get((name, index), [])
 
     def step(self) -> list[Produced]:
-        while self.in_flight < self.depth and (plan := self.scheduler.schedule()) is not None:
-            moved = sum(op != BlockOp.COPY for op, _, _ in plan.block_ops)
+        in_flight = self.scheduler.in_flight
+        while len(in_flight) < self.depth and (output := self.scheduler.schedule()) is not None:
+            moved = sum(op != BlockOp.COPY for op, _, _ in output.block_ops)
             assert moved <= self.max_swap_blocks, "the bound of a step's stall"
-            self.worker.submit(plan)
+            self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
-            self.in_flight += 1
-        assert self.in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
-        output = self.worker.poll()
-        if output is None:
+        assert in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
+        result = self.worker.poll()
+        if result is None:
             return []
-        self.in_flight -= 1
-        produced = self.scheduler.update(output)
+        produced = self.scheduler.update(result)
         for item in produced:
             self.record(item)
         self.scheduler.check_integrity()
@@ -105,7 +106,7 @@ class Rig:
     def drain(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
-                while self.in_flight:
+                while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0
                 assert self.kv.host is None or self.kv.host.pool.num_used == 0

@@ -1,8 +1,7 @@
 """A worker without a model: it keeps a fake KV cache and checks, position by position, that the engine's block tables
 lead every sequence to exactly its own history. The next token is a hash of all tokens before it and the sample."""
 
-from collections import deque
-from collections.abc import Sequence as Seq
+from collections import abc, deque
 from hashlib import blake2b
 
 from vllm_lite.protocol.api import TokenLogprobs
@@ -27,13 +26,13 @@ Slot = tuple[int, tuple[int, ...]]
 """What one position of a block holds: the group, and the whole prefix it was computed from."""
 
 
-def next_token(tokens: Seq[int], vocab_size: int, child: int = 0) -> int:
+def next_token(tokens: abc.Sequence[int], vocab_size: int, child: int = 0) -> int:
     """What the simulated model says after `tokens`; samples of one prompt differ."""
     data = b"".join(token.to_bytes(4, "little") for token in (child, *tokens))
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
 
 
-def candidates(tokens: Seq[int], vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
+def candidates(tokens: abc.Sequence[int], vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
     """The likeliest next tokens of the simulated model, with logprobs that no two tokens share."""
     scores = {
         token: -int.from_bytes(blake2b(repr((token, *tokens)).encode(), digest_size=4).digest(), "little") / 2**30
@@ -67,7 +66,7 @@ class SimulatedWorker:
         block_size: int,
         max_num_seqs: int = 10**9,
         vocab_size: int = 50,
-        windows: Seq[int | None] = (None,),
+        windows: abc.Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
@@ -116,7 +115,7 @@ class SimulatedWorker:
                 counts.append(len(sampled))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled)
         reply = ModelOutput(
-            output.epoch,
+            output.generation,
             output.step,
             pack_tokens(tokens),
             counts if any(count > 1 for count in counts) else None,
@@ -180,7 +179,7 @@ class SimulatedWorker:
         history.append(entry.block_ids)
 
     def _draft(self, history: History, max_drafts: int) -> list[int]:
-        """Guesses that are right two times out of three."""
+        """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
         for _ in range(max_drafts):
             right = next_token(tokens, self.vocab_size, history.sampling.child)

@@ -174,6 +174,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
     ] = None
+    kv_cache_metrics: Annotated[
+        bool, Meta(description="measure how long cached KV blocks live, lie idle and wait to be used again")
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        float, Meta(gt=0, le=1, description="share of the KV blocks that kv_cache_metrics follows")
+    ] = 0.01
 
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"],
@@ -430,9 +436,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker process is started with: where its engine listens, and who it is."""
+    """What a worker process is started with: where its engine listens, its rank, and which life of the group it is in.
+
+    `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
+    """
 
     config: ResolvedConfig
     address: str
     rank: int
-    epoch: int
+    generation: int
+    keys: str | None = None

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.driver import BLOCK, EPOCH, GREEDY, NUM_BLOCKS, WARM, Driver, expected, make_prompt, new_request
+from tests.driver import BLOCK, GENERATION, GREEDY, NUM_BLOCKS, WARM, Driver, expected, make_prompt, new_request
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.step import (
     BlockOp,
@@ -266,9 +266,9 @@ def test_progress_grows_in_every_layer(driver: Driver) -> None:
     assert driver.progress.count == count + 2 + 1, "two layers and the step"
 
 
-def test_a_step_of_another_epoch_is_refused(driver: Driver) -> None:
-    with pytest.raises(ProtocolError, match="epoch 4, this worker's is 3"):
-        driver.worker.execute(SchedulerOutput(EPOCH + 1, 1, [], []))
+def test_a_step_of_another_generation_is_refused(driver: Driver) -> None:
+    with pytest.raises(ProtocolError, match="generation 4, this worker's is 3"):
+        driver.worker.execute(SchedulerOutput(GENERATION + 1, 1, [], []))
 
 
 def test_a_step_beyond_the_budget_is_refused(driver: Driver) -> None:

@@ -34,7 +34,7 @@ from vllm_lite.worker import process
 
 DEADLINE_S = scaled(60.0)
 """Of every wait; nothing here takes a tenth of it on an idle machine."""
-EPOCH = 11
+GENERATION = 11
 
 M = TypeVar("M")
 
@@ -75,7 +75,7 @@ class Engine:
     def start_up(self) -> Ready:
         self.receive(WorkerHello)
         ready = self.receive(Ready)
-        self.send(Start(EPOCH, ready.num_blocks, 0))
+        self.send(Start(GENERATION, ready.num_blocks, 0))
         assert self.receive(Started).swap_blocks_per_s == 0, "there is no host pool"
         return ready
 
@@ -106,7 +106,7 @@ def settings_for(model: Path, address: str, **overrides: Any) -> WorkerSettings:
         config = config.resolve(max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=path)
     else:
         config = config.resolve(max_position_embeddings=8, dtype="float32", model_path=path)
-    return WorkerSettings(config, address, 0, EPOCH)
+    return WorkerSettings(config, address, 0, GENERATION)
 
 
 @pytest.fixture
@@ -122,10 +122,10 @@ def engine(request: pytest.FixtureRequest, ipc: str) -> Iterator[Engine]:
     engine.listener.close()
 
 
-def prompt_step(step: int, epoch: int = EPOCH) -> SchedulerOutput:
+def prompt_step(step: int, generation: int = GENERATION) -> SchedulerOutput:
     prompt = [5, 6, 7, 8, 9]
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, logprobs=1)
-    return SchedulerOutput(epoch, step, [], [NewRequest(0, pack_tokens(prompt), 5, sampling, 0, 0, 5, [[1]])])
+    return SchedulerOutput(generation, step, [], [NewRequest(0, pack_tokens(prompt), 5, sampling, 0, 0, 5, [[1]])])
 
 
 def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
@@ -135,17 +135,17 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
     assert (hello.version, hello.model, hello.rank) == (PROTOCOL_VERSION, settings.config.model, 0)
     assert hello.pid == os.getpid()
     assert engine.receive(Ready).num_blocks == 20
-    engine.send(Start(EPOCH, 20, 6))
+    engine.send(Start(GENERATION, 20, 6))
     assert engine.receive(Started).swap_blocks_per_s > 100
 
     engine.send(prompt_step(1))
     first = engine.receive(ModelOutput)
-    assert (first.epoch, first.step, len(unpack_tokens(first.tokens))) == (EPOCH, 1, 1)
+    assert (first.generation, first.step, len(unpack_tokens(first.tokens))) == (GENERATION, 1, 1)
     assert first.logprobs is not None
     for step in (2, 3):  # two in flight
-        engine.send(SchedulerOutput(EPOCH, step, [], [Continue(0, 1, [])]))
+        engine.send(SchedulerOutput(GENERATION, step, [], [Continue(0, 1, [])]))
     assert [engine.receive(ModelOutput).step for _ in range(2)] == [2, 3]
-    engine.send(SchedulerOutput(EPOCH, 4, [], [Finish(0)]))
+    engine.send(SchedulerOutput(GENERATION, 4, [], [Finish(0)]))
     assert engine.receive(ModelOutput).tokens == b""
 
     engine.send(Shutdown())
@@ -190,9 +190,9 @@ def test_a_bad_model_is_the_users_fault(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (prompt_step(1, epoch=EPOCH + 1), "epoch"),
-        (SchedulerOutput(EPOCH, 1, [], [Continue(77, 1, [])]), "handle 77"),
-        (Start(EPOCH, 20, 0), "expected a SchedulerOutput, got Start"),
+        (prompt_step(1, generation=GENERATION + 1), "generation"),
+        (SchedulerOutput(GENERATION, 1, [], [Continue(77, 1, [])]), "handle 77"),
+        (Start(GENERATION, 20, 0), "expected a SchedulerOutput, got Start"),
     ],
 )
 def test_what_cannot_be_run_ends_it_with_the_reason(
@@ -214,7 +214,7 @@ def test_memory_that_is_not_there_is_said_with_its_flags(
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.receive(WorkerHello)
     engine.receive(Ready)
-    engine.send(Start(EPOCH, *sizes))
+    engine.send(Start(GENERATION, *sizes))
     failed = engine.receive(Failed)
     assert (failed.kind, failed.bad_input) == ("ConfigError", True)
     for words in ("GiB of KV cache on cpu (--num-gpu-blocks-override 20)", "(--swap-space 0) cannot be allocated: "):
@@ -261,7 +261,7 @@ def test_a_process_serves_and_ends(ipc: str, tiny_checkpoint: Path) -> None:
     try:
         assert engine.receive(WorkerHello).pid == child.pid
         engine.receive(Ready)
-        engine.send(Start(EPOCH, 20, 0))
+        engine.send(Start(GENERATION, 20, 0))
         engine.receive(Started)
         engine.send(prompt_step(1))
         assert len(engine.receive(ModelOutput).tokens) == 4

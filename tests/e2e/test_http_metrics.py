@@ -66,6 +66,9 @@ HISTOGRAMS = (
     "vllm:time_per_output_token_seconds",
     "vllm:iteration_tokens_total",
     "vllm_lite:iteration_tokens",
+    "vllm:kv_block_lifetime_seconds",
+    "vllm:kv_block_idle_before_evict_seconds",
+    "vllm:kv_block_reuse_gap_seconds",
 )
 
 
@@ -75,6 +78,7 @@ def server() -> Iterator[Server]:
         flags = ["--address", short_socket(Path(folder)), "--api-key", KEY, "--public-metrics"]
         flags += ["--served-model-name", NAME, "another", "--max-num-seqs", "2"]
         flags += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        flags += ["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"]
         with serving(*flags) as server:
             yield server
 
@@ -178,6 +182,7 @@ def test_values_move_as_the_requests_say(server: Server, http: httpx.Client) -> 
     assert cached == [0, 32, 16]
     assert moved(before, after, "vllm:prefix_cache_hits_total") == sum(cached)
     assert moved(before, after, "vllm:prefix_cache_queries_total") == 101
+    assert moved(before, after, "vllm:kv_block_reuse_gap_seconds_count") >= sum(cached) // BLOCK_SIZE
     assert moved(before, after, "vllm:request_success_total", finished_reason="length") == 3
     for name in PER_REQUEST:
         assert moved(before, after, name + "_count") == 3, name

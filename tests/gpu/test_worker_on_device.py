@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.driver import EPOCH, Driver, make_prompt, new_request
+from tests.driver import GENERATION, Driver, make_prompt, new_request
 from tests.plays import Play, graphs_of
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig, ResolvedConfig
@@ -141,8 +141,10 @@ def test_what_the_profile_promises_is_there(bf16_checkpoint: Path, monkeypatch: 
     ready = worker.load()
     total = torch.cuda.mem_get_info()[1]
     assert 0.02 * total < ready.num_blocks * ready.block_bytes < 0.1 * total
-    worker.start(Start(EPOCH, ready.num_blocks, 16))
-    assert worker.execute(SchedulerOutput(EPOCH, 1, [], [new_request(0, make_prompt(400), list(range(1, 27)))])).tokens
+    worker.start(Start(GENERATION, ready.num_blocks, 16))
+    assert worker.execute(
+        SchedulerOutput(GENERATION, 1, [], [new_request(0, make_prompt(400), list(range(1, 27)))])
+    ).tokens
     free = torch.cuda.mem_get_info()[0]
     assert total - free < 0.15 * total
 

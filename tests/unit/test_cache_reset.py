@@ -7,7 +7,6 @@ import pytest
 
 from tests.recorded import Recorded, agrees
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.cache_reset import reset_cache
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol.api import PrefixCacheReset
 from vllm_lite.trace import records
@@ -33,7 +32,7 @@ def test_what_nobody_holds_is_forgotten() -> None:
     rig.add("a", PROMPT, max_tokens=3)
     rig.drain()
     assert cached_ids(rig) == [1, 2, 3]
-    assert reset_cache(rig.scheduler) == PrefixCacheReset(3, 0, 0)
+    assert rig.scheduler.reset_prefix_cache() == PrefixCacheReset(3, 0, 0)
     assert cached_ids(rig) == []
     assert cached_tokens(rig, "b", PROMPT) == 0
     assert cached_tokens(rig, "c", PROMPT) == 11
@@ -44,7 +43,7 @@ def test_what_somebody_holds_is_not_found_either_and_stays_his() -> None:
     rig.add("a", PROMPT, max_tokens=20)
     rig.step()
     rig.step()
-    assert reset_cache(rig.scheduler) == PrefixCacheReset(3, 0, 1)
+    assert rig.scheduler.reset_prefix_cache() == PrefixCacheReset(3, 0, 1)
     rig.scheduler.check_integrity()
     later = rig.add("b", PROMPT, max_tokens=4)
     rig.step()
@@ -61,7 +60,7 @@ def test_a_window_does_not_find_what_comes_behind_the_reset() -> None:
     rig = Rig(num_blocks=40, windows=(5,))
     rig.add("a", PROMPT, max_tokens=30)
     rig.step()
-    reset_cache(rig.scheduler)
+    rig.scheduler.reset_prefix_cache()
     rig.drain()
     assert cached_tokens(rig, "b", [*PROMPT, *expected(PROMPT, 28)]) == 0
 
@@ -74,11 +73,11 @@ def test_what_is_swapped_does_not_come_back_into_the_cache(when: str) -> None:
         rig.add(name, prompt, max_tokens=24)
     rig.step()
     if when == "before":
-        assert reset_cache(rig.scheduler).num_live == 2
+        assert rig.scheduler.reset_prefix_cache().num_live == 2
     while not rig.scheduler.counters.swaps:
         rig.step()
     if when == "behind":
-        done = reset_cache(rig.scheduler)
+        done = rig.scheduler.reset_prefix_cache()
         assert done.num_live == 2
         assert done.num_host_blocks > 0
     rig.drain()
@@ -93,8 +92,8 @@ def test_demoted_blocks_are_forgotten_on_the_host() -> None:
     rig.drain()
     rig.add("b", list(range(20, 36)), max_tokens=2)
     rig.drain()
-    assert rig.kv.stats.demoted > 0
-    assert reset_cache(rig.scheduler).num_host_blocks > 0
+    assert rig.kv.counters.demoted_blocks > 0
+    assert rig.scheduler.reset_prefix_cache().num_host_blocks > 0
     assert cached_tokens(rig, "c", PROMPT) == 0
 
 
@@ -102,7 +101,7 @@ def test_forks_and_samples_go_on_sharing() -> None:
     rig = Rig(num_blocks=40)
     rig.add("a", PROMPT, max_tokens=8, n=2)
     rig.step()
-    reset_cache(rig.scheduler)
+    rig.scheduler.reset_prefix_cache()
     rig.drain()
     for index in range(2):
         assert rig.output("a", index) == expected(PROMPT, 8, child=index)
@@ -112,7 +111,7 @@ def test_without_a_cache_nothing_happens() -> None:
     rig = Rig(caching=False)
     rig.add("a", PROMPT)
     rig.step()
-    assert reset_cache(rig.scheduler) == PrefixCacheReset(0, 0, 1)
+    assert rig.scheduler.reset_prefix_cache() == PrefixCacheReset(0, 0, 1)
     rig.drain()
 
 
@@ -121,7 +120,7 @@ def test_a_trace_holds_it(tmp_path: Path) -> None:
     recorded = Recorded(trace, 14, num_host_blocks=20, preemption_mode="swap", max_num_seqs=4)
     recorded.random_work(random.Random(5), 20)
     recorded.add("watched", PROMPT, max_tokens=9, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     recorded.core.reset_prefix_cache()
     recorded.random_work(random.Random(6), 20)
     recorded.drain()

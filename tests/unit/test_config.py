@@ -181,6 +181,7 @@ BAD_VALUES = [
     ("log_level", "loud"),
     ("enable_prefix_caching", "perhaps"),
     ("prefix_hash_seed", "x" * 65),
+    ("kv_cache_metrics_sample", 0),
     ("seed", -1),
     ("model", 3),
     ("gpu_memory_utilization", 0),

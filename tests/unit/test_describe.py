@@ -111,7 +111,7 @@ def test_looking_changes_nothing() -> None:
     recorded = Recorded(None, 10)
     recorded.add("a", list(range(20)), max_tokens=12, ignore_eos=True)
     recorded.add("b", list(range(20, 40)), max_tokens=8, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     before = state_of(recorded.scheduler)
     (a, b) = recorded.core.describe(("a", "unknown", "b")).requests
     assert state_of(recorded.scheduler) == before

@@ -1,4 +1,4 @@
-"""The engine process and its clients, turn by turn: whose stream it is, how it ends, and what one client may take."""
+"""The engine process and its clients, pass by pass: whose stream it is, how it ends, and what one client may take."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_core import make_core
 from vllm_lite.config import EngineConfig, EngineSettings
-from vllm_lite.engine.client_port import MAX_TURN_MESSAGES, MAX_TURN_S
+from vllm_lite.engine.client_port import MAX_PASS_MESSAGES, MAX_PASS_S
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
@@ -81,9 +81,9 @@ class Engine:
         self.clients.append(client)
         return client
 
-    def turn(self, count: int = 1) -> None:
+    def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._turn(self.core, self.core._executor)
+            self.process._serve_once(self.core, self.core._executor)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:
@@ -91,7 +91,7 @@ class Engine:
 
     def drain(self) -> None:
         for _ in range(200):
-            self.turn()
+            self.loop()
             if not self.core.scheduler.has_requests():
                 return
         raise AssertionError("the requests do not end")
@@ -116,10 +116,10 @@ def engine() -> Iterator[Engine]:
 def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine: Engine) -> None:
     first, second = engine.client(b"first"), engine.client(b"second")
     first.say(Generate("r", PROMPT, PARAMS))
-    engine.turn(6)
+    engine.loop(6)
     assert first.got["r", 0]
     second.say(Generate("r", PROMPT, PARAMS))
-    engine.turn(2)
+    engine.loop(2)
     (end,) = first.ends
     seen = len(first.got["r", 0])
     assert (end.reason, end.error) == ("error", "another client took over request 'r' by sending it again")
@@ -133,7 +133,7 @@ def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine:
 def test_other_parameters_are_refused_and_the_stream_goes_on(engine: Engine) -> None:
     first, second = engine.client(b"first"), engine.client(b"second")
     first.say(Generate("r", PROMPT, PARAMS))
-    engine.turn(3)
+    engine.loop(3)
     second.say(Generate("r", PROMPT, PARAMS.clone(max_tokens=5)))
     engine.drain()
     (refusal,) = second.ends
@@ -145,7 +145,7 @@ def test_other_parameters_are_refused_and_the_stream_goes_on(engine: Engine) -> 
 def test_its_own_client_may_send_a_request_again(engine: Engine) -> None:
     client = engine.client(b"only")
     client.say(Generate("r", PROMPT, PARAMS))
-    engine.turn(5)
+    engine.loop(5)
     have = client.got["r", 0][:2]
     client.say(Generate("r", PROMPT, PARAMS, len(have), pack_tokens(have)))
     engine.drain()
@@ -155,10 +155,10 @@ def test_its_own_client_may_send_a_request_again(engine: Engine) -> None:
 def test_named_samples_end_once_and_the_others_go_on(engine: Engine) -> None:
     client, stranger = engine.client(b"client"), engine.client(b"stranger")
     client.say(Generate("r", PROMPT, PARAMS.clone(n=4)))
-    engine.turn(5)
+    engine.loop(5)
     stranger.say(Abort("r", samples=(2,)))
     client.say(Abort("r", stopped=True, samples=(1, 3)), Abort("r", samples=(1,)))
-    engine.turn()
+    engine.loop()
     assert [(end.index, end.reason, end.start) for end in client.ends] == [
         (sample, "abort", len(client.got["r", sample])) for sample in (1, 3)
     ]
@@ -171,10 +171,10 @@ def test_samples_that_never_came_into_being_end_as_well(engine: Engine) -> None:
     engine.core = make_core(num_blocks=41, max_num_batched_tokens=16)
     client = engine.client(b"client")
     client.say(Generate("r", pack_tokens([1] * 60), PARAMS.clone(n=3)))
-    engine.turn()
+    engine.loop()
     assert engine.core.scheduler.requests["r"].unforked == [1, 2]
     client.say(Abort("r"))
-    engine.turn()
+    engine.loop()
     assert [(end.index, end.reason) for end in client.ends] == [(index, "abort") for index in range(3)]
 
 
@@ -183,14 +183,14 @@ def test_samples_that_never_came_into_being_end_as_well(engine: Engine) -> None:
 
 def test_a_flood_is_read_in_turns_and_the_others_are_served_between(engine: Engine) -> None:
     flood, quiet = engine.client(b"flood"), engine.client(b"quiet")
-    engine.turn()
+    engine.loop()
     flood.say(*[Ping()] * 1000)
     quiet.say(Generate("r", PROMPT, PARAMS))
-    engine.turn()
+    engine.loop()
     answers = [message for message in flood.other if isinstance(message, Heartbeat)]
-    assert len(answers) == MAX_TURN_MESSAGES - 1, "the other client's message was among the first"
+    assert len(answers) == MAX_PASS_MESSAGES - 1, "the other client's message was among the first"
     assert wait(0.0, engine.port), "what is left ends the wait for more"
-    engine.turn(20)
+    engine.loop(20)
     assert len(quiet.got["r", 0]) >= 19
     assert [type(message) for message in flood.other[1:]] == [Heartbeat] * 1000
     assert not wait(0.0, engine.port)
@@ -198,33 +198,33 @@ def test_a_flood_is_read_in_turns_and_the_others_are_served_between(engine: Engi
 
 def test_messages_that_take_long_are_fewer_in_a_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     flood = engine.client(b"flood")
-    engine.turn()
+    engine.loop()
     stats = engine.core.stats
 
     def slow(*args: Any) -> Stats:
-        engine.now_s += 0.6 * MAX_TURN_S
+        engine.now_s += 0.6 * MAX_PASS_S
         return stats(*args)
 
     monkeypatch.setattr(engine.core, "stats", slow)
     flood.say(*[GetStats()] * 20)
     for number in range(1, 11):
-        engine.turn()
+        engine.loop()
         assert len(flood.other) == 1 + 2 * number
 
 
 def test_garbage_counts_as_well(engine: Engine) -> None:
     flood = engine.client(b"flood")
-    engine.turn()
+    engine.loop()
     for _ in range(200):
         flood.connection.send(b"\xc1")
-    engine.turn()
-    assert engine.port.malformed == MAX_TURN_MESSAGES
+    engine.loop()
+    assert engine.port.malformed == MAX_PASS_MESSAGES
 
 
 def test_a_message_nested_without_end_costs_its_sender_alone(engine: Engine) -> None:
     sender, other = engine.client(b"sender"), engine.client(b"other")
     other.say(Generate("r", PROMPT, PARAMS))
-    engine.turn()
+    engine.loop()
     nested = b"\x81\xaaextra_args\x81\xa1x" + b"\x91" * 100_000 + b"\x90"
     sender.connection.send(b"\x94\xa8generate\xa1x\xc4\x00" + nested)
     engine.drain()
@@ -237,7 +237,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     monkeypatch.setattr("vllm_lite.engine.client_port.MAX_OWED", 100)
     flood, other = engine.client(b"flood"), engine.client(b"other")
     other.say(Generate("r", PROMPT, PARAMS))
-    engine.turn()
+    engine.loop()
     deliver = engine.port.listener.send
     monkeypatch.setattr(
         engine.port.listener, "send", lambda peer, data: Delivery.BUSY if peer == b"flood" else deliver(peer, data)
@@ -245,9 +245,9 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     flood.say(*(Generate(f"r{number}", b"", PARAMS) for number in range(400)))
     owed = []
     for _ in range(10):
-        engine.turn()
+        engine.loop()
         owed.append(len(engine.port._clients.get(b"flood", ())))
-    assert max(owed) <= 100 + MAX_TURN_MESSAGES
+    assert max(owed) <= 100 + MAX_PASS_MESSAGES
     assert b"flood" not in engine.port._clients
     engine.drain()
     assert [end.reason for end in other.ends] == ["length"]
@@ -255,7 +255,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
 
 def test_everybody_who_waited_for_an_engine_that_cannot_start_is_told(engine: Engine) -> None:
     engine.port._welcome = None
-    for number in range(3 * MAX_TURN_MESSAGES):
+    for number in range(3 * MAX_PASS_MESSAGES):
         engine.client(b"%d" % number)
     assert engine.port.refuse_all("no model", bad_input=True)
     for client in engine.clients:

@@ -55,16 +55,16 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
     stop = Wakeup()
     core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0, has_requests=lambda: True), expire=fail)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
-    told: list[str] = []
+    sent: list[str] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))
-    monkeypatch.setattr(engine._port, "say_dying", told.append)
+    monkeypatch.setattr(engine._port, "say_dying", sent.append)
     try:
         with pytest.raises(RuntimeError, match="lost a block"):
             engine._serve(cast("EngineCore", core), cast("Executor", None))
     finally:
         engine._port.close()
         stop.close()
-    assert told == ["the engine failed: RuntimeError('the scheduler lost a block')"]
+    assert sent == ["the engine failed: RuntimeError('the scheduler lost a block')"]
 
 
 def test_no_collection_looks_at_what_is_made_to_last() -> None:

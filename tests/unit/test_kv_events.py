@@ -73,15 +73,15 @@ def cached_in(recorded: Recorded) -> set[tuple[Any, int]]:
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
-    """At every turn of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
+    """At every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
     batches: list[bytes] = []
     recorded = Recorded(None, 18, windows, num_host_blocks, preemption_mode="swap")
     events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
     consumer, rng = Consumer(), random.Random(7)
-    turn = recorded.turn
+    loop = recorded.loop
 
     def watched(fail: bool = False) -> bool:
-        went_on = turn(fail)
+        went_on = loop(fail)
         events.flush(1.0)
         for payload in batches:
             consumer.take(payload)
@@ -89,7 +89,7 @@ def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_ho
         assert consumer.cached == cached_in(recorded)
         return went_on
 
-    recorded.turn = watched  # type: ignore[method-assign]
+    recorded.loop = watched  # type: ignore[method-assign]
     recorded.random_work(rng, 120)
     recorded.drain()
     assert len(consumer.parents) > len(consumer.cached) > 0
@@ -104,7 +104,7 @@ def test_blocks_of_one_prompt_are_one_event_with_its_tokens() -> None:
     events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
     prompt = list(range(14))
     recorded.add("a", prompt, max_tokens=1)
-    recorded.turn()
+    recorded.loop()
     events.flush(2.5)
     events.flush(2.6)  # nothing is new, so nothing is told
     ((stamp, (event,), _),) = (msgspec.msgpack.decode(payload) for payload in batches)
@@ -114,7 +114,7 @@ def test_blocks_of_one_prompt_are_one_event_with_its_tokens() -> None:
     consumer.take(batches[0])
     assert consumer.prefix_of(event[1][2]) == prompt[:12]
     recorded.add("b", [*prompt[:12], 40, 41, 42, 43, 44], max_tokens=1)
-    recorded.turn()
+    recorded.loop()
     events.flush(3.0)
     consumer.take(batches[1])
     (event,) = msgspec.msgpack.decode(batches[1])[1]
@@ -173,7 +173,7 @@ def test_events_as_maps_name_their_fields() -> None:
 def test_nothing_is_watched_unless_asked_for() -> None:
     recorded = Recorded(None)
     assert recorded.core.kv.on_store is None
-    assert recorded.core.kv.pool.observer is None
+    assert recorded.core.kv.pool.observers == []
 
 
 # ---- over sockets
@@ -208,7 +208,7 @@ class Wire:
         """Publish until the subscription has arrived, then read what came."""
         for _ in range(500):
             self.recorded.core.kv.pool.reset_cache()
-            self.stream.turn(1.0)
+            self.stream.serve(1.0)
             if self.subscriber.poll(10):
                 while self.subscriber.poll(0):
                     self.subscriber.recv_multipart()
@@ -229,7 +229,7 @@ class Wire:
         self.client.send_multipart([b"", start.to_bytes(8, "big")])
         deadline_s = time.monotonic() + PATIENCE_MS / 1000
         while not self.client.poll(10):
-            self.stream.turn(1.0)
+            self.stream.serve(1.0)
             assert time.monotonic() < deadline_s, "no answer"
         found: list[tuple[int, bytes]] = []
         while True:
@@ -260,10 +260,10 @@ def test_a_subscriber_rebuilds_the_cache_and_replay_repeats_it(wire: Wire, tmp_p
     rng = random.Random(4)
     for index in range(30):
         wire.recorded.add(f"r{index}", [rng.randint(1, 2) for _ in range(rng.randint(1, 20))], max_tokens=5)
-        wire.recorded.turn()
-        wire.stream.turn(float(index))
+        wire.recorded.loop()
+        wire.stream.serve(float(index))
     wire.recorded.drain()
-    wire.stream.turn(99.0)
+    wire.stream.serve(99.0)
     count = wire.stream._publisher.next_number - before
     batches = wire.heard(count)
     assert [number for number, _ in batches] == list(range(before, before + count))
@@ -283,7 +283,7 @@ def test_garbage_on_the_replay_socket_is_not_answered(wire: Wire) -> None:
         for frames in ([b"x"], [b"", b"short"], [b"", b"x" * 60], [b"a", b"b", b"c", b"d"]):
             rude.send_multipart(frames)
         time.sleep(0.05)
-        wire.stream.turn(1.0)
+        wire.stream.serve(1.0)
         assert not rude.poll(50)
     assert wire.replayed(10**6) == []
 

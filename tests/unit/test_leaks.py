@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import VOCAB, Rig
-from vllm_lite.engine import branching
 from vllm_lite.engine.policy import Fair
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate
@@ -40,7 +39,7 @@ def disturb(rig: Rig, rng: random.Random, name: str) -> None:
         return
     victim = requests[rng.choice(list(requests))]
     if rng.random() < 0.5:
-        rig.scheduler.abort(victim.request_id)
+        rig.abort(victim.request_id)
     elif victim.beam is None and victim.num_samples == 1:
         parent = victim.sequences[0]
         have = rng.randint(0, parent.num_output)
@@ -50,7 +49,7 @@ def disturb(rig: Rig, rng: random.Random, name: str) -> None:
         child = Request(message, b"client", victim.max_len, frozenset())
         rig.outputs[name, 0] = tokens[parent.num_prompt :].tolist()
         if child.num_tokens < child.max_len:
-            branching.fork_request(rig.scheduler, victim, child)
+            rig.scheduler.branching.fork_request(victim, child)
 
 
 @pytest.mark.timeout(3600)
@@ -69,7 +68,7 @@ def test_nothing_is_held_when_everybody_has_gone(windows: tuple[int | None, ...]
         max_num_seqs=6,
         max_num_batched_tokens=24,
     )
-    rig.notes.clear()
+    rig.decisions.clear()
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(5)]
     for number in range(NUM_REQUESTS // 6 + 1):
         submit(rig, rng, f"r{number}", prefixes)
@@ -81,8 +80,8 @@ def test_nothing_is_held_when_everybody_has_gone(windows: tuple[int | None, ...]
             rig.drain()
             rig.outputs.clear()
             rig.reasons.clear()
-            rig.notes.clear()
-            assert rig.worker.resident == set() or rig.scheduler.changes
+            rig.decisions.clear()
+            assert rig.worker.resident == set() or rig.scheduler.queues.entries
     rig.drain()
     counters = rig.scheduler.counters
     assert counters.preemptions > 0

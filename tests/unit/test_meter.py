@@ -1,8 +1,8 @@
 """What the engine measures: every value against a clock that only the test moves."""
 
+import copy
 import random
-from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections import abc, defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +13,13 @@ from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
+from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
-from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.api import ForkRequest, Generate, Histogram
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.runtime.metrics import FIRST_TOKEN_S, Histogram, one_two_five
 
 VOCAB = 50
 
@@ -37,7 +37,7 @@ class Bench:
         self.core = EngineCore(config, ready, self.worker, sizes, 3, clock=lambda: self.now_s)  # type: ignore[arg-type]
         self.got: list[tuple[float, list[Produced]]] = []
 
-    def add(self, name: str, prompt: Seq[int], max_tokens: int = 5, **params: Any) -> None:
+    def add(self, name: str, prompt: abc.Sequence[int], max_tokens: int = 5, **params: Any) -> None:
         params = {"ignore_eos": True, **params}
         self.core.add(b"c", Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params)))
 
@@ -64,11 +64,11 @@ class Bench:
 
     @property
     def stats(self) -> api.Stats:
-        return self.core.stats()
+        return copy.deepcopy(self.core.stats())
 
     @property
-    def measured(self) -> api.Measured:
-        measured = self.stats.measured
+    def measured(self) -> api.RequestHistograms:
+        measured = self.stats.requests
         assert measured is not None
         return measured
 
@@ -78,18 +78,18 @@ def count(histogram: api.Histogram) -> int:
     return sum(histogram.counts)
 
 
-def made_of(*values: float, bounds: Seq[float]) -> api.Histogram:
-    histogram = Histogram(bounds)
+def made_of(*values: float, bounds: tuple[float, ...]) -> api.Histogram:
+    histogram = Histogram.over(bounds)
     for value in values:
         histogram.observe(value)
-    return api.Histogram(list(bounds), histogram.counts, pytest.approx(histogram.sum))  # type: ignore[arg-type]
+    return Histogram(bounds, histogram.counts, pytest.approx(histogram.sum))  # type: ignore[arg-type]
 
 
 # ---- histograms
 
 
 def test_a_value_belongs_to_the_first_bound_that_it_does_not_exceed() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = Histogram.over((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.1):
         histogram.observe(value)
     histogram.observe(1.5, times=3)
@@ -117,7 +117,7 @@ def test_a_request_is_measured_from_arrival_to_end() -> None:
         assert bench.finish() == 1
         bench.begin()
     measured = bench.measured
-    assert measured.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert bench.stats.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert measured.first_token_s == made_of(3.0, bounds=FIRST_TOKEN_S)
     for name, value in {
         "queue_s": 1.0,
@@ -197,7 +197,7 @@ def test_what_is_aborted_while_it_waits_has_waited_all_the_time() -> None:
     bench.core.abort("waits")
     stats, measured = bench.stats, bench.measured
     assert (stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.cache_queries) == (1, 0, 3, 3)
-    assert measured.ended_by["abort"] == 1
+    assert bench.stats.ended_by["abort"] == 1
     assert (count(measured.queue_s), measured.queue_s.sum, measured.whole_s.sum) == (1, 4.0, 4.0)
     assert (count(measured.prompt_tokens), measured.output_tokens.sum) == (1, 0.0)
     assert count(measured.prefill_s) == count(measured.decode_s) == count(measured.inference_s) == 0
@@ -214,7 +214,7 @@ def test_what_leaves_gives_its_blocks_back_without_another_step() -> None:
     assert (bench.stats.num_used_blocks, bench.stats.steps) == (used // 2, steps)
     bench.core.abort("b", stopped=True)
     assert (bench.stats.num_used_blocks, bench.stats.num_running, bench.stats.steps) == (0, 0, steps)
-    assert bench.measured.ended_by == {"stop": 1, "length": 0, "abort": 1, "error": 0}
+    assert bench.stats.ended_by == {"stop": 1, "length": 0, "abort": 1, "error": 0}
 
 
 def test_every_end_has_its_reason() -> None:
@@ -228,16 +228,16 @@ def test_every_end_has_its_reason() -> None:
     bench.begin()
     bench.now_s += 1
     assert [item.reason for item in bench.core.expire()] == ["error"]
-    assert bench.measured.ended_by == {"stop": 1, "length": 1, "abort": 0, "error": 1}
+    assert bench.stats.ended_by == {"stop": 1, "length": 1, "abort": 0, "error": 1}
     bench.finish()
     bench.add("spoilt", [1, 2, 3], 9)
     bench.begin()
     output = bench.worker.poll()
     assert output is not None
-    (sequence,) = bench.core.scheduler.awaited
+    (sequence,) = bench.core.scheduler.in_flight.awaited
     bench.core.finish(msgspec.structs.replace(output, failed=[(sequence.handle, "not finite")]))
-    assert (bench.measured.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
-    assert sum(bench.measured.ended_by.values()) == count(bench.measured.whole_s) == 4
+    assert (bench.stats.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
+    assert sum(bench.stats.ended_by.values()) == count(bench.measured.whole_s) == 4
 
 
 def test_samples_make_one_request() -> None:
@@ -245,7 +245,7 @@ def test_samples_make_one_request() -> None:
     bench.add("r", [1, 2, 3], 4, n=3)
     bench.drain()
     stats, measured = bench.stats, bench.measured
-    assert measured.ended_by["length"] == 1
+    assert bench.stats.ended_by["length"] == 1
     assert (stats.prompt_tokens, stats.generated_tokens) == (3, 12)
     assert (measured.output_tokens.sum, measured.samples.sum, measured.max_tokens.sum) == (12, 3, 4)
     assert (count(measured.first_token_s), count(measured.token_gap_s)) == (1, 9)
@@ -302,7 +302,7 @@ def test_a_fork_that_runs_at_once_has_not_waited(preempted: bool) -> None:
 
 
 def test_a_sequence_that_paused_is_measured_by_itself() -> None:
-    """The blocks are for one of two: the other gives way and comes again when the first has ended."""
+    """The blocks are for one of two: the other is preempted, and resumed when the first has ended."""
     bench = Bench(num_blocks=8, enable_prefix_caching=False, preemption_mode="recompute")
     bench.add("a", [1] * 11, 13)
     bench.add("b", [2] * 11, 4)
@@ -347,14 +347,14 @@ def test_gaps_are_those_between_the_tokens_of_each_sample(seed: int, overlap: bo
 
 def test_steps_that_come_together_share_their_time() -> None:
     bench = Bench(async_scheduling=True)
-    bench.core._pace.steps = 4
+    bench.core._message_length.steps = 4
     bench.add("a", [1, 2, 3], 13)
     bench.begin()
     bench.now_s = 1.0
     bench.finish()
     bench.begin()
     while bench.core.scheduler.has_requests():
-        bench.core._pace.steps = 4
+        bench.core._message_length.steps = 4
         bench.begin()
         bench.now_s += 4.0
         bench.finish(most=4)
@@ -392,7 +392,7 @@ def test_nobody_is_remembered_when_all_have_gone() -> None:
     bench.drain()
     bench.begin()
     meter = bench.core.meter
-    assert (meter._last, meter._turn) == ([], [])
+    assert (meter._last, meter._untimed) == ([], [])
 
 
 def test_drafts_are_counted_as_the_worker_made_them() -> None:
@@ -414,8 +414,8 @@ def test_hits_are_what_the_users_are_told() -> None:
     for name, prompt in (("a", range(10)), ("b", range(14)), ("c", range(8)), ("d", range(20, 30))):
         bench.add(name, list(prompt), 1)
         bench.drain()
-    told = [items[0].request.num_cached_at_start for _, items in bench.got if items]
-    assert told == [0, 8, 7, 0], "whole blocks, and of a prompt that is known all tokens but the last"
+    cached = [items[0].request.num_cached_at_start for _, items in bench.got if items]
+    assert cached == [0, 8, 7, 0], "whole blocks, and of a prompt that is known all tokens but the last"
     stats = bench.stats
     assert (stats.cached_tokens, stats.cache_queries, stats.prompt_tokens) == (15, 42, 42)
     assert stats.host_queries == stats.host_hits == 0
@@ -427,7 +427,7 @@ def test_who_comes_in_again_is_not_counted_again() -> None:
     rig.add("b", [2] * 12, 14)
     rig.drain()
     assert rig.scheduler.counters.preemptions > 0
-    assert (rig.scheduler.meter.cache_queries, rig.scheduler.counters.prompt_tokens) == (24, 24)
+    assert (rig.scheduler.counters.cache_queries, rig.scheduler.counters.prompt_tokens) == (24, 24)
 
 
 def test_without_a_cache_nothing_is_looked_up() -> None:
@@ -464,3 +464,20 @@ def test_preemptions_are_told_by_their_way() -> None:
     stats = bench.stats
     assert stats.preemptions == stats.swaps > 0
     assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
+
+
+# ---- gauges
+
+
+def test_gauges_are_those_of_the_pools_and_queues() -> None:
+    bench = Bench(num_blocks=50, num_host_blocks=10, max_num_seqs=1)
+    bench.add("a", list(range(10)), 5)
+    bench.add("b", [1], 1)
+    bench.begin()
+    during = bench.stats
+    assert (during.num_running, during.num_waiting) == (1, 1)
+    assert (during.num_blocks, during.num_used_blocks, during.num_host_blocks) == (49, 3, 10)
+    bench.drain()
+    after = bench.stats
+    assert (after.num_running, after.num_waiting, after.num_used_blocks, after.peak_used_blocks) == (0, 0, 0, 4)
+    assert after.num_cached_blocks == 3, "14 tokens have KV, which are three whole blocks"

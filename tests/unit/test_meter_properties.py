@@ -10,7 +10,7 @@ from vllm_lite.protocol import api
 
 GAUGES = {
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
-    *("num_host_blocks", "num_used_host_blocks", "measured"),
+    *("num_host_blocks", "num_used_host_blocks", "ended_by", "requests", "blocks"),
 }
 
 
@@ -19,27 +19,25 @@ GAUGES = {
 def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int) -> None:
     """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once."""
     recorded = Recorded(None, **settings)
-    turn, before = recorded.turn, list[float]()
+    loop, before = recorded.loop, list[float]()
 
-    def checked_turn(fail: bool = False) -> bool:
-        more = turn(fail)
+    def checked_loop(fail: bool = False) -> bool:
+        more = loop(fail)
         stats = recorded.core.stats()
-        measured = stats.measured
+        measured = stats.requests
         assert measured is not None
         now = [getattr(stats, name) for name in api.Stats.__struct_fields__ if name not in GAUGES]
-        for name in api.Measured.__struct_fields__[1:]:
+        for name in api.RequestHistograms.__struct_fields__:
             histogram = getattr(measured, name)
             now += [*histogram.counts, histogram.sum]
         assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))
         before[:] = now
-        num_ended = recorded.scheduler.num_arrived - len(recorded.scheduler.requests)
-        assert (
-            sum(measured.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
-        )
+        num_ended = recorded.scheduler.queues.num_arrived - len(recorded.scheduler.requests)
+        assert sum(stats.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
         assert stats.cached_tokens <= stats.prompt_tokens
         assert 0 <= stats.prompt_tokens + stats.generated_tokens - measured.gained_tokens.sum <= stats.prompt_tokens
         return more
 
-    recorded.turn = checked_turn  # type: ignore[method-assign]
+    recorded.loop = checked_loop  # type: ignore[method-assign]
     recorded.random_work(random.Random(seed), 40)
     recorded.drain()

@@ -29,7 +29,7 @@ from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, S
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 
-EPOCH = 7
+GENERATION = 7
 LIMIT_S = 20.0
 READY = Ready(0, 100, 64, (KVGroupInfo("full", 1),), 1000, 50, (7,))
 HELLO = WorkerHello(PROTOCOL_VERSION, "model", 0, 4711)
@@ -79,7 +79,7 @@ class Host:
         settings = {"load_format": "dummy", "heartbeat_timeout_s": LIMIT_S}
         config = EngineConfig.check(settings).resolve(max_position_embeddings=1000, dtype="float32", model_path="model")
         config = msgspec.structs.replace(config, tensor_parallel_size=num_workers)
-        self.executor = MultiprocExecutor(config, self.address, EPOCH, "no.such.module")
+        self.executor = MultiprocExecutor(config, self.address, GENERATION, "no.such.module")
 
     def spawn(self, _module: str, settings: Any, *_: object, **__: object) -> FakeWorker:
         self.workers.append(FakeWorker(settings.rank, self.address))
@@ -113,7 +113,7 @@ class Host:
             worker.heard()
 
     def pass_time(self, seconds: float, progress: Callable[[], int] | None = None) -> None:
-        """Half a second at a time, with heartbeats if there is a `progress` to tell."""
+        """Half a second at a time, with heartbeats if there is a `progress` to report."""
         for _ in range(int(2 * seconds)):
             self.now_s += 0.5
             if progress is not None:
@@ -138,7 +138,7 @@ two_workers = pytest.mark.parametrize("host", [2], indirect=True)
 
 
 def step(number: int) -> SchedulerOutput:
-    return SchedulerOutput(EPOCH, number, [], [])
+    return SchedulerOutput(GENERATION, number, [], [])
 
 
 # ---- start
@@ -153,7 +153,7 @@ def test_all_workers_start_and_the_smallest_counts(host: Host) -> None:
     host.at(2.0, lambda: host.workers[0].say(Started(0, 9.0)))
     host.at(4.0, lambda: host.workers[1].say(Started(0, 4.0)))
     assert host.executor.allocate(50, 5) == 4.0
-    assert [worker.heard() for worker in host.workers] == [[Start(EPOCH, 50, 5)]] * 2
+    assert [worker.heard() for worker in host.workers] == [[Start(GENERATION, 50, 5)]] * 2
 
 
 def test_silence_before_it_is_ready_ends_no_worker(host: Host) -> None:
@@ -199,7 +199,7 @@ def test_results_come_in_order_and_one_by_one(host: Host) -> None:
     host.executor.submit(step(2), step(3))
     assert worker.heard() == [step(1), Steps([step(2), step(3)])]
     assert host.executor.poll() is None
-    outputs = [ModelOutput(EPOCH, number, b"") for number in (1, 2, 3)]
+    outputs = [ModelOutput(GENERATION, number, b"") for number in (1, 2, 3)]
     worker.say(outputs[0], StepOutputs(outputs[1:]))
     assert [host.executor.poll() for _ in range(4)] == [*outputs, None]
 
@@ -208,7 +208,7 @@ def test_results_of_another_life_are_dropped(host: Host) -> None:
     """What a worker of an earlier engine at this address still had to say is applied to nothing."""
     host.begin()
     host.executor.submit(step(1))
-    stale, result = ModelOutput(EPOCH - 1, 1, b""), ModelOutput(EPOCH, 1, b"")
+    stale, result = ModelOutput(GENERATION - 1, 1, b""), ModelOutput(GENERATION, 1, b"")
     host.workers[0].say(stale, StepOutputs([stale, result]))
     assert host.executor.poll() == result
     assert host.executor.poll() is None
@@ -262,7 +262,7 @@ def test_a_long_step_that_goes_on_is_not_stuck(host: Host) -> None:
 def test_time_without_work_is_no_hang(host: Host) -> None:
     host.begin()
     host.executor.submit(step(0))
-    host.workers[0].say(ModelOutput(EPOCH, 0, b""))
+    host.workers[0].say(ModelOutput(GENERATION, 0, b""))
     assert host.executor.poll() is not None
     host.pass_time(10 * LIMIT_S, lambda: 3)
     host.executor.submit(step(1))

@@ -6,8 +6,7 @@ import pytest
 
 from tests.scheduler_rig import Rig, expected
 from tests.unit.test_core import EOS, VOCAB, make_core
-from vllm_lite.engine.branching import wire_sampling
-from vllm_lite.engine.prompt_scores import PromptScores
+from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate, PromptLogprobs, TokenLogprobs
@@ -76,7 +75,7 @@ def test_only_the_first_sample_is_scored() -> None:
     rig = Rig()
     request = rig.add("a", PROMPT, 5, n=3, prompt_logprobs=2)
     rig.step()
-    assert [wire_sampling(sequence).prompt_logprobs for sequence in request.sequences] == [2, None, None]
+    assert [sequence.sampling().prompt_logprobs for sequence in request.sequences] == [2, None, None]
     rig.drain()
 
 
@@ -89,18 +88,16 @@ def test_scores_go_to_the_sequence_that_had_the_handle_when_they_were_made() -> 
     first, second, plain = (
         rig.add(name, [1, 2], 3, prompt_logprobs=number) for name, number in (("a", 1), ("b", 1), ("c", None))
     )
-    for request in (first, second, plain):
-        request.sequences[0].handle = 7
-    known = PromptScores()
-    known.begin(first.sequences[0], 3)
-    known.begin(plain.sequences[0], 4)
-    (produced,) = known.take(ModelOutput(0, 3, b"", prompts=[(7, scores(1)), (8, scores(1))]))
+    known = Handles()
+    for request, step in ((first, 3), (plain, 4)):
+        known.introduce(request.sequences[0], step)
+    (produced,) = known.scores(ModelOutput(0, 3, b"", prompts=[(0, scores(1)), (1, scores(1)), (8, scores(1))]))
     assert (produced.request, produced.prompt, produced.token_ids) == (first, scores(1), [])
-    known.end(first.sequences[0])
-    known.begin(second.sequences[0], 6)
-    known.end(first.sequences[0])
-    assert known.take(ModelOutput(0, 5, b"", prompts=[(7, scores(1))])) == [], "a step that was sent for the first"
-    (produced,) = known.take(ModelOutput(0, 6, b"", prompts=[(7, scores(1))]))
+    known.give_back(first.sequences[0])
+    known.introduce(second.sequences[0], 6)
+    assert second.sequences[0].handle == first.sequences[0].handle
+    assert known.scores(ModelOutput(0, 5, b"", prompts=[(0, scores(1))])) == [], "a step that was sent for the first"
+    (produced,) = known.scores(ModelOutput(0, 6, b"", prompts=[(0, scores(1))]))
     assert produced.request is second
 
 

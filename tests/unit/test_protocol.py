@@ -34,7 +34,7 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
-MEASURED = api.Measured({"stop": 3, "error": 1}, *[api.Histogram([1.0, 2.5], [1, 0, 2], 9.5)] * 14)
+MEASURED = api.RequestHistograms(*[api.Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
 
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
@@ -64,7 +64,10 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_client, api.Refused("no")),
     (codec.engine_to_client, api.Dying("why")),
     (codec.engine_to_client, api.Heartbeat(1, 2)),
-    (codec.engine_to_client, api.Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, measured=MEASURED)),
+    (
+        codec.engine_to_client,
+        api.Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ended_by={"stop": 3, "error": 1}, requests=MEASURED),
+    ),
     (
         codec.engine_to_client,
         api.OutputBatch(

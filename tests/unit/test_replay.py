@@ -54,7 +54,9 @@ def busy(tmp_path: Path) -> tuple[Path, Recorded]:
     recorded.drain()
     recorded.core.close()
     counters = recorded.scheduler.counters
-    assert min(counters.swaps, counters.preemptions, counters.cached_tokens, recorded.core.kv.stats.demoted) > 0
+    assert (
+        min(counters.swaps, counters.preemptions, counters.cached_tokens, recorded.core.kv.counters.demoted_blocks) > 0
+    )
     return trace, recorded
 
 
@@ -96,7 +98,7 @@ def test_a_changed_digest_is_found_at_its_step(busy: tuple[Path, Recorded]) -> N
 def test_a_changed_block_hash_is_found_where_it_would_have_been_a_hit(busy: tuple[Path, Recorded]) -> None:
     def change(record: records.Record, step: int) -> records.Record:
         hits = isinstance(record, records.Step) and any(
-            note[0] == records.Code.ADMITTED and note[4] >= 4 for note in record.notes
+            decision[0] == records.Code.ADMITTED and decision[4] >= 4 for decision in record.decisions
         )
         if not hits or not isinstance(record, records.Step) or not record.hashes:
             return record
@@ -144,7 +146,7 @@ def test_a_trace_that_makes_no_sense_is_a_divergence(
 
 
 def test_decisions_of_another_code_are_found(busy: tuple[Path, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The use of it all: code that hands out blocks in another order is told from the code that recorded."""
+    """The use of it all: a replay notices code that hands out blocks in another order than the code that recorded."""
     from vllm_lite.engine.blocks.pool import FreeList
 
     take = FreeList.popleft_n

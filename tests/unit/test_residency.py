@@ -2,14 +2,16 @@
 
 import pytest
 
-from vllm_lite.engine.blocks.pool import BlockPool, Observers
-from vllm_lite.engine.observe.residency import BOUNDS_S, Distribution, Residency
+from tests.unit.test_meter import Bench, count
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.observe.residency import BLOCK_S, Residency
 from vllm_lite.executor.simulated import VirtualClock
+from vllm_lite.protocol.api import Histogram
 
 
 def make(num_blocks: int = 4, one_in: int = 1) -> tuple[BlockPool, VirtualClock, Residency]:
     pool, clock = BlockPool(num_blocks), VirtualClock(100.0)
-    return pool, clock, Residency.attach(pool, clock, one_in)
+    return pool, clock, Residency(pool, clock, one_in)
 
 
 def cached_block(pool: BlockPool, block_hash: bytes) -> int:
@@ -18,10 +20,10 @@ def cached_block(pool: BlockPool, block_hash: bytes) -> int:
     return block_id
 
 
-def values(distribution: Distribution) -> list[float]:
+def values(histogram: Histogram) -> list[float]:
     """The upper bounds of the buckets that hold something, once for each value."""
-    bounds = (*distribution.bounds_s, float("inf"))
-    return [bound for bound, count in zip(bounds, distribution.counts, strict=True) for _ in range(count)]
+    bounds = (*histogram.bounds, float("inf"))
+    return [bound for bound, count in zip(bounds, histogram.counts, strict=True) for _ in range(count)]
 
 
 def test_a_block_is_followed_from_allocation_over_reuse_to_eviction() -> None:
@@ -35,11 +37,11 @@ def test_a_block_is_followed_from_allocation_over_reuse_to_eviction() -> None:
     pool.free([block_id, block_id])
     clock.advance_to(120.0)
     cached_block(pool, b"b")
-    seen = residency.snapshot()
-    assert (values(seen.lifetime), seen.lifetime.sum_s) == ([30.0], 20.0)
-    assert (values(seen.idle_before_eviction), seen.idle_before_eviction.sum_s) == ([30.0], 17.5)
-    assert (values(seen.reuse_gap), seen.reuse_gap.sum_s) == ([1.0, 3.0], 2.5)
-    assert (seen.num_sampled, seen.num_followed) == (2, 1)
+    seen = residency.histograms
+    assert (values(seen.lifetime_s), seen.lifetime_s.sum) == ([20.0], 20.0)
+    assert (values(seen.idle_before_evict_s), seen.idle_before_evict_s.sum) == ([20.0], 17.5)
+    assert (values(seen.reuse_gap_s), seen.reuse_gap_s.sum) == ([0.5, 2.0], 2.5)
+    assert residency._followed == {1: (120.0, 120.0)}
 
 
 def test_a_block_that_was_never_cached_counts_for_nothing() -> None:
@@ -47,9 +49,8 @@ def test_a_block_that_was_never_cached_counts_for_nothing() -> None:
     for _ in range(5):
         pool.free(pool.get_new_blocks(1))
         clock.advance_to(clock() + 1.0)
-    seen = residency.snapshot()
-    assert seen.lifetime.num_values == 0
-    assert seen.num_followed == 1
+    assert values(residency.histograms.lifetime_s) == []
+    assert len(residency._followed) == 1
 
 
 def test_a_block_that_came_back_unsampled_is_not_followed_any_more() -> None:
@@ -58,18 +59,18 @@ def test_a_block_that_came_back_unsampled_is_not_followed_any_more() -> None:
     clock.advance_to(200.0)
     pool.free([cached_block(pool, b"a")])
     pool.reset_cache()
-    assert residency.snapshot().lifetime.num_values == 0
+    assert values(residency.histograms.lifetime_s) == []
 
 
 def test_forgotten_and_reset_blocks_are_evicted() -> None:
     pool, clock, residency = make(8)
     ids = [cached_block(pool, bytes([index])) for index in range(4)]
-    clock.advance_to(100.2)
+    clock.advance_to(100.19)
     pool.forget(ids[:1])
     pool.free(ids)
-    assert residency.snapshot().lifetime.num_values == 1
+    assert len(values(residency.histograms.lifetime_s)) == 1
     assert pool.reset_cache()
-    assert values(residency.snapshot().lifetime) == [0.3] * 4
+    assert values(residency.histograms.lifetime_s) == [0.2] * 4
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100, 250])
@@ -78,31 +79,52 @@ def test_one_in_a_hundred_is_followed_whatever_the_batches(batch: int) -> None:
     ids: list[int] = []
     while pool.num_free >= batch:
         ids += pool.get_new_blocks(batch)
-    assert residency.snapshot().num_sampled == -(-len(ids) // 100)
     assert sorted(residency._followed) == ids[::100]
 
 
 def test_values_fall_into_their_buckets() -> None:
     pool, clock, residency = make(2)
-    for bound in BOUNDS_S:
+    for bound in BLOCK_S:
         cached_block(pool, b"x")
         clock.advance_to(clock() + bound * 0.999)
         pool.forget([1])
         pool.free([1])
     cached_block(pool, b"x")
-    clock.advance_to(clock() + 10 * BOUNDS_S[-1])
+    clock.advance_to(clock() + 10 * BLOCK_S[-1])
     pool.forget([1])
-    assert values(residency.snapshot().lifetime) == [*BOUNDS_S, float("inf")]
+    assert values(residency.histograms.lifetime_s) == [*BLOCK_S, float("inf")]
 
 
 def test_several_observers_hear_the_same() -> None:
     pool, _, first = make()
-    second = Residency.attach(pool, VirtualClock(), 1)
-    assert isinstance(pool.observer, Observers)
+    second = Residency(pool, VirtualClock(), 1)
+    assert len(pool.observers) == 2
     block_id = cached_block(pool, b"a")
     pool.touch([block_id])
     pool.free([block_id, block_id])
     pool.reset_cache()
     for residency in (first, second):
-        seen = residency.snapshot()
-        assert (seen.lifetime.num_values, seen.reuse_gap.num_values) == (1, 1)
+        seen = residency.histograms
+        assert (len(values(seen.lifetime_s)), len(values(seen.reuse_gap_s))) == (1, 1)
+
+
+# ---- in an engine
+
+
+def test_blocks_are_followed_from_allocation_to_eviction_where_asked_for() -> None:
+    bench = Bench(num_blocks=9, kv_cache_metrics=True, kv_cache_metrics_sample=1)
+    for name, start in (("a", 0), ("again", 0), ("other", 20)):  # the last one needs the blocks of the first
+        bench.add(name, list(range(start, start + 28)), 1)
+        bench.drain()
+    blocks = bench.stats.blocks
+    assert blocks is not None
+    assert count(blocks.reuse_gap_s) == 7
+    assert blocks.reuse_gap_s.sum == pytest.approx(7 * 2.0)
+    assert count(blocks.lifetime_s) == count(blocks.idle_before_evict_s) > 0
+    assert blocks.lifetime_s.sum > blocks.idle_before_evict_s.sum
+
+
+def test_no_block_is_followed_unless_asked_for() -> None:
+    bench = Bench()
+    assert bench.stats.blocks is None
+    assert bench.core.kv.pool.observers == []

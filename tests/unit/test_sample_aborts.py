@@ -8,7 +8,7 @@ import pytest
 from tests.recorded import Recorded
 from tests.scheduler_rig import expected
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Produced
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.story import story
 
@@ -71,7 +71,7 @@ def test_samples_that_were_named_stop_computing_and_the_others_go_on(bench: Benc
     bench.run()
     assert {sample: bench.got[sample] for sample in (0, 2)} == {sample: continuation(sample) for sample in (0, 2)}
     assert (len(bench.got[1]), len(bench.got[3]), sorted(bench.ends)) == (4, 4, [0, 2])
-    assert bench.scheduler.meter.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert bench.scheduler.counters.ended_by == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert any(
         line.endswith("Sample 1 and sample 3 ended at its client's wish.")
         for line in story("r", TraceReader(bench.trace))
@@ -112,7 +112,7 @@ def test_with_its_last_sample_the_request_ends(bench: Bench, named: tuple[int, .
     ended = bench.core.abort("r", named, stopped=True)
     assert len(ended) == (3 if len(named) != 2 else 2)
     assert not bench.scheduler.has_requests()
-    assert bench.scheduler.meter.ended_by["stop"] == 1
+    assert bench.scheduler.counters.ended_by["stop"] == 1
     bench.run()
 
 
@@ -129,7 +129,7 @@ def test_a_step_in_flight_does_not_bring_it_back(tmp_path: Path) -> None:
     bench.add("r", PROMPT, max_tokens=12, n=3, ignore_eos=True)
     bench.step()
     bench.core.begin()
-    assert bench.core.num_in_flight
+    assert bench.core.in_flight
     assert [sample for sample, _ in bench.core.abort("r", (0, 2))] == [0, 2]
     bench.run()
     assert set(bench.ends) == {1}

@@ -12,25 +12,25 @@ from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, P
 def test_whole_prompt_then_one_token_per_step() -> None:
     rig = Rig()
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=3)
-    plan = rig.scheduler.schedule()
-    assert plan is not None
-    (entry,) = plan.entries
+    step = rig.scheduler.schedule()
+    assert step is not None
+    (entry,) = step.entries
     assert isinstance(entry, NewRequest)
     assert (entry.num_computed, entry.num_tokens, entry.block_ids) == (0, 5, [[1, 2]])
     token = next_token([1, 2, 3, 4, 5], VOCAB)
     rig.scheduler.update(ModelOutput(0, 1, pack_tokens([token])))
-    plan = rig.scheduler.schedule()
-    assert plan is not None
-    assert plan.entries == [Continue(0, 1, [])]
+    step = rig.scheduler.schedule()
+    assert step is not None
+    assert step.entries == [Continue(0, 1, [])]
 
 
 def test_a_new_block_travels_as_a_diff() -> None:
     rig = Rig()
     rig.add("a", [1, 2, 3, 4], max_tokens=3)
     rig.step()
-    plan = rig.scheduler.schedule()
-    assert plan is not None
-    assert plan.entries == [Continue(0, 1, [[2]])]
+    step = rig.scheduler.schedule()
+    assert step is not None
+    assert step.entries == [Continue(0, 1, [[2]])]
 
 
 def test_long_prompt_is_chunked_by_the_budget() -> None:
@@ -69,7 +69,7 @@ def test_running_comes_before_waiting() -> None:
     assert rig.worker.num_scheduled == [4, 4]
 
 
-def test_seats_are_limited() -> None:
+def test_slots_of_the_batch_are_limited() -> None:
     rig = Rig(max_num_seqs=2)
     for name in "abc":
         rig.add(name, [1, 2, 3], max_tokens=4)
@@ -153,13 +153,12 @@ def test_abort_frees_at_once_whatever_the_state() -> None:
     rig.add("running", [1, 2, 3], max_tokens=9)
     rig.add("waiting", [1, 2, 3], max_tokens=9)
     rig.step()
-    plan = rig.scheduler.schedule()
-    assert plan is not None
-    assert rig.scheduler.abort("running")
-    assert rig.scheduler.abort("waiting")
-    assert rig.scheduler.abort("unknown") is None
+    step = rig.scheduler.schedule()
+    assert step is not None
+    rig.abort("running")
+    rig.abort("waiting")
     assert rig.kv.pool.num_used == 0
-    rig.worker.submit(plan)
+    rig.worker.submit(step)
     output = rig.worker.poll()
     assert output is not None
     assert rig.scheduler.update(output) == []
@@ -178,8 +177,8 @@ def test_failed_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
     rig = Rig(max_num_batched_tokens=64)
     rig.add("good", list(range(8)), max_tokens=3)
     rig.add("bad", list(range(20, 29)), max_tokens=3)
-    plan = rig.scheduler.schedule()
-    assert plan is not None
+    step = rig.scheduler.schedule()
+    assert step is not None
     good = next_token(list(range(8)), VOCAB)
     produced = rig.scheduler.update(ModelOutput(0, 1, pack_tokens([good, 0]), failed=[(1, "logits are not finite")]))
     assert [(item.request.request_id, item.reason) for item in produced] == [("good", None), ("bad", "error")]

@@ -6,10 +6,10 @@ import pytest
 
 from tests.scheduler_rig import VOCAB, Rig
 from tests.unit.test_meter import Bench
-from vllm_lite.engine import scheduler
+from vllm_lite.engine import admission
+from vllm_lite.engine.admission import MAX_PASSED
 from vllm_lite.engine.policy import Fair
-from vllm_lite.engine.scheduler import MAX_PASSED
-from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.protocol.api import ForkRequest
 from vllm_lite.protocol.params import SamplingParams
@@ -53,10 +53,10 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
     schedule, reached = rig.scheduler.schedule, list[int]()
 
     def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        plan = schedule(now_s)
-        drafts = [entry.max_drafts for entry in plan.entries if isinstance(entry, Draft)] if plan is not None else []
+        step = schedule(now_s)
+        drafts = [entry.max_drafts for entry in step.entries if isinstance(entry, Draft)] if step is not None else []
         reached.extend(sequence.num_computed + count for count in drafts)
-        return plan
+        return step
 
     rig.scheduler.schedule = watched  # type: ignore[method-assign]
     rig.drain()
@@ -66,8 +66,8 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
 
 def test_a_fork_found_its_whole_prompt() -> None:
     """Its parent computed it: that is what its end tells its client, and no prompt is counted for it."""
-    for num_seats in (8, 1):  # it runs at once, or comes in from the queue
-        bench = Bench(max_num_seqs=num_seats)
+    for num_slots in (8, 1):  # it runs at once, or comes in from the queue
+        bench = Bench(max_num_seqs=num_slots)
         bench.add("parent", [1, 2, 3, 4, 5, 6], 6)
         for _ in range(3):
             bench.begin()
@@ -82,7 +82,7 @@ def test_a_fork_found_its_whole_prompt() -> None:
 
 def test_short_prompts_pass_a_long_one_that_waits_for_its_share_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses nothing by them, so nobody counts them, and it is not looked up in every step."""
-    monkeypatch.setattr(scheduler, "MAX_LOOKED_UP_TOKENS", 1000)
+    monkeypatch.setattr(admission, "MAX_LOOKED_UP_TOKENS", 1000)
     rig = Rig(3000, max_num_batched_tokens=64, max_num_seqs=8)
     for number in range(3):
         rig.add(f"long{number}", [number, *range(3, 49)] * 40, max_tokens=1)
@@ -103,16 +103,27 @@ def test_nothing_is_kept_of_tenants_whose_requests_never_ran() -> None:
     assert isinstance(queue, FairQueue)
     for number in range(10 * MIN_PRUNE):
         rig.add(f"r{number}", [1], max_tokens=1, user=f"u{number}")
-        rig.scheduler.abort(f"r{number}")
+        rig.abort(f"r{number}")
     assert len(queue._served) <= 2 * MIN_PRUNE
     rig.drain()
 
 
-def test_nobody_passes_a_stream_that_gave_way() -> None:
-    """Whoever took the blocks that it waits for would be the next to give way."""
+def test_no_sequence_passes_a_preempted_stream() -> None:
+    """A sequence that took the blocks it waits for would be preempted next."""
     rig = Rig(40, max_num_seqs=6, max_num_batched_tokens=64)
     for number in range(60):
         rig.add(f"r{number}", [(number * 7 + index) % 50 for index in range(60)], max_tokens=40)
     rig.drain()
     assert rig.scheduler.counters.preemptions <= 60
     assert rig.worker.num_written < 2 * 60 * 100
+
+
+def test_a_preempted_sequence_may_be_passed_anew() -> None:
+    rig = Rig()
+    sequence = rig.add("a", [1, 2, 3]).sequences[0]
+    rig.step()
+    sequence.num_passed = MAX_PASSED
+    rig.scheduler.queues.leave(sequence)
+    rig.kv.release(sequence)
+    rig.scheduler.queues.wait(sequence, Status.PREEMPTED)
+    assert (sequence.num_passed, list(rig.scheduler.waiting), rig.scheduler.running) == (0, [sequence], [])

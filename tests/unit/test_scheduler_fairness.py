@@ -1,4 +1,4 @@
-"""Who gets what of a step: streams, prompts, newcomers and drafts beside each other, and what the queue costs."""
+"""How streams, prompts, new arrivals and drafts share a step, and what the queue costs."""
 
 import random
 from itertools import groupby
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine import branching, scheduler
+from vllm_lite.engine import admission
+from vllm_lite.engine.admission import MAX_BLOCKED, MAX_PASSED
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.policy import Deadline, Fair, Priority
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import MAX_BLOCKED, MAX_PASSED
 from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate
@@ -57,7 +57,7 @@ def test_a_beam_search_and_a_fork_go_on_beside_a_long_prompt() -> None:
     have = rig.output("parent")[:1]
     message = Generate("fork", pack_tokens(prompt(1, 5)), SamplingParams(max_tokens=300), 1, pack_tokens(have))
     rig.outputs["fork", 0] = list(have)
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 305, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 305, frozenset()))
     for _ in range(14):
         rig.step()
     assert not rig.output("long")
@@ -289,7 +289,7 @@ def test_no_step_looks_at_the_whole_queue(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_step_hashes_more_than_so_much_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_LOOKED_UP_TOKENS", 250)
+    monkeypatch.setattr(admission, "MAX_LOOKED_UP_TOKENS", 250)
     rig, _ = blocked_head()
     lookups = count_lookups(rig, monkeypatch)
     for number in range(MAX_BLOCKED):
@@ -309,8 +309,8 @@ def test_beams_that_cannot_be_there_together_are_refused_with_the_numbers() -> N
     assert set(rig.reasons) == {("small", index) for index in range(4)}
 
 
-def test_nobody_comes_in_while_another_has_to_give_way() -> None:
-    """What was freed is for those that run; who took it would be the next to give way."""
+def test_no_sequence_is_admitted_while_another_is_preempted() -> None:
+    """Freed blocks are for those that run; a sequence that took them would be preempted next."""
     rig = Rig(num_blocks=9, caching=False, max_num_seqs=3)
     rig.add("a", prompt(1, 6), max_tokens=20)
     rig.add("b", prompt(2, 6), max_tokens=20)
@@ -326,8 +326,8 @@ def test_nobody_comes_in_while_another_has_to_give_way() -> None:
 
 
 def test_the_first_prompt_has_its_blocks_before_those_that_are_served_before_it() -> None:
-    """Behind a window prompts take blocks chunk by chunk. Served last, the first would lack some and give way to the
-    second, as that to it in the next step, for ever."""
+    """Behind a window prompts take blocks chunk by chunk. Served last, the first would lack some and be preempted for
+    the second, and the second for it in the next step, for ever."""
     rig = Rig(11, 2, caching=False, windows=[8], max_num_batched_tokens=9, max_num_seqs=4)
     for number, length in enumerate((19, 12, 52, 9)):
         rig.add(f"r{number}", prompt(number, length), max_tokens=2)
@@ -369,9 +369,9 @@ def test_a_step_asks_for_a_few_keys_however_many_wait(policy: type | None) -> No
 
     queue.__class__ = Counting
     for _ in range(20):  # without the checks of rig.step(), which look at all
-        plan = rig.scheduler.schedule()
-        assert plan is not None
-        rig.scheduler.update(rig.worker.execute(plan))
+        step = rig.scheduler.schedule()
+        assert step is not None
+        rig.scheduler.update(rig.worker.execute(step))
     assert 0 < asked <= 20 * 3
     queue.__class__ = Counting.__base__
     order = [sequence.request for sequence in queue]
@@ -381,7 +381,7 @@ def test_a_step_asks_for_a_few_keys_however_many_wait(policy: type | None) -> No
     if policy is Deadline:
         assert [request.deadline_s for request in order] == sorted(request.deadline_s or 0 for request in order)
     for request in order:
-        rig.scheduler.abort(request.request_id)
+        rig.abort(request.request_id)
     rig.drain()
 
 
@@ -405,12 +405,12 @@ def test_a_faulty_key_is_replaced_and_nobody_is_lost() -> None:
     for name in "abcd":
         rig.add(name, [1, 2, 3], max_tokens=2)
     rig.drain()
-    assert [code for code, _ in rig.notes].count("policy_fault") == 1
+    assert [code for code, _ in rig.decisions].count("policy_fault") == 1
     assert [name for name, _ in rig.reasons] == ["a", "b", "c", "d"]
 
 
-def fair_rig(seats: int) -> Rig:
-    return Rig(200, policy=Fair(), max_num_seqs=seats, caching=False, max_num_batched_tokens=256)
+def fair_rig(slots: int) -> Rig:
+    return Rig(200, policy=Fair(), max_num_seqs=slots, caching=False, max_num_batched_tokens=256)
 
 
 def test_one_step_admits_from_all_tenants() -> None:
@@ -466,9 +466,9 @@ def test_a_new_tenant_starts_level_with_what_the_last_step_computed() -> None:
     rig = fair_rig(1)
     for number in range(2):
         rig.add(f"a{number}", prompt(number, 100), max_tokens=2, user="a")
-    plan = rig.scheduler.schedule()  # without the checks of rig.step(), which look at the queue
-    assert plan is not None
-    for item in rig.scheduler.update(rig.worker.execute(plan)):
+    step = rig.scheduler.schedule()  # without the checks of rig.step(), which look at the queue
+    assert step is not None
+    for item in rig.scheduler.update(rig.worker.execute(step)):
         rig.record(item)
     queue = rig.scheduler.waiting
     assert isinstance(queue, FairQueue)

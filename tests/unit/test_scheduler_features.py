@@ -4,7 +4,6 @@ import pytest
 
 from tests.scheduler_rig import VOCAB, Rig, expected
 from tests.simulated_worker import candidates
-from vllm_lite.engine import branching
 from vllm_lite.engine.beam import Beam, BeamSearch
 from vllm_lite.engine.policy import Fair, Priority
 from vllm_lite.engine.request import Request
@@ -24,12 +23,12 @@ def test_samples_share_the_prompt_and_part_at_their_first_token() -> None:
     assert rig.worker.num_scheduled[:2] in ([10, 3], [12, 3])
     assert rig.kv.pool.num_used <= 3 + 2
     rig.drain()
-    assert rig.kv.stats.copied == 2, "of three writers to one shared tail the last writes in place"
+    assert rig.kv.counters.copied_blocks == 2, "of three writers to one shared tail the last writes in place"
     for index in range(3):
         assert rig.output("a", index) == expected(list(range(10)), 6, child=index)
 
 
-def test_samples_without_a_seat_come_in_later() -> None:
+def test_samples_without_a_slot_are_admitted_later() -> None:
     rig = Rig(max_num_seqs=2)
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=6, n=5)
     rig.drain()
@@ -46,7 +45,7 @@ def test_a_fork_of_a_live_request_goes_on_from_its_tokens() -> None:
     message = Generate("b", pack_tokens([1, 2, 3, 4, 5]), SamplingParams(max_tokens=9), len(have), pack_tokens(have))
     used = rig.kv.pool.num_used
     child = Request(message, b"client", 14, frozenset())
-    branching.fork_request(rig.scheduler, parent, child)
+    rig.scheduler.branching.fork_request(parent, child)
     rig.outputs["b", 0] = list(have)
     assert rig.kv.pool.num_used == used
     rig.drain()
@@ -107,7 +106,7 @@ def test_an_evicted_prefix_is_promoted_on_a_hit() -> None:
     rig.drain()
     rig.add("b", [40] * 17, max_tokens=1)
     rig.drain()
-    assert rig.kv.stats.demoted >= 3
+    assert rig.kv.counters.demoted_blocks >= 3
     written = rig.worker.num_written
     request = rig.add("c", list(range(12)), max_tokens=1)
     rig.drain()
@@ -170,7 +169,7 @@ def test_priority_is_served_first_and_gives_way_last() -> None:
     rig.drain()
     order = [name for name, _ in rig.reasons]
     assert order[0] == "high"
-    assert {str(numbers["for"]) for code, numbers in rig.notes if code == "preempted"} <= {"mid", "high"}
+    assert {str(numbers["for"]) for code, numbers in rig.decisions if code == "preempted"} <= {"mid", "high"}
     assert rig.output("low") == expected([1, 2, 3, 4, 5, 6], 12)
 
 
@@ -193,7 +192,7 @@ def test_a_policy_at_fault_is_replaced_once_and_nothing_is_lost() -> None:
     for name in "abc":
         rig.add(name, [1, 2, 3], max_tokens=2)
     rig.drain()
-    assert [code for code, _ in rig.notes].count("policy_fault") == 1
+    assert [code for code, _ in rig.decisions].count("policy_fault") == 1
     assert len(rig.reasons) == 3
 
 
@@ -214,7 +213,7 @@ def test_a_model_without_kv_needs_no_blocks() -> None:
     assert rig.output("a") == expected(list(range(40)), 9)
 
 
-def served_by_tenant(seats: int) -> dict[str, int]:
+def served_by_tenant(slots: int) -> dict[str, int]:
     """Tokens computed for a tenant with long requests and one with short ones, who both always have six open."""
     policy = Fair()
     served = {"heavy": 0, "light": 0}
@@ -225,7 +224,7 @@ def served_by_tenant(seats: int) -> dict[str, int]:
         charged(sequence, num_tokens)
 
     policy.charged = count  # type: ignore[method-assign]
-    rig = Rig(200, policy=policy, max_num_seqs=seats)
+    rig = Rig(200, policy=policy, max_num_seqs=slots)
     number = 0
     for _ in range(400):
         for tenant, prompt, output in (("heavy", 40, 20), ("light", 4, 2)):
@@ -236,9 +235,9 @@ def served_by_tenant(seats: int) -> dict[str, int]:
     return served
 
 
-@pytest.mark.parametrize("seats", [1, 2, 4, 6])
-def test_fairness_holds_whatever_the_seats(seats: int) -> None:
-    served = served_by_tenant(seats)
+@pytest.mark.parametrize("slots", [1, 2, 4, 6])
+def test_fairness_holds_whatever_the_slots(slots: int) -> None:
+    served = served_by_tenant(slots)
     assert 0.8 < served["heavy"] / served["light"] < 1.25
 
 
@@ -257,7 +256,7 @@ def test_a_swapped_fork_leaves_the_shared_block_alone() -> None:
     have = rig.output("a")[:1]
     message = Generate("b", pack_tokens(range(7)), SamplingParams(max_tokens=9), 1, pack_tokens(have))
     child = Request(message, b"client", 16, frozenset())
-    branching.fork_request(rig.scheduler, parent, child)
+    rig.scheduler.branching.fork_request(parent, child)
     sequence = child.sequences[0]
     assert rig.kv.swap_out(sequence)
     rig.kv.swap_in(sequence, 8)
@@ -283,7 +282,7 @@ def test_the_fork_of_a_waiting_request_waits_its_turn() -> None:
     rig.add("old", [2])
     parent = rig.add("parent", [3])
     message = Generate("child", pack_tokens([3]), SamplingParams(max_tokens=5))
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 6, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 6, frozenset()))
     assert [sequence.request.request_id for sequence in rig.scheduler.waiting] == ["old", "parent", "child"]
 
 
@@ -295,7 +294,7 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
     have = rig.output("a")[:2]
     message = Generate("b", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=20), 2, pack_tokens(have))
     rig.outputs["b", 0] = list(have)
-    branching.fork_request(rig.scheduler, parent, Request(message, b"client", 23, frozenset()))
+    rig.scheduler.branching.fork_request(parent, Request(message, b"client", 23, frozenset()))
     rig.drain()
     assert rig.output("b") == rig.output("a") == expected([1, 2, 3], 20)
 

@@ -51,7 +51,7 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:
             name = rng.choice(list(rig.scheduler.requests))
-            rig.scheduler.abort(name)
+            rig.abort(name)
             aborted.add(name)
         for _ in range(rng.randint(0, 3)):
             rig.step()

@@ -15,7 +15,7 @@ from tests.fakes import STATS, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.protocol.api import Histogram, Measured, Stats
+from vllm_lite.protocol.api import BlockHistograms, Histogram, RequestHistograms, Stats
 from vllm_lite.server.calls.registry import Calls, Limits
 from vllm_lite.server.calls.relay import Relay
 from vllm_lite.server.metrics import METRICS, Metrics, table
@@ -24,8 +24,11 @@ from vllm_lite.server.openai.errors import ApiError
 ROOT = Path(__file__).parents[2]
 SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 EXPORTED = {metric.name + suffix for metric in METRICS for suffix in SERIES[metric.kind]}
-HISTOGRAM = Histogram([1.0, 2.5], [3, 0, 1], 7.5)
-MEASURED = Measured({"stop": 4, "length": 3, "abort": 2, "error": 1}, *[HISTOGRAM] * 14)
+HISTOGRAM = Histogram((1.0, 2.5), [3, 0, 1], 7.5)
+ENDED_BY = {"stop": 4, "length": 3, "abort": 2, "error": 1}
+MEASURED = RequestHistograms(*[HISTOGRAM] * 14)
+
+BLOCKS = BlockHistograms(*(Histogram((1.0,), [1, 0], total) for total in (1.0, 2.0, 3.0)))
 
 
 class Engine:
@@ -56,13 +59,15 @@ def look(stats: Stats | None) -> str:
     return asyncio.run(main())
 
 
-def full(**values: int) -> Stats:
+def full(**values: Any) -> Stats:
     fields = {name: getattr(STATS, name) for name in Stats.__struct_fields__}
-    return Stats(**{**fields, **values, "measured": MEASURED})
+    return Stats(**{**fields, **values, "ended_by": ENDED_BY, "requests": MEASURED})
 
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
-    families = list(text_string_to_metric_families(look(full(cached_tokens=9, host_hits=4, preemptions=7, swaps=2))))
+    families = list(
+        text_string_to_metric_families(look(full(cached_tokens=9, host_hits=4, preemptions=7, swaps=2, blocks=BLOCKS)))
+    )
     assert max(Counter(family.name for family in families).values()) == 1
     samples = [sample for family in families for sample in family.samples]
     assert {sample.name for sample in samples} == EXPORTED
@@ -82,6 +87,19 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     name = "vllm:time_to_first_token_seconds_bucket"
     assert [values[name, bound] for bound in ("1.0", "2.5", "+Inf")] == [3, 3, 4]
     assert values["vllm:time_to_first_token_seconds_sum", None] == 7.5
+
+
+def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
+    with_blocks, without = look(full(blocks=BLOCKS)), look(full())
+    names = (
+        "vllm:kv_block_lifetime_seconds",
+        "vllm:kv_block_idle_before_evict_seconds",
+        "vllm:kv_block_reuse_gap_seconds",
+    )
+    for number, name in enumerate(names, 1):
+        assert f'{name}_sum{{engine="0",model_name="name"}} {number}.0' in with_blocks
+    assert "kv_block_" not in without
+    assert without == "".join(line for line in with_blocks.splitlines(keepends=True) if "vllm:kv_block_" not in line)
 
 
 def test_no_pool_is_no_fault() -> None:

@@ -12,7 +12,7 @@ PROMPT = [number % VOCAB for number in range(40)]
 
 
 def pressed(max_swap_blocks: int, num_host_blocks: int = 100, **options: Any) -> Rig:
-    """Two sequences of which one has to give way, ten blocks or more, as soon as both have grown."""
+    """Two sequences of which one is preempted, ten blocks or more, as soon as both have grown."""
     rig = Rig(
         24,
         num_host_blocks=num_host_blocks,
@@ -48,11 +48,11 @@ def test_what_may_not_move_yet_stays_until_somebody_needs_its_place() -> None:
     rig = pressed(3, caching=False)
     sequence = first_swapped(rig)
     num_blocks = len(sequence.tables[0].ids)
-    assert rig.kv.stats.swapped_out == 3
+    assert rig.kv.counters.swapped_out_blocks == 3
     assert [bool(block_id) for block_id in sequence.tables[0].ids] == [True] * (num_blocks - 3) + [False] * 3
     rig.drain()
-    assert rig.kv.stats.swapped_out == rig.kv.stats.swapped_in < num_blocks
-    assert rig.scheduler.counters.preemptions == 1, "who waits gives its blocks before anybody else gives way"
+    assert rig.kv.counters.swapped_out_blocks == rig.kv.counters.swapped_in_blocks < num_blocks
+    assert rig.scheduler.counters.preemptions == 1, "parked blocks are taken before another is preempted"
 
 
 def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
@@ -76,7 +76,7 @@ def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
     rig = pressed(3, policy=Priority())
     sequence = first_swapped(rig)
     held = len(sequence.tables[0].ids) - 3
-    rig.scheduler.abort("a")
+    rig.abort("a")
     rig.add("c", [1, 2, 3] * 26, max_tokens=5, priority=-1)
     assert rig.kv.pool.num_free < 20 <= rig.kv.pool.num_free + held
     rig.drain()
@@ -97,14 +97,14 @@ def test_demotions_do_not_starve_who_comes_back() -> None:
     while ("leaves", 0) not in rig.reasons:
         rig.step()
     sequence = next(iter(rig.scheduler.waiting))
-    num_steps, demoted = 0, rig.kv.stats.demoted
+    num_steps, demoted = 0, rig.kv.counters.demoted_blocks
     while sequence.status is not Status.RUNNING:
         rig.step()
         num_steps += 1
     assert num_steps <= -(-sequence.num_tokens // 3) + 1
     for _ in range(10):
         rig.step()
-    assert rig.kv.stats.demoted > demoted, "the test is about steps that demote"
+    assert rig.kv.counters.demoted_blocks > demoted, "the test is about steps that demote"
     rig.drain()
     assert rig.output("swapped") == expected(PROMPT[:20], 20)
 
@@ -126,7 +126,7 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
     rig.drain()
     rig.add("other", [7, 3] * 55, max_tokens=1)
     rig.drain()
-    assert rig.kv.stats.demoted > 3
+    assert rig.kv.counters.demoted_blocks > 3
     rig.add("stream", [5, 3] * 30, max_tokens=20)
     rig.step()
     rig.kv._swapping._max_blocks = rig.max_swap_blocks = 3
@@ -145,9 +145,9 @@ def test_what_the_device_still_has_is_not_loaded() -> None:
     sequence = rig.add("a", PROMPT[:18], max_tokens=5).sequences[0]
     rig.step()
     assert rig.kv.swap_out(sequence)
-    assert rig.kv.stats.swapped_out == 5
+    assert rig.kv.counters.swapped_out_blocks == 5
     assert rig.kv.swap_in(sequence, 19)
-    assert rig.kv.stats.swapped_in == 1, "its last block is not full, so nobody finds it"
+    assert rig.kv.counters.swapped_in_blocks == 1, "its last block is not full, so nobody finds it"
     rig.drain()
 
 
@@ -158,14 +158,14 @@ def test_a_hit_on_the_host_may_be_longer_than_what_a_step_moves(depth: int) -> N
     rig.drain()
     rig.add("grows", [VOCAB - 1], max_tokens=24)  # evicts a block a step
     rig.drain()
-    assert rig.kv.stats.demoted == 19
+    assert rig.kv.counters.demoted_blocks == 19
     written = rig.worker.num_written
     again = rig.add("again", PROMPT[:20], max_tokens=1)
     rig.drain()
     assert again.num_cached_at_start == 19
     assert rig.worker.num_written == written
-    assert rig.kv.stats.promoted == 19
-    assert rig.scheduler.meter.host_hits == 19, "counted once, however many steps it takes"
+    assert rig.kv.counters.promoted_blocks == 19
+    assert rig.scheduler.counters.host_hits == 19, "counted once, however many steps it takes"
     assert rig.output("again") == rig.output("a")
 
 
@@ -176,7 +176,7 @@ def test_of_what_is_evicted_the_prefix_is_demoted(num_host_blocks: int, max_swap
     rig.drain()
     rig.add("b", [VOCAB - 1] * 41, max_tokens=1)
     rig.step()
-    assert rig.kv.stats.demoted == kept
+    assert rig.kv.counters.demoted_blocks == kept
     rig.drain()
     again = rig.add("again", PROMPT, max_tokens=1)
     rig.drain()
@@ -205,7 +205,7 @@ def test_content_that_is_still_on_the_device_is_not_demoted() -> None:
     rig.scheduler.kv.pool.enable_caching = True
     rig.drain()
     rig.kv._swapping._demote([(1, key) for key in list(rig.kv.pool._cached)])
-    assert rig.kv.stats.demoted == 0
+    assert rig.kv.counters.demoted_blocks == 0
 
 
 def test_blocks_on_the_host_that_are_taken_back_into_use_need_room_there() -> None:
@@ -230,7 +230,7 @@ def test_a_corrupted_request_is_not_found_on_the_host_either(is_swapped: bool) -
     name = sequence.request.request_id
     prompt = sequence.tokens[:40].tolist()
     if not is_swapped:
-        rig.scheduler.abort("a")
+        rig.abort("a")
         rig.step()
         assert sequence.status is Status.RUNNING
     assert rig.kv.host is not None

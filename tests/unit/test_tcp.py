@@ -26,7 +26,7 @@ from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Finished, FromClient, Hello, OutputBatch, Welcome
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES, client_to_engine, engine_to_client
 from vllm_lite.transport import Delivery, Tcp, Wakeup
-from vllm_lite.transport.door import Complaints
+from vllm_lite.transport.authenticator import Complaints
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 from vllm_lite.transport.zmq import HIGH_WATER_MARK, ZmqConnection, ZmqListener
 
@@ -153,7 +153,7 @@ def test_who_is_not_let_in_hears_why_and_others_notice_nothing(
             began = time.monotonic()
             with pytest.raises(EngineError) as caught:
                 connect(engine, keys[whose])
-            assert time.monotonic() - began < DEADLINE_S / 2, "it was told, and did not wait for its own deadline"
+            assert time.monotonic() - began < DEADLINE_S / 2, "it was refused, and did not wait for its own deadline"
             assert str(caught.value) == f"the engine at {engine.address} does not let this client in: {reason}"
         assert hears(engine, friend)
         assert engine.heard.empty()
@@ -257,7 +257,7 @@ def test_ten_thousand_malformed_messages(engine: Engine, alice: Path, caplog: py
 
 
 def test_a_malformed_request_ends(engine: Engine, alice: Path) -> None:
-    """Whoever waits for it hears what was wrong, as far as its id can be read."""
+    """The client that waits for it gets the reason, as far as the id can be read."""
     connection = transport.connect(engine.address, b"me", alice)
     for message in (
         ["hello", PROTOCOL_VERSION],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded, agrees
+from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
@@ -50,9 +51,9 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
     for index in range(num_running):
         prompt = [rng.randrange(200_000) for _ in range(rng.randint(20, 60))]
         recorded.add(f"r{index}", prompt, max_tokens=100, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     before = recorded.core.recorder
-    assert before is not None
+    assert isinstance(before, TraceRecorder)
     before.flush()
     size, steps = (tmp_path / "trace").stat().st_size, recorded.scheduler.step
     tokens = recorded.scheduler.counters.generated_tokens
@@ -112,7 +113,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
         Replay(str(tmp_path / "damaged")).run()
     whole[7] = 99
     (tmp_path / "newer").write_bytes(whole)
-    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 3"):
+    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 4"):
         TraceReader(str(tmp_path / "newer"))
 
 
@@ -121,17 +122,19 @@ def test_damage_is_told(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm_lite"):
         recorded = Recorded(Path("/dev/full"), 40)
-        recorded.core.recorder._next_flush_s += 0.0 if pause_s else 1e9  # type: ignore[union-attr]
+        recorder = recorded.core.recorder
+        assert isinstance(recorder, TraceRecorder)
+        recorder._next_flush_s += 0.0 if pause_s else 1e9
         for index in range(300):
             recorded.add(f"{index:0200}", [1, 2, index % 50, 4, 5], max_tokens=3, ignore_eos=True)
             recorded.clock.now_s += pause_s
-            recorded.turn()
+            recorded.loop()
         recorded.drain()
     assert len(recorded.ended) == 300
     assert [record.message for record in caplog.records] == [
         "the trace /dev/full ends here, serving goes on: [Errno 28] No space left on device"
     ]
-    assert recorded.scheduler.note is None
+    assert recorded.scheduler.on_decision is None
     recorded.core.close()
 
 
@@ -151,12 +154,12 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
     """What led to a crash can be replayed up to it, and into it."""
     recorded = Recorded(tmp_path / "trace")
     recorded.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
-    recorded.turn()
+    recorded.loop()
     with monkeypatch.context() as patch:
-        patch.setattr(recorded.scheduler, "_schedule_waiting", None)
+        patch.setattr(recorded.scheduler, "_schedule_prompts", None)
         recorded.add("b", [4, 5, 6])
         with pytest.raises(TypeError):
-            recorded.turn()
+            recorded.loop()
     recorded.core.close()
     *_, last = TraceReader(str(tmp_path / "trace"))
     assert isinstance(last, records.Step)
@@ -166,6 +169,6 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     recorded = Recorded(None)
     recorded.random_work(random.Random(2))
-    assert recorded.core.recorder is None
-    assert recorded.scheduler.note is None
+    assert type(recorded.core.recorder) is Recorder
+    assert recorded.scheduler.on_decision is None
     assert list(tmp_path.iterdir()) == []

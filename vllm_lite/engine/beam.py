@@ -1,11 +1,11 @@
-"""Beam search: which continuations of the running beams go on, which are finished, when to stop. No blocks, no I/O.
+"""Beam search decides which continuations of the running beams go on, which are finished, and when to stop.
 
 The rules are those of transformers' generate(num_beams=...), so that results can be compared: of all candidates the
 best K = max(2, 1 + stop tokens) * width are looked at; those among the first `width` that end are hypotheses, scored
 by sum of logprobs / length ** length_penalty; the best `width` that do not end go on.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_lite.protocol.params import SamplingParams
@@ -16,11 +16,11 @@ class Hypothesis(NamedTuple):
     logprob: float
     token_ids: list[int]
     stopped: bool
-    """By a stop token, not by length."""
+    """Whether a stop token ended it, and not its length."""
 
 
 class Continuation(NamedTuple):
-    """Beam `parent` (an index into what advance() was given) goes on with `token_id`."""
+    """Beam `parent` (an index into the beams of advance()) goes on with `token_id`."""
 
     parent: int
     token_id: int
@@ -32,7 +32,7 @@ class Beam(NamedTuple):
 
     token_ids: list[int]
     logprob: float
-    candidates: Seq[tuple[int, float]]
+    candidates: Sequence[tuple[int, float]]
 
 
 class BeamSearch:
@@ -49,8 +49,8 @@ class BeamSearch:
         self.hypotheses: list[Hypothesis] = []
         self._improvable = True
 
-    def advance(self, beams: Seq[Beam]) -> list[Continuation] | None:
-        """One step for all beams, which have the same length. None: the search is over."""
+    def advance(self, beams: Sequence[Beam]) -> list[Continuation] | None:
+        """Choose how the beams, which have the same length, go on. None: the search is over."""
         length = len(beams[0].token_ids) + 1
         banned = self.stop_ids if length <= self.min_tokens else frozenset()
         best = sorted(
@@ -75,7 +75,7 @@ class BeamSearch:
     def _full(self) -> bool:
         return len(self.hypotheses) >= self.width
 
-    def _add(self, beams: Seq[Beam], ended: Seq[Continuation], length: int) -> None:
+    def _add(self, beams: Sequence[Beam], ended: Sequence[Continuation], length: int) -> None:
         for parent, token_id, logprob in ended:
             token_ids = [*beams[parent].token_ids, token_id]
             score = logprob / length**self.length_penalty
@@ -83,7 +83,7 @@ class BeamSearch:
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.width :]
 
-    def _can_improve(self, going_on: Seq[Continuation], length: int) -> bool:
+    def _can_improve(self, going_on: Sequence[Continuation], length: int) -> bool:
         """Whether the best running beam might still beat the worst hypothesis, if it scored as it does now."""
         if not self._full or not going_on:
             return not self._full

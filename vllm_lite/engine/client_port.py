@@ -1,9 +1,9 @@
-"""ClientPort: the engine's side of the client wire. Who is connected, what each is owed, and who has gone.
+"""ClientPort: the engine's side of the client wire. It knows who is connected, what each client is owed, who has gone.
 
 Tokens that come within GATHER_S of the message before them wait and go together: nobody reads a thousand of them a
-second one by one, and every message takes time from the cores that compute. A first token and an end do not wait. To a
-slow reader later tokens are merged into its next message; past a deadline it is given up. A client that has gone is
-noticed by the send that cannot reach it: outputs, or the heartbeat that every client with requests gets.
+second one by one, and every message takes time from the cores that compute. A first token and an end do not wait. For
+a slow reader later tokens are merged into its next message; past a deadline its requests are aborted. The port notices
+that a client has gone by a send that cannot reach it: of outputs, or of the heartbeat for clients with requests.
 """
 
 import sys
@@ -36,22 +36,22 @@ from vllm_lite.transport.interface import Pollable
 HEARTBEAT_S = 0.5
 GATHER_S = 0.004
 SLOW_READER_S = 30.0
-MAX_TURN_MESSAGES = 64
-MAX_TURN_S = 0.001
-"""How much clients may say in one turn of the loop, and for how long: everybody's tokens wait for the end of it. The
-transport takes a message of each client in turn, so whoever says much waits, and not the others."""
+MAX_PASS_MESSAGES = 64
+MAX_PASS_S = 0.001
+"""How many messages of clients one pass of the loop takes, and for how long: all clients' tokens wait for its end. The
+transport takes one message of each client after the other, so a client that sends much delays only itself."""
 MAX_REFUSAL_S = 1.0
-"""The same for all those that came while an engine tried to start."""
+"""The same for the messages of all clients that came while an engine tried to start."""
 MAX_OWED = 1 << 16
-"""Samples with outputs for a client that does not read: who starts requests and reads no answer is given up before."""
+"""Most outputs that wait for a client that does not read. Above it the client counts as gone."""
 MIN_LOOK = 64
-"""With fewer clients nobody asks whether those that want nothing are still there."""
+"""With fewer clients the port does not check whether those without requests are still there."""
 
 logger = log.get(__name__)
 
 
 class Outbox:
-    """What one client has not been sent yet, merged per sample."""
+    """The outputs that one client has not been sent yet, merged per sample."""
 
     __slots__ = ("busy_since_s", "ended", "open", "sent_s", "urgent")
 
@@ -63,7 +63,8 @@ class Outbox:
         self.busy_since_s: float | None = None
 
     def add(self, output: Tokens | Finished) -> None:
-        """Merge `output` with what is owed of the same sample; what has ended is left alone, whoever reuses its id."""
+        """Merge `output` with what is owed of the same sample. A sample that has ended is left alone, even if another
+        request has its id now."""
         sample = output.request_id, output.index
         self.urgent = self.urgent or not output.start or isinstance(output, Finished)
         earlier = self.open.get(sample)
@@ -73,7 +74,7 @@ class Outbox:
         self.open[sample] = output if earlier is None else _merge(earlier, output)
 
     def take(self) -> list[Tokens | Finished]:
-        """All that is owed, in an order in which each sample's own is right."""
+        """All that is owed, in an order that is right for each sample."""
         return self.ended + list(self.open.values())
 
     def sent(self, now_s: float) -> None:
@@ -82,7 +83,7 @@ class Outbox:
         self.urgent, self.sent_s, self.busy_since_s = False, now_s, None
 
     def may_wait(self, now_s: float) -> bool:
-        """Whether what is owed is to be sent with what comes next."""
+        """Whether to send what is owed together with what comes next."""
         return not self.urgent and now_s - self.sent_s < GATHER_S
 
     def __len__(self) -> int:
@@ -106,17 +107,17 @@ class ClientPort:
         self._next_look = MIN_LOOK
 
     def open(self, welcome: Welcome) -> None:
-        """The engine can serve: answer those who said Hello while it was starting."""
+        """The engine can serve: answer the clients that sent Hello while it was starting."""
         self._welcome = welcome
         early, self._early = self._early, {}
         for peer, hello in early.items():
             self._greet(peer, hello)
 
     def receive(
-        self, max_messages: int = MAX_TURN_MESSAGES, max_s: float = MAX_TURN_S
+        self, max_messages: int = MAX_PASS_MESSAGES, max_s: float = MAX_PASS_S
     ) -> Iterator[tuple[bytes, FromClient]]:
-        """One turn's messages of clients that have shaken hands; there may be more. The handshake itself and garbage
-        are dealt with here, and count."""
+        """The messages, for one pass of the loop, of clients that have shaken hands; more may be left. The handshake
+        itself and garbage are dealt with here, and count."""
         until_s = self._clock() + max_s
         for number in range(max_messages):
             if number and self._clock() >= until_s:
@@ -157,15 +158,15 @@ class ClientPort:
                 self._look()
 
     def _look(self) -> None:
-        """Forget those that are owed nothing and have gone, which no other message would notice. A client with requests
-        hears from flush() or beat(), which tell its end."""
+        """Forget the clients that are owed nothing and have gone, which no other send would notice: flush() and beat()
+        reach those with requests."""
         nothing = OutputBatch(self._epoch, [])
         idle = [peer for peer, outbox in self._clients.items() if not outbox]
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
         self._next_look = max(MIN_LOOK, 2 * len(self._clients))
 
     def refuse_all(self, reason: str, *, bad_input: bool) -> bool:
-        """The engine cannot start: tell everybody who asked so far. False if nobody has."""
+        """The engine cannot start: refuse all clients that have asked so far. False if none has."""
         for _ in self.receive(sys.maxsize, MAX_REFUSAL_S):
             pass
         asked = list(self._early)
@@ -178,7 +179,7 @@ class ClientPort:
         return self.listener.send(peer, engine_to_client.encode(message))
 
     def push(self, peer: bytes, output: Tokens | Finished) -> None:
-        """Owe `output` to a client; flush() sends it."""
+        """Queue `output` for a client; flush() sends it."""
         outbox = self._clients.get(peer)
         if outbox is not None:
             outbox.add(output)
@@ -208,7 +209,7 @@ class ClientPort:
         return self._forget(lost)
 
     def beat(self, now_s: float, step: int, with_requests: set[bytes]) -> list[bytes]:
-        """Every half second tell the clients with requests that the engine lives. Returns those that are gone."""
+        """Send the clients with requests a heartbeat every half second. Returns those that are gone."""
         if now_s < self._next_heartbeat_s:
             return []
         self._next_heartbeat_s = now_s + HEARTBEAT_S
@@ -216,7 +217,7 @@ class ClientPort:
         return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
 
     def say_dying(self, reason: str) -> None:
-        """Last words to every client, behind what it is owed."""
+        """Send every client what it is owed, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)
         for peer in self._clients:
             self.send(peer, Dying(reason))
@@ -241,7 +242,7 @@ class ClientPort:
 
 
 def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Finished:
-    """One message for both; `later` begins where `earlier` ends, unless the client asked for a resend."""
+    """Merge both into one message; `later` begins where `earlier` ends, unless the client asked for a resend."""
     if later.start != earlier.start + len(earlier.token_ids):
         return later
     logprobs = None

@@ -1,9 +1,7 @@
 """EngineCore: one step is schedule, execute, update. Features hang off these three calls; none is inlined into them."""
 
 import time
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections import abc
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -11,18 +9,21 @@ import msgspec
 
 from vllm_lite import __version__
 from vllm_lite.config import ResolvedConfig
-from vllm_lite.engine import branching
-from vllm_lite.engine.assembly import assemble
+from vllm_lite.engine import policy
+from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.observe.describe import describe
-from vllm_lite.engine.observe.recorder import Recorder
-from vllm_lite.engine.pace import Pace
-from vllm_lite.engine.plan import Options, Produced
-from vllm_lite.engine.prefill_rate import PrefillRate
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
+from vllm_lite.engine.observe.residency import Residency
+from vllm_lite.engine.queues import Options
+from vllm_lite.engine.rates import PrefillRate, Rates
+from vllm_lite.engine.request import Produced, Request, stop_ids
+from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.engine.stop import check_stop, stop_ids
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
@@ -34,7 +35,7 @@ from vllm_lite.runtime import log
 from vllm_lite.trace.records import Header
 
 MAX_PROMPT_SCORES = 1 << 21
-"""Logprobs of one prompt, so that a message holds them: about 32 MiB."""
+"""Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
 
 logger = log.get(__name__)
 
@@ -50,7 +51,7 @@ class Attached(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the pools hold, in blocks, and how fast blocks move between them."""
+    """How many blocks each pool holds, and how fast blocks move between the pools."""
 
     num_blocks: int
     num_host_blocks: int = 0
@@ -66,30 +67,32 @@ class EngineCore:
         ready: Ready,
         executor: Executor,
         sizes: Sizes,
-        epoch: int,
-        clock: Callable[[], float] = time.monotonic,
+        generation: int,
+        clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._vocab_size = ready.vocab_size
         self._eos = frozenset(ready.eos_token_ids)
         self._clock = clock
-        self._only_decodes: deque[bool] = deque()
-        """Of each step under way."""
-        self._unsent: list[SchedulerOutput] = []
-        self._pace = Pace()
+        self._message_length = MessageLength()
         self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
-        header = _header(config, ready, sizes, _options(config, ready, epoch), clock())
-        self.scheduler = assemble(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
+        header = _header(config, ready, sizes, _options(config, ready, generation), clock())
+        self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
         )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
-        self.recorder = Recorder(config.record, header, self.scheduler) if config.record else None
+        self.recorder = (
+            TraceRecorder(config.record, header, self.scheduler) if config.record else Recorder(self.scheduler)
+        )
+        if config.kv_cache_metrics:
+            one_in = round(1 / config.kv_cache_metrics_sample)
+            self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
         self.max_model_len = self.scheduler.max_len
-        self.num_in_flight = 0
+        self.in_flight = self.scheduler.in_flight
 
     # ---- requests
 
@@ -105,23 +108,21 @@ class EngineCore:
             raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
         if num_output and (message.params.n > 1 or message.params.use_beam_search):
             raise RequestError("a request with several samples starts from its prompt; send no output with it")
-        self._check_length(
-            num_prompt, num_output, message.params.max_tokens
-        )  # before anything reads millions of tokens
+        # Before anything reads millions of tokens.
+        self._check_length(num_prompt, num_output, message.params.max_tokens)
         self._check_tokens("prompt", message.prompt)
         output = self._check_tokens("output", message.output)
         request = self._make_request(client, message, num_prompt)
-        reason = check_stop(request.sequences[0], output[-1]) if output else None
+        reason = request.sequences[0].finish_reason(output[-1]) if output else None
         if reason is not None:  # the client lacks nothing but the end
             return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
         self.meter.now_s = self._clock()
         self.scheduler.add(request)
-        if self.recorder is not None:
-            self.recorder.arrived(request, self._clock())
+        self.recorder.arrived(request, self._clock())
         return Attached(request, [], None)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
-        """Start a request from what a live one has. Raises RequestError."""
+        """Start a request from the tokens and the KV of a live one. Raises RequestError."""
         parent = self.scheduler.requests.get(message.request_id)
         if parent is None:
             raise RequestError(f"request {message.request_id!r} is not running; only a live request can be forked")
@@ -135,21 +136,19 @@ class EngineCore:
         if message.have > sequence.num_output:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
         tokens = sequence.tokens[: parent.num_prompt + message.have]
-        prompt, output = (
-            tokens[: parent.num_prompt].tobytes(),
-            tokens[parent.num_prompt :].tobytes(),
-        )
+        prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
         generate = Generate(message.child_id, prompt, message.params, message.have, output)
         child = self._make_request(client, generate, parent.num_prompt)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self.meter.now_s = self._clock()
-        branching.fork_request(self.scheduler, parent, child)
-        if self.recorder is not None:
-            self.recorder.forked(parent, child, self._clock())
+        self.scheduler.branching.fork_request(parent, child)
+        self.recorder.forked(parent, child, self._clock())
         return child
 
-    def abort(self, request_id: str, samples: Seq[int] = (), *, stopped: bool = False) -> list[tuple[int, int]]:
+    def abort(
+        self, request_id: str, samples: abc.Sequence[int] = (), *, stopped: bool = False
+    ) -> list[tuple[int, int]]:
         """End a request, or those of its `samples`. `stopped`: its client has all it wanted.
 
         Returns (sample, number of its output tokens) of all that have ended by this.
@@ -158,8 +157,8 @@ class EngineCore:
         if request is None:
             return []
         self.meter.now_s = now_s = self._clock()
-        ended = branching.end_samples(self.scheduler, request, samples, "stop" if stopped else "abort")
-        if ended and self.recorder is not None:
+        ended = self.scheduler.branching.end_samples(request, samples, "stop" if stopped else "abort")
+        if ended:
             self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
         return ended
 
@@ -167,9 +166,8 @@ class EngineCore:
         return describe(self.scheduler, request_ids, self._clock())
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
-        done = reset_cache(self.scheduler)
-        if self.recorder is not None:
-            self.recorder.cache_reset(self._clock())
+        done = self.scheduler.reset_prefix_cache()
+        self.recorder.cache_reset(self._clock())
         return done
 
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
@@ -189,12 +187,7 @@ class EngineCore:
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
                 f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
             )
-        request = Request(
-            message,
-            client,
-            self._max_len(num_prompt, params),
-            stop_ids(params, self._eos),
-        )
+        request = Request(message, client, self._max_len(num_prompt, params), stop_ids(params, self._eos))
         num_choices = self._vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
@@ -224,7 +217,7 @@ class EngineCore:
         return Attached(request, resend, None, replaced)
 
     def _check_tokens(self, what: str, data: bytes) -> list[int]:
-        """The token ids of `data`."""
+        """Unpack the token ids of `data`. Raises RequestError for one that is not in the vocabulary."""
         tokens = unpack_tokens(data)
         if tokens and max(tokens) >= self._vocab_size:
             raise RequestError(f"token ids must be below {self._vocab_size}, the {what} holds {max(tokens)}")
@@ -241,119 +234,98 @@ class EngineCore:
             )
 
     def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
-        """Where the sequence ends at the latest: context and KV cache hold no more, whatever `max_tokens` says."""
+        """The greatest length of a sequence: context and KV cache hold no more, whatever `max_tokens` says."""
         longest = self.max_model_len
         return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
 
     # ---- the step
 
     def expire(self) -> list[Produced]:
-        """End what has passed its deadline."""
+        """End the requests whose deadline has passed."""
         now_s = self.meter.now_s = self._clock()
         ended = self.scheduler.expire(now_s)
-        if ended and self.recorder is not None:
-            self.recorder.expired(ended, now_s)
+        self.recorder.expired(ended, now_s)
         return ended
 
     def begin(self) -> bool:
-        """Schedule a step for the workers, if there is anything to compute and not too much under way. Call it until
-        it says no: only then have all steps been sent."""
+        """Schedule a step for the workers, if there is anything to compute and not too much in flight.
+
+        Call it until it returns False: only then have all steps been sent.
+        """
         now_s = self._clock()
-        plan = self._schedule(now_s) if self._may_begin() else None
-        only_decodes = True
-        if plan is not None:
-            num_tokens = self.scheduler.num_scheduled_tokens
-            self.meter.step_tokens.observe(num_tokens)
-            only_decodes = num_tokens <= len(self.scheduler.running)
-            self._unsent.append(plan)
-            self.num_in_flight += 1
-            self._only_decodes.append(only_decodes)
-            self._prefill_rate.scheduled(plan, num_tokens, only_decodes=only_decodes)
-        if self._unsent and (plan is None or not only_decodes or len(self._unsent) >= self._pace.steps):
-            unsent, self._unsent = self._unsent, []
-            self._executor.submit(*unsent)
-            self._prefill_rate.sent(now_s)
-        return plan is not None
+        step = self._schedule(now_s) if self._may_begin() else None
+        ends_message = True
+        if step is not None:
+            self.meter.scheduled(self.scheduler.num_scheduled_tokens)
+            ends_message = (
+                not self.in_flight.newest.only_decodes or self.in_flight.num_unsent >= self._message_length.steps
+            )
+        if self.in_flight.num_unsent and ends_message:
+            self._executor.submit(*self.in_flight.send(now_s))
+        return step is not None
 
     def _may_begin(self) -> bool:
-        """Whether a message of steps is to be continued, or begun: it is computed while the one behind it is made."""
-        return bool(self._unsent) or self.num_in_flight <= (self.max_in_flight - 1) * self._pace.steps
+        """Whether the message being made may get another step, or a new one may be begun: workers compute one message
+        while the next one is made."""
+        return (
+            self.in_flight.num_unsent > 0
+            or len(self.in_flight) <= (self.max_in_flight - 1) * self._message_length.steps
+        )
 
     def _schedule(self, now_s: float) -> SchedulerOutput | None:
         if not self.scheduler.has_requests():
             self.meter.rest(now_s)
             return None
-        return self.scheduler.schedule(now_s) if self.recorder is None else self.recorder.schedule(now_s)
+        return self.recorder.schedule(now_s)
 
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
-        self.num_in_flight -= 1
         now_s = self.meter.now_s = self._clock()
-        only_decodes = self._only_decodes.popleft()
-        if self._prefill_rate.ended(now_s):
+        step = self.in_flight.oldest
+        if step.ends_message and self._prefill_rate.measure(step.message, now_s):
             self._learn(self._prefill_rate.tokens_per_s)
         if self.max_in_flight > 1:
-            self._pace.ended(now_s, steady=only_decodes and self.num_in_flight > 0)
-        if self.recorder is not None:
-            return self.recorder.update(output, now_s)
-        return self.scheduler.update(output)
+            self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
+        return self.recorder.update(output, now_s)
 
     def _learn(self, prefill_tokens_per_s: float) -> None:
-        """Let the scheduler choose by a new rate; a trace must know of it."""
+        """Give the scheduler a new rate to choose by, and record it."""
         self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=prefill_tokens_per_s)
-        if self.recorder is not None:
-            self.recorder.measured(self.scheduler.rates)
+        self.recorder.measured(self.scheduler.rates)
 
     def close(self) -> None:
         """End the trace, if there is one."""
-        if self.recorder is not None:
-            self.recorder.close()
+        self.recorder.close()
 
-    def stats(self, malformed_messages: int = 0) -> Stats:
-        """All that is counted, and of the sockets what only their owner knows."""
-        scheduler, pool, counters, blocks, meter = (
-            self.scheduler,
-            self.kv.pool,
-            self.scheduler.counters,
-            self.kv.stats,
-            self.meter,
-        )
-        host = self.kv.host.pool if self.kv.host is not None else None
-        return Stats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            peak_used_blocks=pool.peak_used,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            swaps=counters.swaps,
-            num_host_blocks=host.num_usable if host else 0,
-            num_used_host_blocks=host.num_used if host else 0,
-            demoted_blocks=blocks.demoted,
-            promoted_blocks=blocks.promoted,
-            copied_blocks=blocks.copied,
-            swapped_out_blocks=blocks.swapped_out,
-            swapped_in_blocks=blocks.swapped_in,
-            cache_queries=meter.cache_queries,
-            host_queries=meter.host_queries,
-            host_hits=meter.host_hits,
-            drafts=meter.drafts,
-            draft_tokens=meter.draft_tokens,
-            accepted_tokens=meter.accepted_tokens,
-            rejected_requests=meter.rejected,
-            corrupted_requests=meter.corrupted,
-            malformed_messages=malformed_messages,
-            measured=meter.snapshot(self._clock()),
-        )
+    def stats(self) -> Stats:
+        """The engine's counters, with its gauges as they are now."""
+        counters = self.meter.stats(self._clock())
+        counters.num_running, counters.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        return counters
+
+
+def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
+    """The scheduler that a trace's header describes, with its policy, block manager and pools; a replay makes it anew.
+
+    Raises ConfigError if the policy cannot be loaded.
+    """
+    num_host_blocks, caching = header.num_host_blocks, header.caching
+    host = HostTier(num_host_blocks, header.num_blocks, caching) if num_host_blocks else None
+    kv = KVCacheManager(
+        BlockPool(header.num_blocks, caching),
+        make_groups(header.windows, header.block_size),
+        hasher,
+        host=host,
+        watermark=header.watermark,
+        max_swap_blocks_per_step=header.max_swap_blocks_per_step,
+    )
+    scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
+    scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
+    return scheduler
 
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
-    """What this core is made of, for its scheduler and for the trace."""
+    """Describe this core, for its scheduler and for the trace."""
     return Header(
         engine_version=__version__,
         clock_s=now_s,
@@ -371,7 +343,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options
     )
 
 
-def _options(config: ResolvedConfig, ready: Ready, epoch: int) -> Options:
+def _options(config: ResolvedConfig, ready: Ready, generation: int) -> Options:
     return Options(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -379,12 +351,12 @@ def _options(config: ResolvedConfig, ready: Ready, epoch: int) -> Options:
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
-        epoch=epoch,
+        generation=generation,
     )
 
 
 def _with_seed(message: Generate) -> SamplingParams:
-    """A client that draws no seed still gets the same tokens when it sends the same request again."""
+    """The parameters with a seed. If the client draws none, it still gets the same tokens for the same request id."""
     if message.params.seed is not None:
         return message.params
     seed = int.from_bytes(blake2b(message.request_id.encode(), digest_size=8).digest(), "little")
@@ -392,7 +364,7 @@ def _with_seed(message: Generate) -> SamplingParams:
 
 
 def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
-    """The first parameter that is not the same, in words. Only numbers are shown: others may be long, or a secret."""
+    """Name the first parameter that is not the same. Only numbers are shown: other values may be long, or a secret."""
     if known == asked:
         return None
     for name in known.__struct_fields__:

@@ -1,22 +1,22 @@
-"""Who is served next, who gives way, how much a step may compute: policies, and the guard that checks them.
+"""Scheduling policies: which sequence is served next, which is preempted, how much a step may compute; and their guard.
 
-A policy is a class with any of these methods (what it lacks is first come, first served). It may read the sequences it
-is given and must not change them:
+A policy is a class with any of the methods below; what it lacks is first come, first served. It may read the sequences
+that it gets and must not change them:
 
-    key(self, sequence) -> a tuple of numbers that never changes for a sequence: lower is served first and gives way
-        last, equal ones are served as they came. The cheap way: O(log n) when a sequence enters or leaves the queue
-    order(self, sequences, view) -> the same sequences, in the order in which to serve them. Asked in every step for
+    key(self, sequence) -> a tuple of numbers that never changes for a sequence: the lowest is served first and
+        preempted last, equal ones are served as they came. The cheap way: O(log n) to enter or leave the queue
+    order(self, sequences, view) -> the same sequences, in the order in which to serve them. Called in every step for
         those that run, and for all that wait: O(n)
     victim(self, candidates, view) -> the running sequence to preempt; without it the last of them by the order
     budget(self, view) -> tokens of the next step, 1 to view.max_num_batched_tokens
-    charged(self, sequence, num_tokens) -> None, told of every token that a step computes
+    charged(self, sequence, num_tokens) -> None; called with the number of tokens that a step computes for a sequence
 
-`--policy package.module:Class` loads one by name. What it returns is checked after each call; at the first fault the
-scheduler goes on with first come, first served and says so.
+`--scheduling-policy package.module:Class` loads one by name. What it returns is checked after each call; at the first
+fault the scheduler goes on with first come, first served and says so.
 """
 
+from collections import abc
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from importlib import import_module
 from math import isnan
 from typing import Any, NamedTuple
@@ -41,18 +41,18 @@ def arrival_key(sequence: Sequence) -> Key:
 
 
 class Fcfs:
-    """First come, first served; the sequence that came last gives way."""
+    """First come, first served; the sequence that came last is preempted first."""
 
 
 class Priority:
-    """Lower `priority` first, then first come; the highest number that came last gives way."""
+    """Lower `priority` first, then first come; of the highest number the one that came last is preempted first."""
 
     def key(self, sequence: Sequence) -> Key:
         return (sequence.request.params.priority,)
 
 
 class Deadline:
-    """The earliest deadline first; the sequence with most time, or without a deadline, gives way."""
+    """The earliest deadline first; the sequence with most time, or without a deadline, is preempted first."""
 
     def key(self, sequence: Sequence) -> Key:
         deadline_s = sequence.request.deadline_s
@@ -60,13 +60,13 @@ class Deadline:
 
 
 class Fair:
-    """Fair shares of tokens between tenants (`user`): the tenant that was served least comes first, and nobody's share
-    grows by asking more. FairQueue says who counts, and from when."""
+    """Fair shares of tokens between tenants (`user`): the tenant that was served least comes first, and no tenant's
+    share grows by asking more. FairQueue says which tenants count, and from when."""
 
     def __init__(self) -> None:
         self.queue = FairQueue(arrival_key)
 
-    def order(self, sequences: Seq[Sequence], view: View) -> Seq[Sequence]:  # noqa: ARG002
+    def order(self, sequences: abc.Sequence[Sequence], view: View) -> abc.Sequence[Sequence]:  # noqa: ARG002
         return sorted(sequences, key=lambda each: (self.queue.served(each.request.params.user), *arrival_key(each)))
 
     def charged(self, sequence: Sequence, num_tokens: int) -> None:
@@ -90,8 +90,8 @@ def load(name: str) -> Any:
 
 
 class GuardedPolicy:
-    """A policy whose answers are checked, and the queue that it sorts. `on_fault(what)` is called once, when it is
-    replaced by fcfs."""
+    """Checks what a policy answers, and holds the queue that it sorts. At the first fault the policy is replaced by
+    fcfs, and `on_fault(what)` is called, once."""
 
     def __init__(self, policy: Any, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
@@ -110,20 +110,20 @@ class GuardedPolicy:
             self.queue.add(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence to those that wait."""
         queue = self.queue
         queue.add(sequence)
         if self.queue is not queue:  # its key was at fault, so that the queue is another one now
             self.queue.add(sequence)
 
     def waiting(self, view: View) -> Iterable[Sequence]:
-        """Those that wait, in the order in which to admit them."""
+        """The waiting sequences, in the order in which to admit them."""
         if self._order is None or isinstance(self.queue, FairQueue):
             return self.queue
         return self._ordered(list(self.queue), view)
 
     def sorted_running(self, running: list[Sequence], view: View) -> list[Sequence]:
-        """Those that run, in the order in which to serve them."""
+        """The running sequences, in the order in which to serve them."""
         if self._order is not None:
             return self._ordered(running, view)
         if self._key is not None:
@@ -131,7 +131,8 @@ class GuardedPolicy:
         return running
 
     def may_pass(self, sequence: Sequence, blocked: Sequence) -> bool:
-        """Whether `sequence` may come in before `blocked`, which cannot yet: only if nothing but arrival parts them."""
+        """Whether `sequence` may be admitted before `blocked`, which cannot be yet: only if they differ in nothing but
+        their arrival."""
         return self._key is None or self._checked_key(sequence)[:-2] == self._checked_key(blocked)[:-2]
 
     def _checked_key(self, sequence: Sequence) -> Key:
@@ -151,7 +152,7 @@ class GuardedPolicy:
             self._fault("order() must return the sequences it was given, each once")
         return sequences
 
-    def victim(self, candidates: Seq[Sequence], view: View) -> Sequence:
+    def victim(self, candidates: abc.Sequence[Sequence], view: View) -> Sequence:
         victim = self._ask(self.choose_victim, list(candidates), view)
         if any(victim is candidate for candidate in candidates):
             return victim  # type: ignore[no-any-return]
@@ -185,7 +186,7 @@ class GuardedPolicy:
             self._on_fault(what)
 
 
-def _is_permutation(ordered: Any, waiting: Seq[Sequence]) -> bool:
+def _is_permutation(ordered: Any, waiting: abc.Sequence[Sequence]) -> bool:
     try:
         return sorted(map(id, ordered)) == sorted(map(id, waiting))
     except TypeError:

@@ -1,9 +1,8 @@
-"""The engine process: one loop that serves its clients' socket and its workers' socket. Entry point of a child."""
+"""The engine process: one loop that serves the clients' socket and the workers' socket. Entry point of a child."""
 
 import gc
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections import abc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from vllm_lite.config import EngineSettings, ResolvedConfig
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.plan import Produced
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
-from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
@@ -39,7 +37,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
 
 REFUSAL_PATIENCE_S = 2.0
-"""How long an engine that cannot start waits for somebody to tell."""
+"""How long an engine that cannot start waits for a client to which it can send the reason."""
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
 GATHER_MS = int(1000 * GATHER_S)
 YOUNG_OBJECTS = 50_000
@@ -53,20 +51,21 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
         self._config = settings.config
-        self._worker_module = settings.worker_module
+        self._settings = settings
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
-        self._worker_address = _worker_address(settings)
+        self._generation = 1
+        """Counts the lives of the worker group."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
-        """Serve until told to stop. Returns the exit status: 0 if told to, 1 if something died, 2 for bad input."""
+        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if something died, 2 for bad input."""
         executor: Executor | None = None
         core: EngineCore | None = None
         try:
             try:
-                executor = MultiprocExecutor(self._config, self._worker_address, self._epoch, self._worker_module)
+                executor = select(self._settings, self._generation)
                 core = self._start(executor)
             except VllmLiteError as error:
                 return self._refuse(error)
@@ -92,7 +91,7 @@ class EngineProcess:
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         with made_to_last():
-            core = EngineCore(self._config, ready, executor, sizes, self._epoch)
+            core = EngineCore(self._config, ready, executor, sizes, self._generation)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
@@ -129,7 +128,7 @@ class EngineProcess:
             )
 
     def _refuse(self, error: VllmLiteError) -> int:
-        """Tell whoever waits for this engine why it cannot start."""
+        """Send all clients that wait for this engine the reason why it cannot start."""
         logger.error("%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
         bad_input = not isinstance(error, EngineError)
@@ -149,23 +148,23 @@ class EngineProcess:
         try:
             while not self._stop.is_set():
                 watched.poll(self._patience_ms(core))
-                self._turn(core, executor)
+                self._serve_once(core, executor)
                 if events is not None:
-                    events.turn(time.time())
+                    events.serve(time.time())
         except (EngineDeadError, ProtocolError) as error:
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request
             return 1
-        except Exception as error:  # a fault of ours: those who wait hear of it before it is raised
+        except Exception as error:  # a fault of ours: send it to those who wait, then raise it
             self._port.say_dying(f"the engine failed: {error!r}")
             raise
         logger.info("stopping")
         self._abort_all(core)
         return 0
 
-    def _turn(self, core: EngineCore, executor: Executor) -> None:
-        """Read, compute, answer. What clients' messages cost a turn is bounded; what is left of them ends the next wait
-        at once."""
+    def _serve_once(self, core: EngineCore, executor: Executor) -> None:
+        """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
+        once."""
         for peer, message in self._port.receive():
             self._handle(core, peer, message)
         produced = core.expire()
@@ -173,13 +172,13 @@ class EngineProcess:
         while (output := executor.poll()) is not None:
             produced += core.finish(output)
         try:
-            while core.begin():  # before the clients are told: workers should not wait for that
+            while core.begin():  # before the clients get theirs: workers should not wait for that
                 pass
         finally:
             self._publish(core, produced)
 
     def _patience_ms(self, core: EngineCore) -> int:
-        """Without requests there is nothing to do until a message comes, but for a look at the workers' health."""
+        """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
         return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
@@ -191,12 +190,14 @@ class EngineProcess:
             self._fork(core, peer, message)
         elif isinstance(message, Abort):
             request = core.scheduler.requests.get(message.request_id)
-            if request is not None and request.client == peer:  # who lost it to another client does not end it there
+            if request is not None and request.client == peer:  # a client that lost it to another does not end it
                 self._abort(core, request, message.samples, stopped=message.stopped)
         elif isinstance(message, Ping):
             self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, GetStats):
-            self._port.send(peer, core.stats(self._port.malformed))
+            stats = core.stats()
+            stats.malformed_messages = self._port.malformed
+            self._port.send(peer, stats)
         elif isinstance(message, Describe):
             self._port.send(peer, core.describe(message.request_ids))
         elif isinstance(message, ResetPrefixCache):
@@ -206,7 +207,7 @@ class EngineProcess:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
-            core.meter.rejected += 1
+            core.meter.counters.rejected_requests += 1
             self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
@@ -222,11 +223,13 @@ class EngineProcess:
         try:
             core.fork(peer, message)
         except RequestError as error:
-            core.meter.rejected += 1
+            core.meter.counters.rejected_requests += 1
             self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
 
-    def _abort(self, core: EngineCore, request: Request, samples: Seq[int] = (), *, stopped: bool = False) -> None:
-        """Every sample that ends by this gets its terminal message."""
+    def _abort(
+        self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
+    ) -> None:
+        """Abort a request, or some of its samples, and send each one that ends its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
             self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
 
@@ -247,7 +250,7 @@ class EngineProcess:
                 logger.info("a client has gone; %d of its requests are aborted", len(orphans))
 
     def _abort_all(self, core: EngineCore) -> None:
-        """Exactly one terminal message for every unfinished request."""
+        """Send exactly one terminal message for every unfinished request."""
         for request in list(core.scheduler.requests.values()):
             self._abort(core, request)
         self._port.flush(time.monotonic(), at_once=True)
@@ -273,7 +276,7 @@ def _to_wire(item: Produced) -> Tokens | Finished:
 
 
 @contextmanager
-def made_to_last() -> Iterator[None]:
+def made_to_last() -> abc.Iterator[None]:
     """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
     for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
     generation may hold several steps of them."""
@@ -291,12 +294,6 @@ def _tcp(config: ResolvedConfig) -> transport.Tcp | None:
     if config.tcp_address is None:
         return None
     return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))
-
-
-def _worker_address(settings: EngineSettings) -> str:
-    if settings.config.single_process:
-        return settings.address + "-workers"
-    return f"ipc://{settings.run_dir}/workers"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:

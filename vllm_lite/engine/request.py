@@ -1,44 +1,34 @@
-"""Request: what one client asked for. It has one sequence per sample; the scheduler works on those."""
+"""Request: what one client asked for, as one sequence per sample; and Produced: what it gets from each step."""
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections import abc
+from typing import NamedTuple
 
 from vllm_lite.engine.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, TokenLogprobs
+from vllm_lite.protocol.params import SamplingParams
+
+
+class Produced(NamedTuple):
+    """What one step gave one sample: tokens that begin at output position `start`. `reason` is None until it ends."""
+
+    request: "Request"
+    sample: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    reason: FinishReason | None = None
+    error: str | None = None
+    logprob: float | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class Request:
-    """`num_samples` sequences share one prompt. All but the first come into being once the prompt is computed."""
-
-    __slots__ = (
-        "admitted_s",
-        "arrival",
-        "beam",
-        "beam_logprobs",
-        "candidates",
-        "client",
-        "deadline_s",
-        "extra_keys",
-        "first_token_s",
-        "longest_output",
-        "max_len",
-        "num_cached_at_start",
-        "num_generated",
-        "num_inherited",
-        "num_preemptions",
-        "num_prompt",
-        "num_samples",
-        "params",
-        "queued_s",
-        "request_id",
-        "sequences",
-        "stop_ids",
-        "unforked",
-    )
+    """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed."""
 
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
-        """`message` with its tokens checked and its seed drawn; every sequence ends at `max_len` at the latest."""
+        """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id
         self.client = client
         self.params = message.params
@@ -52,7 +42,7 @@ class Request:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.num_generated = self.longest_output = 0
-        """Here, by samples that have ended: together, and the most by one."""
+        """Tokens that ended samples generated here: the sum, and the most of one sample."""
         tokens = array("I")
         tokens.frombytes(message.prompt)
         self.num_prompt = len(tokens)
@@ -63,12 +53,12 @@ class Request:
         )
         self.beam = search
         self.beam_logprobs = {0: 0.0}
-        self.candidates: dict[int, Seq[tuple[int, float]]] = {}
-        """What the beams that have finished the current step found, by their index."""
+        self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
+        """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
         self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.num_samples = 1 if search else message.params.n
         self.unforked = list(range(1, self.num_samples))
-        """Samples that come into being once the prompt is computed."""
+        """Indices of the samples that fork once the prompt is computed."""
         self.sequences = [Sequence(self, 0, tokens)]
 
     @property
@@ -76,11 +66,16 @@ class Request:
         return self.sequences[0].num_tokens
 
     def open_samples(self) -> list[tuple[int, int]]:
-        """(index, number of output tokens delivered) of every sample whose end is still to be told."""
+        """(index, number of output tokens) of every sample that has not ended."""
         if self.beam is not None:
             return [(index, 0) for index in range(self.beam.width)]
-        born = [(sequence.index, sequence.num_output) for sequence in self.sequences]
-        return born + [(index, 0) for index in self.unforked]
+        started = [(sequence.index, sequence.num_output) for sequence in self.sequences]
+        return started + [(index, 0) for index in self.unforked]
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.sequences})"
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Every token that ends a sequence."""
+    return frozenset(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)

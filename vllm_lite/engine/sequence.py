@@ -1,10 +1,13 @@
-"""Sequence: the engine's state of one sample of a request. The scheduler's unit, the worker's handle."""
+"""Sequence: the engine's state of one sample of a request. It is what the scheduler schedules and a handle names."""
 
 from array import array
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
@@ -20,8 +23,10 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode.
+    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode. The KV manager owns the tables
+    and hashes, and what of the KV is cached, parked on the host or shared; Queues owns the status and the handle.
 
     num_tokens     tokens known here
     num_pending    tokens that steps in flight will add; the workers know them before the engine does
@@ -32,75 +37,72 @@ class Sequence:
     max_len        where the sequence ends at the latest
     """
 
-    __slots__ = (
-        "block_hashes",
-        "decode_entry",
-        "handle",
-        "hash_root",
-        "host_ids",
-        "index",
-        "last_token_s",
-        "lookup",
-        "max_len",
-        "num_cached",
-        "num_computed",
-        "num_hashed_blocks",
-        "num_passed",
-        "num_pending",
-        "num_prompt",
-        "num_slots",
-        "num_tokens",
-        "request",
-        "seen_by_workers",
-        "status",
-        "stop_ids",
-        "tables",
-        "tokens",
-        "unscored",
-    )
+    request: "Request"
+    index: int
+    tokens: "array[int]"
+    num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    unscored: bool = field(init=False)
+    status: Status = Status.WAITING
+    handle: int = -1
+    decode_entry: Continue | None = None
+    num_pending: int = 0
+    num_computed: int = 0
+    num_cached: int = 0
+    num_slots: int = 0
+    tables: list[BlockTable] = field(default_factory=list)
+    host_ids: list[list[int]] | None = None
+    """The host blocks of a parked sequence, per group and logical block: the global id of the pinned block, or the null
+    block for none. Its tables are as long, with the null block for what is not on the device."""
+    hash_root: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_hashed_blocks: int = 0
+    num_passed: int = 0
+    """The number of later arrivals that were admitted while it waited."""
+    lookup: "Lookup | None" = None
+    """The last prefix lookup and admission verdict, while it waits."""
+    last_token_s: float | None = None
+    """The time of its last token, if it does not get one in every step."""
 
-    def __init__(self, request: "Request", index: int, tokens: "array[int]") -> None:
-        self.request = request
-        self.index = index
-        self.tokens = tokens
+    def __post_init__(self) -> None:
+        request = self.request
         self.num_prompt = request.num_prompt
-        self.num_tokens = len(tokens)
+        self.num_tokens = len(self.tokens)
         self.max_len = request.max_len
         self.stop_ids = request.stop_ids
-        self.status = Status.WAITING
-        self.handle = -1
-        self.seen_by_workers = False
-        self.decode_entry: Continue | None = None
-        self.tables: list[BlockTable] = []
-        self.host_ids: list[list[int]] | None = None
-        """Of a parked sequence, per group and logical block: the global id of its pinned block on the host, or the null
-        block for none. Its tables are as long, with the null block for what is not on the device."""
-        self.hash_root = b""
-        self.block_hashes: list[bytes] = []
-        self.num_hashed_blocks = 0
-        self.num_pending = 0
-        self.num_passed = 0
-        """How many were admitted before it that had come later, since it waits."""
-        self.lookup: Lookup | None = None
-        """What the prefix cache and the admission said last, while it waits."""
-        self.num_computed = 0
-        self.num_cached = 0
-        self.num_slots = 0
-        self.last_token_s: float | None = None
-        """When it last got a token, if it does not get one in every step."""
-        self.unscored = index == 0 and request.params.prompt_logprobs is not None
+        self.unscored = self.index == 0 and request.params.prompt_logprobs is not None
+
+    @property
+    def seen_by_workers(self) -> bool:
+        return self.handle >= 0
 
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
 
     def num_missing(self) -> int:
-        """Tokens that are known here and not computed yet."""
+        """The number of tokens that are known here and not computed yet."""
         return self.num_tokens - self.num_computed
 
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings
+        are for the client, which has the text."""
+        if token in self.stop_ids and self.num_output >= self.request.params.min_tokens:
+            return "stop"
+        return "length" if self.num_tokens >= self.max_len else None
+
     def may_draft(self, end: int) -> bool:
-        """Not a beam, whose next token is not the likeliest; not a new fork, which must not write in its first step."""
+        """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
+        step."""
         return self.request.beam is None and end > self.num_cached
+
+    def sampling(self) -> Sampling:
+        """The parameters by which workers sample it."""
+        beam, params = self.request.beam, self.request.params
+        num_candidates = None if beam is None else beam.num_candidates
+        return params.for_worker(self.index, self.num_prompt, self.stop_ids, num_candidates, unscored=self.unscored)
 
     def __repr__(self) -> str:
         return (

@@ -1,7 +1,7 @@
-"""The waiting sequences in the order in which to admit them: sorted by a key, or by whose tenant has had least.
+"""Queues of waiting sequences in the order in which to admit them: sorted by a key, or by what tenants have had.
 
 To enter and to leave costs O(log n) comparisons, and to look at the first few does not depend on how many wait behind
-them. While a queue is iterated over, what was met last may leave, and others may come in behind it.
+them. While a queue is iterated over, the sequence met last may leave, and others may come in behind it.
 """
 
 from bisect import bisect_left, insort
@@ -13,11 +13,11 @@ from vllm_lite.engine.sequence import Sequence, Status
 
 Key = tuple[float, ...]
 MIN_PRUNE = 128
-"""Fewer sequences are not worth a look at which of them have ended."""
+"""With fewer sequences it is not worth looking for those that have ended."""
 
 
 class WaitingQueue(Protocol):
-    """What the scheduler needs of a queue. A sequence is in it once at most."""
+    """The interface of a queue. A sequence is in it once at most."""
 
     def add(self, sequence: Sequence) -> None: ...
 
@@ -30,7 +30,7 @@ class WaitingQueue(Protocol):
 
 
 class SortedQueue:
-    """Sequences by a key that does not change while they wait; those with equal keys as they came."""
+    """Sorts sequences by a key that does not change while they wait, and those with equal keys by their arrival."""
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
         self._key = key
@@ -59,11 +59,11 @@ class SortedQueue:
 
 
 class FairQueue:
-    """One queue for each tenant (`user`); the tenant that was served least comes first, and so on in turn.
+    """Holds one queue for each tenant (`user`). The tenant that was served least comes first.
 
-    `charge` tells it every token that is computed for a sequence. A tenant that comes, or comes back, starts level with
-    the one that was served least of those that something waits or runs for: idle time saves nothing up. What it owes
-    since then it owes on, as long as any of them are there.
+    `charge` counts the tokens that are computed for a sequence. A tenant that comes, or comes back, starts level with
+    the one that was served least of the tenants with waiting or running sequences: idle time saves nothing up. Its
+    count is kept as long as there are such tenants.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
@@ -110,7 +110,7 @@ class FairQueue:
             self._prune()
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Within one pass a tenant counts as served with what was met of it."""
+        """Within one pass the tokens of the sequences met so far count as served to their tenants."""
         self._settle()
         places = iter(self._order.copy())
         unmet = next(places, None)
@@ -132,7 +132,7 @@ class FairQueue:
         return self._num_waiting
 
     def _enter(self, tenant: str | None) -> None:
-        """Something of a tenant waits, and nothing did before."""
+        """Set the count of a tenant that had nothing waiting before."""
         self._settle()
         if len(self._served) >= self._next_forget:  # most had requests that ended before anything was computed
             self._prune()
@@ -143,7 +143,7 @@ class FairQueue:
         self._served[tenant] = max(level, self.served(tenant))
 
     def _settle(self) -> None:
-        """Move the tenants that were charged to where they belong now."""
+        """Sort the tenants that were charged anew."""
         for tenant in self._charged & self._queues.keys():
             place = self._place_of[tenant]
             del self._order[bisect_left(self._order, place)]
@@ -151,19 +151,20 @@ class FairQueue:
         self._charged.clear()
 
     def _place(self, tenant: str | None, number: int) -> None:
-        """`number` decides between equals. It stays while the tenant waits, so that looking changes nothing."""
+        """Sort a tenant in. `number` decides between equals; it stays while the tenant waits, so that iterating changes
+        nothing."""
         place = self._place_of[tenant] = (self._served[tenant], number, tenant)
         insort(self._order, place)
 
     def _level(self) -> float | None:
-        """What was served to the tenant that had least of those that something waits or runs for, if there are any."""
+        """The least that was served to a tenant with waiting or running sequences. None: there is no such tenant."""
         self._running = {sequence for sequence in self._running if sequence.status is not Status.FINISHED}
         self._next_prune = max(MIN_PRUNE, 2 * len(self._running))
         served = [self._served[sequence.request.params.user] for sequence in self._running]
         return min([*served, *(place[0] for place in self._order[:1])], default=None)
 
     def _prune(self) -> None:
-        """Forget sequences that have ended, and tenants that would start anew like this if they came back."""
+        """Forget sequences that have ended, and tenants that would start at the same count if they came back."""
         level = self._level()
         running = {sequence.request.params.user for sequence in self._running}
         self._served = {

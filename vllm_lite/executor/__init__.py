@@ -1,1 +1,1 @@
-"""The engine's hand on its workers: base.py the interface, multiproc.py worker processes on this host."""
+"""What runs the engine's steps: the interface, the choice by configuration, worker processes, and a simulation."""

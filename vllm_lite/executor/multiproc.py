@@ -1,23 +1,24 @@
-"""Worker processes on this host: started and watched by this process, spoken to over one ROUTER socket."""
+"""MultiprocExecutor: starts and watches worker processes on this host, and speaks to them over one ROUTER socket."""
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from vllm_lite import transport
+from vllm_lite.checkpoint.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError
-from vllm_lite.executor.read_ahead import start_reading_ahead
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, supervise
-from vllm_lite.transport import Delivery, Wakeup
+from vllm_lite.transport import Delivery, Tcp, Wakeup
 from vllm_lite.transport.interface import Pollable
 
 SPAWNS_WORKERS = "starts its workers"
 STOP_GRACE_S = 2.0
-LATE_WORDS_S = 0.5
+LATE_MESSAGE_S = 0.5
 """How long a dead worker's last message may take to arrive after its end has been noticed."""
 
 logger = log.get(__name__)
@@ -43,16 +44,26 @@ class WorkerState:
         return f"worker-{self.rank}".encode()
 
 
-class MultiprocExecutor:
-    """See Executor. Rank 0 answers for all."""
+class WorkerTcp(NamedTuple):
+    """Where workers report over tcp, and the folder of the keys that they are given, None: in the clear."""
 
-    def __init__(self, config: ResolvedConfig, address: str, epoch: int, worker_module: str) -> None:
+    listen: Tcp
+    worker_keys: str | None
+
+
+class MultiprocExecutor:
+    """See Executor. Rank 0 answers for all. Workers report at `address`, or at `tcp` if that is given."""
+
+    def __init__(
+        self, config: ResolvedConfig, address: str, generation: int, worker_module: str, tcp: WorkerTcp | None = None
+    ) -> None:
         self._config = config
         self._worker_module = worker_module
-        self._epoch = epoch
-        self._address = address
+        self._generation = generation
         self._exits = Wakeup()
-        self._listener = transport.bind(address)
+        self._listener = transport.bind(address, tcp and tcp.listen)
+        self._worker_address = self._listener.tcp_address or address
+        self._worker_keys = tcp and tcp.worker_keys
         self._workers = [WorkerState(rank) for rank in range(config.tensor_parallel_size)]
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
@@ -66,7 +77,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.child = supervise.spawn(
                 self._worker_module,
-                WorkerSettings(self._config, self._address, worker.rank, self._epoch),
+                WorkerSettings(self._config, self._worker_address, worker.rank, self._generation, self._worker_keys),
                 f"worker {worker.rank}",
                 lambda _reason: self._exits.set(),
                 in_thread=self._config.single_process,
@@ -77,7 +88,7 @@ class MultiprocExecutor:
         return min(answers, key=lambda ready: ready.num_blocks)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
-        self._broadcast(Start(self._epoch, num_blocks, num_host_blocks))
+        self._broadcast(Start(self._generation, num_blocks, num_host_blocks))
         self._wait_for("started", self._config.ready_timeout_s, None)
         return min(worker.swap_blocks_per_s for worker in self._workers)
 
@@ -140,7 +151,7 @@ class MultiprocExecutor:
         if isinstance(message, ModelOutput | StepOutputs):
             outputs = message.outputs if isinstance(message, StepOutputs) else [message]
             self._workers[0].last_heard_s = time.monotonic()
-            self._outputs += [output for output in outputs if output.epoch == self._epoch]
+            self._outputs += [output for output in outputs if output.generation == self._generation]
             return
         if not 0 <= message.rank < len(self._workers):
             logger.warning("dropped a message of rank %d, which does not exist", message.rank)
@@ -177,16 +188,16 @@ class MultiprocExecutor:
         for worker in self._workers:
             reason = worker.child.exited() if worker.child else None
             if reason is not None:
-                self._await_last_words()
+                self._receive_late()
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) died: {reason}")
             if worker.ready is not None and now_s - worker.last_heard_s > limit_s:
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) has been silent for {limit_s:.0f} s")
             if self._num_in_flight and now_s - worker.last_progress_s > limit_s:
                 raise EngineDeadError(f"worker {worker.rank} (pid {worker.pid}) is stuck: no layer in {limit_s:.0f} s")
 
-    def _await_last_words(self) -> None:
-        """A worker that failed says why before it ends; its message may still be on its way."""
-        deadline_s = time.monotonic() + LATE_WORDS_S
+    def _receive_late(self) -> None:
+        """A worker that fails sends the reason before it ends; that message may still be on its way."""
+        deadline_s = time.monotonic() + LATE_MESSAGE_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             self._receive()
             transport.wait(left_s, self._listener)

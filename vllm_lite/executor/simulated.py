@@ -1,6 +1,6 @@
-"""An executor without workers: every step takes the time that a cost model says, on a clock that nobody waits for.
+"""SimulatedExecutor: an executor without workers. Every step takes the time that a cost model says, on a virtual clock.
 
-Drives the same EngineCore as real workers do; what it leaves out is the model. Nothing here checks what it is told
+It drives the same EngineCore as real workers do; only the model is left out. It does not check the steps that it gets
 (tests/simulated_worker.py does).
 """
 
@@ -31,7 +31,7 @@ NextToken = Callable[[Sampling, int], int]
 
 
 class VirtualClock:
-    """Seconds that pass when somebody says so. Call it for the time; it never runs backwards."""
+    """A clock that only advance_to() moves, never backwards. Call it for the time in seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -44,7 +44,7 @@ class VirtualClock:
 
 
 class CostModel(NamedTuple):
-    """What a step takes: something for itself, for every token it computes, and for every block it moves."""
+    """The time that a step takes: `step_s`, and more for every token it computes and every block it moves."""
 
     step_s: float = 0.005
     token_s: float = 20e-6
@@ -52,7 +52,7 @@ class CostModel(NamedTuple):
 
 
 class _History:
-    """Of one sequence: how many tokens it has, and for how many there is KV."""
+    """How many tokens one sequence has, and for how many of them there is KV."""
 
     __slots__ = ("num_computed", "num_tokens", "sampling")
 
@@ -63,10 +63,10 @@ class _History:
 
 
 class SimulatedExecutor:
-    """Steps run one after the other on `clock`; poll() gives a result once its time has come.
+    """Runs steps one after the other on `clock`; poll() returns a result once its time has come.
 
-    Whoever drives it moves the clock on: to next_result_s, or to the next arrival if that is sooner. Drafts are never
-    right. Beams get the same candidates at every step.
+    The caller moves the clock on: to next_result_s, or to the next arrival if that is sooner. Drafts are never right.
+    Beams get the same candidates at every step.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SimulatedExecutor:
 
     @property
     def next_result_s(self) -> float | None:
-        """When poll() will have something; None if nothing is under way."""
+        """When poll() will have a result; None if no step is in flight."""
         return self._results[0][0] if self._results else None
 
     def pollables(self) -> tuple[Pollable, ...]:
@@ -149,7 +149,7 @@ class SimulatedExecutor:
                     logprobs.append(_candidates(history.sampling.logprobs, self._ready.vocab_size))
         if logprobs is not None:
             logprobs += [None] * (len(tokens) - len(logprobs))
-        return total, ModelOutput(output.epoch, output.step, pack_tokens(tokens), logprobs=logprobs)
+        return total, ModelOutput(output.generation, output.step, pack_tokens(tokens), logprobs=logprobs)
 
     def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_History, int, int]:
         if isinstance(entry, Draft):

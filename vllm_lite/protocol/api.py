@@ -1,9 +1,10 @@
 """Client <-> engine. Token ids travel as little-endian u32 bytes (`array('I')`); requests by the client's own id.
 
-A client says Hello and is told Welcome or Refused. After that every Generate is answered by any number of Tokens
-and exactly one Finished, rejections included, both inside OutputBatch.
+A client sends Hello and gets Welcome or Refused. After that every Generate is answered by any number of Tokens and
+exactly one Finished, rejections included, both inside OutputBatch.
 """
 
+from bisect import bisect_left
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import Meta
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
-"""Four million tokens of four bytes."""
+"""Room for four million tokens of four bytes."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
@@ -64,7 +65,7 @@ class Abort(_Message, tag="abort"):
     """End a request of this client, or those of its `samples`; no `samples` means all. Others' requests go on.
 
     Each of them that is still open gets its Finished, and with the last one the request ends. Beams end together only:
-    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics tell the
+    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics show the
     difference.
     """
 
@@ -74,7 +75,7 @@ class Abort(_Message, tag="abort"):
 
 
 class Ping(_Message, tag="ping"):
-    """Asks for a Heartbeat at once; its answer proves that the engine's loop turns."""
+    """Asks for a Heartbeat at once; the answer proves that the engine's loop is running."""
 
 
 class GetStats(_Message, tag="get_stats"):
@@ -82,7 +83,7 @@ class GetStats(_Message, tag="get_stats"):
 
 
 class Describe(_Message, tag="describe"):
-    """Asks how requests are, whoever's they are; answered by one Descriptions."""
+    """Asks for the state of requests of any client; answered by one Descriptions."""
 
     request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)]
 
@@ -100,7 +101,7 @@ class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
 class Welcome(_Message, tag="welcome"):
     """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
 
-    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that were told only an address.
+    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address.
     """
 
     version: int
@@ -139,7 +140,7 @@ class TokenLogprobs(_Message):
 
 
 class PromptLogprobs(_Message):
-    """Of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
+    """Logprobs of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
 
     start: int
     entries: list[TokenLogprobs]
@@ -188,16 +189,29 @@ class Heartbeat(_Message, tag="heartbeat"):
     step: int
 
 
-class Histogram(_Message):
+class _Counts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Not frozen: the engine counts in the very struct that it sends."""
+
+
+class Histogram(_Counts):
     """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
 
-    bounds: list[float]
+    bounds: tuple[float, ...]
     counts: list[int]
-    sum: float
+    sum: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> "Histogram":
+        """An empty histogram. `bounds` ascend."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
 
-class Measured(_Message):
-    """Of requests that have ended, with why they did, and of steps. A request is one, however many samples it has.
+class RequestHistograms(_Counts):
+    """Measured on requests that have ended, and on steps. A request is one, however many samples it has.
 
     `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
     request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
@@ -205,7 +219,6 @@ class Measured(_Message):
     each step computed, `gained_tokens` those that it generated, with the prompts of requests that got their first.
     """
 
-    ended_by: dict[FinishReason, int]
     first_token_s: Histogram
     token_gap_s: Histogram
     mean_token_s: Histogram
@@ -222,24 +235,37 @@ class Measured(_Message):
     gained_tokens: Histogram
 
 
-class Stats(_Message, tag="stats"):
-    """A snapshot; counters run from the engine's start. Blocks exclude the null block.
+class BlockHistograms(_Counts):
+    """Measured on a sample of the device's KV blocks, with --kv-cache-metrics.
 
-    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
-    tokens looked up on the device, `host_queries` were not there and looked up on the host.
+    `lifetime_s` runs from a block's allocation to its eviction, `idle_before_evict_s` from its last use to its
+    eviction, `reuse_gap_s` from one use to the next.
     """
 
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    peak_used_blocks: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
+    lifetime_s: Histogram
+    idle_before_evict_s: Histogram
+    reuse_gap_s: Histogram
+
+
+class Stats(_Counts, tag="stats"):
+    """The engine's gauges and counters; counters run from its start. Blocks exclude the null block.
+
+    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
+    tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
+    by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    peak_used_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
     swaps: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
@@ -257,7 +283,11 @@ class Stats(_Message, tag="stats"):
     rejected_requests: int = 0
     corrupted_requests: int = 0
     malformed_messages: int = 0
-    measured: Measured | None = None
+    ended_by: dict[FinishReason, int] = msgspec.field(
+        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    )
+    requests: RequestHistograms | None = None
+    blocks: BlockHistograms | None = None
 
 
 class Admission(_Message):
@@ -283,7 +313,7 @@ class Admission(_Message):
 
 
 class SampleState(_Message):
-    """How one sample is. `place` counts those before it in the queue; None if it runs.
+    """The state of one sample. `place` counts those before it in the queue; None if it runs.
 
     `num_computed` counts positions, of the prompt and behind it, whose KV is or is being computed; `num_blocks` and
     `num_host_blocks` what it holds, shared ones included.
@@ -299,7 +329,7 @@ class SampleState(_Message):
 
 
 class RequestState(_Message):
-    """How a live request is. `admission` is that of its first sample that waits, or of the first one.
+    """The state of a live request. `admission` is that of its first sample that waits, or of the first one.
 
     `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
     the moment at which it is ended.
@@ -318,13 +348,13 @@ class RequestState(_Message):
 
 
 class Descriptions(_Message, tag="descriptions"):
-    """Of those requests that live, each once, in the order in which they were asked for."""
+    """The state of those requests that live, each once, in the order in which they were asked for."""
 
     requests: list[RequestState]
 
 
 class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
-    """How many cached blocks were forgotten, and of how many live sequences what they hold."""
+    """Counts the cached blocks that were forgotten, and the live sequences whose blocks will not be found."""
 
     num_blocks: int
     num_host_blocks: int

@@ -51,7 +51,7 @@ worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 
 
 class _Generate(msgspec.Struct, array_like=True, tag="generate"):
-    """As much of one as names the request; what comes behind is skipped, whatever it is."""
+    """The beginning of a Generate, up to the request's id; decoding skips the rest."""
 
     request_id: api.RequestId
 
@@ -65,8 +65,10 @@ _named: msgspec.msgpack.Decoder[_Generate | _Fork] = msgspec.msgpack.Decoder(_Ge
 
 
 def request_named_in(payload: bytes) -> str | None:
-    """The request that a malformed Generate or ForkRequest would have started, if that much of it can be read: its
-    sender waits for the end."""
+    """The id of the request that a malformed Generate or ForkRequest would have started, if that can be read.
+
+    Its sender waits for the end of that request.
+    """
     try:
         return _named.decode(payload).request_id
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -74,7 +76,7 @@ def request_named_in(payload: bytes) -> str | None:
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for what is not a u32."""
+    """Pack token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for what is not a u32."""
     return array("I", token_ids).tobytes()
 
 

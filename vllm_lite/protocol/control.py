@@ -1,7 +1,7 @@
 """Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
 
 worker: WorkerHello -> engine: (refuses another version or model by closing) -> worker: Ready -> engine: Start ->
-worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on says Failed and exits.
+worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
 """
 
 import msgspec
@@ -39,9 +39,12 @@ class Ready(_Message, tag=31):
 
 
 class Start(_Message, tag=32):
-    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks)."""
+    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks).
 
-    epoch: int
+    `generation` counts the lives of the engine's worker group; every step of this life carries it, both ways.
+    """
+
+    generation: int
     num_blocks: int
     num_host_blocks: int
 
@@ -54,7 +57,7 @@ class Started(_Message, tag=33):
 
 
 class WorkerHeartbeat(_Message, tag=34):
-    """`progress` grows with every layer computed and every shard loaded: busy is told from hung by it."""
+    """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still."""
 
     rank: int
     progress: int

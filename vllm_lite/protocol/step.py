@@ -3,7 +3,7 @@ never request ids.
 
 SchedulerOutput carries full data for sequences that the workers have not seen and diffs for those they have, so its
 size does not grow with context length. Decode tokens never travel down: the worker keeps what it sampled.
-Both directions carry (epoch, step): after a restart nothing stale is applied.
+Both directions carry (generation, step): after the workers were restarted nothing stale is applied.
 """
 
 from enum import IntEnum
@@ -121,7 +121,7 @@ Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish | Draft | Repla
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):
     """One step: run `block_ops`, apply `entries` in order, one forward pass, sample what is caught up."""
 
-    epoch: int
+    generation: int
     step: int
     block_ops: list[tuple[int, int, int]]
     entries: list[Entry]
@@ -136,7 +136,7 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     and the number of these tokens.
     """
 
-    epoch: int
+    generation: int
     step: int
     tokens: TokenBytes
     counts: list[int] | None = None

@@ -1,4 +1,4 @@
-"""GET /metrics: what the engine has counted, with vLLM's names where it has one, and beside it what this server has.
+"""GET /metrics: what the engine and this server have counted, under vLLM's names where vLLM has one.
 
 The engine measures, because it knows the requests of every client: whichever server is asked, the values are the same.
 Only those labelled `server` are that server's own.
@@ -20,23 +20,22 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.protocol.api import Histogram, Measured, Stats, Welcome
+from vllm_lite.protocol.api import Histogram, Stats, Welcome
 from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
-"""The route of what no route takes."""
+"""The label of requests that no route takes."""
 LABELS = ("model_name", "engine")
-"""Of every metric."""
+"""The labels of every metric."""
 ENGINE = "0"
 
 
 class Scrape(NamedTuple):
-    """All that is known at one moment."""
+    """All that is known at the moment of one scrape."""
 
     stats: Stats
-    measured: Measured
     config: EngineConfig
     engine: Welcome
     load: int
@@ -45,16 +44,19 @@ class Scrape(NamedTuple):
 
 
 Values = Mapping[tuple[str, ...], float | Histogram]
-"""By the values of the metric's own labels."""
+"""Maps the values of the metric's own labels to its value."""
 
 
 class Definition(NamedTuple):
-    """One metric. Counters are told with `_total` behind their name; `labels` are its own, beside LABELS."""
+    """One metric. Counters get `_total` behind their name; `labels` are its own, beside LABELS.
+
+    `read` returns None where this engine does not measure it; the metric is absent then.
+    """
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     text: str
-    read: Callable[[Scrape], float | Histogram | Values]
+    read: Callable[[Scrape], float | Histogram | Values | None]
     labels: tuple[str, ...] = ()
 
 
@@ -66,18 +68,18 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most KV blocks that live sequences ever held."),
     ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
-    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of sequences that gave way."),
+    ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of preempted sequences."),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
-    ("vllm:num_preemptions", "preemptions", "Sequences that had to give way."),
+    ("vllm:num_preemptions", "preemptions", "Sequences preempted."),
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
     ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were drafted."),
     ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens drafted."),
-    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that proved right."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that proved right."),
     ("vllm_lite:steps", "steps", "Steps scheduled."),
     ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
     ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
@@ -86,7 +88,7 @@ _COUNTERS = (
     ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
     ("vllm_lite:malformed_messages", "malformed_messages", "Messages on the engine's socket that made no sense."),
 )
-_HISTOGRAMS = (  # name, field of Measured, text
+_HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
     (
         "vllm:inter_token_latency_seconds",
@@ -115,6 +117,11 @@ _HISTOGRAMS = (  # name, field of Measured, text
     ),
     ("vllm_lite:iteration_tokens", "step_tokens", "Tokens scheduled in each step."),
 )
+_BLOCK_HISTOGRAMS = (  # name, field of BlockHistograms, text
+    ("vllm:kv_block_lifetime_seconds", "lifetime_s", "From a KV block's allocation to its eviction."),
+    ("vllm:kv_block_idle_before_evict_seconds", "idle_before_evict_s", "From a KV block's last use to its eviction."),
+    ("vllm:kv_block_reuse_gap_seconds", "reuse_gap_s", "From one use of a cached KV block to the next."),
+)
 _CACHE_LABELS = (
     *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),
     *("num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override", "swap_space"),
@@ -124,6 +131,10 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 def _usage(at: Scrape) -> float:
     return at.stats.num_used_blocks / at.stats.num_blocks if at.stats.num_blocks else 0.0
+
+
+def _of_blocks(field: str) -> Callable[[Scrape], Histogram | None]:
+    return lambda at: getattr(at.stats.blocks, field, None)
 
 
 def _cache_config(at: Scrape) -> Values:
@@ -138,7 +149,7 @@ def _cache_config(at: Scrape) -> Values:
 
 
 def _ended(at: Scrape) -> Values:
-    return {(reason,): count for reason, count in at.measured.ended_by.items()}
+    return {(reason,): count for reason, count in at.stats.ended_by.items()}
 
 
 def _preemptions(at: Scrape) -> Values:
@@ -159,7 +170,7 @@ def _device_hits(at: Scrape) -> float:
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
-_GAVE_WAY = "Sequences that had to give way, by what became of their KV."
+_PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
 _LOAD = "HTTP requests under way that generate."
 
@@ -176,9 +187,10 @@ METRICS: tuple[Definition, ...] = (
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
-    Definition("vllm_lite:preemptions", "counter", _GAVE_WAY, _preemptions, ("mode",)),
+    Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
-    *(Definition(name, "histogram", text, attrgetter(f"measured.{field}")) for name, field, text in _HISTOGRAMS),
+    *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
+    *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
     Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
 )
@@ -186,10 +198,10 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 
 
 class Metrics:
-    """The route, and what the middleware below counts for it."""
+    """Answers GET /metrics, and holds what the middleware below counts."""
 
     def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
-        """`config` is resolved; `server` tells one of several API servers from the others."""
+        """`config` is resolved; `server` distinguishes one of several API servers from the others."""
         self._calls = calls
         self._config = config
         self._engine = engine
@@ -201,20 +213,16 @@ class Metrics:
 
     async def get(self, _: Request) -> Response:
         """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
-        stats = await self._calls.stats()
-        measured = stats.measured
-        if measured is None:
-            raise RuntimeError("the engine's counters lack what it measured")
         scrape = Scrape(
-            *(stats, measured, self._config, self._engine),
+            *(await self._calls.stats(), self._config, self._engine),
             *(len(self._calls), self._responses, self._server),
         )
-        # Also for those who would rather have OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
+        # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
         text = generate_latest(_Collected(scrape, self._labels))
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
-        """Responses are counted by these routes."""
+        """Count responses by these routes from now on."""
         for route in routes:
             if isinstance(route, Route):
                 if route.param_convertors:
@@ -223,14 +231,14 @@ class Metrics:
                     self._paths.add(route.path)
 
     def count(self, scope: Scope, status: int) -> None:
-        """A response begins."""
+        """Count a response that begins."""
         path = scope["path"]
         route = path if path in self._paths else self._endpoints.get(scope.get("endpoint"), OTHER)
         self._responses[route, str(status)] += 1
 
 
 class Tally:
-    """ASGI middleware: tells `metrics` of every response."""
+    """ASGI middleware: counts every response in `metrics`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -246,7 +254,7 @@ class Tally:
 
 
 class _Collected(Collector):
-    """One scrape, in the library's terms. There is no registry: two scrapes share nothing."""
+    """Converts one scrape for prometheus_client. There is no registry: two scrapes share nothing."""
 
     def __init__(self, scrape: Scrape, labels: tuple[str, ...]) -> None:
         self._scrape = scrape
@@ -254,8 +262,10 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in METRICS:
-            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
             read = metric.read(self._scrape)
+            if read is None:
+                continue
+            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
             for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
                 labels = (*self._labels, *own)
                 if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):

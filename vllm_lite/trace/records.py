@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x03"
+MAGIC = b"vltrace\x04"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
-"""What is recorded of a digest: enough that two different ones are told apart."""
+"""Bytes of a digest that are recorded: enough to distinguish any two."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
 
@@ -44,11 +44,11 @@ FIELDS: dict[Code, tuple[str, ...]] = {
 }
 WAITS = {Code.WAITS_FOR_BLOCKS, Code.WAITS_FOR_SWAP, Code.WAITS_FOR_BUDGET, Code.WAITS_FOR_SEAT}
 WAYS = ("recompute", "swap")
-"""How a sequence gives way: values of "by"."""
+"""How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
 """How a sequence ends: values of "reason"."""
 
-Note = list[int]
+Decision = list[int]
 """[code, request, sample, one number for each of FIELDS[code]]."""
 
 
@@ -75,7 +75,7 @@ class Header(_Record, frozen=True, tag=0):
 
 
 class Params(_Record, frozen=True):
-    """What of a request's parameters decisions depend on. `beam` is (length_penalty, early_stopping)."""
+    """Those of a request's parameters on which decisions depend. `beam` is (length_penalty, early_stopping)."""
 
     n: int
     min_tokens: int
@@ -87,7 +87,7 @@ class Params(_Record, frozen=True):
 
 
 class Arrival(_Record, frozen=True, tag=1):
-    """A request was queued. Of its tokens there are the numbers: `num_output` were generated before it came."""
+    """A request was queued. Its tokens are only counted: `num_output` were generated before it came."""
 
     number: int
     request_id: str
@@ -124,7 +124,7 @@ class Expired(_Record, frozen=True, tag=4):
     numbers: list[int]
 
 
-class Measured(_Record, frozen=True, tag=5):
+class RatesMeasured(_Record, frozen=True, tag=5):
     """The rates that preemption decides by, from now on."""
 
     prefill_tokens_per_s: float
@@ -140,7 +140,7 @@ class Step(_Record, frozen=True, tag=6):
     num_tokens: int
     num_block_ops: int
     hashes: bytes
-    notes: list[Note]
+    decisions: list[Decision]
 
 
 class Result(_Record, frozen=True, tag=7):
@@ -156,7 +156,7 @@ class Result(_Record, frozen=True, tag=7):
     failed: list[tuple[int, str]] | None
     candidates: list[tuple[int, list[tuple[int, float]]]] | None
     hashes: bytes
-    notes: list[Note]
+    decisions: list[Decision]
 
 
 class PolicyFault(_Record, frozen=True, tag=8):
@@ -172,7 +172,7 @@ class CacheReset(_Record, frozen=True, tag=9):
     hashes: bytes
 
 
-Record = Header | Arrival | Forked | Aborted | Expired | Measured | Step | Result | PolicyFault | CacheReset
+Record = Header | Arrival | Forked | Aborted | Expired | RatesMeasured | Step | Result | PolicyFault | CacheReset
 
 
 def pack_tokens(tokens: bytes) -> tuple[bytes, int]:

@@ -13,10 +13,10 @@ from vllm_lite.trace.records import (
     Arrival,
     CacheReset,
     Code,
+    Decision,
     Expired,
     Forked,
     Header,
-    Note,
     PolicyFault,
     Record,
     Result,
@@ -39,7 +39,7 @@ def describe(record: Record, ids: dict[int, str]) -> str:
         else:
             moved = f", {record.num_block_ops} block moves" if record.num_block_ops else ""
             what = f"{record.num_entries} entries, {record.num_tokens} tokens{moved}, digest {record.digest.hex()}"
-        return f"{what}; {describe_notes(record.notes, ids)}" if record.notes else what
+        return f"{what}; {describe_decisions(record.decisions, ids)}" if record.decisions else what
     if isinstance(record, Result):
         return f"result of {len(record.tokens) // record.token_bytes} tokens"
     if isinstance(record, Arrival):
@@ -51,14 +51,16 @@ def describe(record: Record, ids: dict[int, str]) -> str:
     return str(record)
 
 
-def describe_notes(notes: list[Note], ids: dict[int, str]) -> str:
-    return "; ".join(f"{ids.get(note[1], note[1])} {sentence(note, ids)}" for note in notes) or "none"
+def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
+    return (
+        "; ".join(f"{ids.get(decision[1], decision[1])} {sentence(decision, ids)}" for decision in decisions) or "none"
+    )
 
 
-def sentence(note: Note, ids: dict[int, str]) -> str:
-    """What happened to the sequence a note is about."""
-    code = Code(note[0])
-    numbers = dict(zip(FIELDS[code], note[3:], strict=True))
+def sentence(decision: Decision, ids: dict[int, str]) -> str:
+    """What happened to the sequence a decision is about."""
+    code = Code(decision[0])
+    numbers = dict(zip(FIELDS[code], decision[3:], strict=True))
     return _SENTENCES[code](numbers, ids)
 
 
@@ -104,15 +106,15 @@ def _tokens(count: int) -> str:
 
 
 class _Wait:
-    """Notes that say again why the same sequence waits, told as one."""
+    """Decisions in a row that make one sequence wait for the same reason: one sentence of the story."""
 
-    def __init__(self, step: int, clock_s: float, note: Note) -> None:
+    def __init__(self, step: int, clock_s: float, decision: Decision) -> None:
         self.step, self.clock_s = step, clock_s
-        self.first = self.last = note
+        self.first = self.last = decision
         self.count = 1
 
-    def goes_on(self, note: Note) -> bool:
-        return note[:3] == self.first[:3]
+    def goes_on(self, decision: Decision) -> bool:
+        return decision[:3] == self.first[:3]
 
     def text(self, now_s: float) -> str:
         text = sentence(self.first, {})
@@ -121,7 +123,7 @@ class _Wait:
         return f"{text}; that took {now_s - self.clock_s:.3f} s"
 
 
-class _Teller:
+class _Story:
     """Walks through a trace and picks out what is about the requests called `request_id`."""
 
     def __init__(self, request_id: str, header: Header) -> None:
@@ -134,7 +136,7 @@ class _Teller:
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._preempted: set[tuple[int, int]] = set()
 
-    def tell(self, record: Record) -> Iterator[str]:
+    def lines(self, record: Record) -> Iterator[str]:
         match record:
             case Arrival() if record.request_id == self.request_id:
                 yield self._arrived(record, "arrived")
@@ -144,9 +146,9 @@ class _Teller:
                 yield self._line(record.child.clock_s, f"{record.child.request_id} was forked off it")
             case Step() | Result():
                 self._step += isinstance(record, Step) and record.digest != b""
-                for note in record.notes:
-                    if note[1] in self._numbers:
-                        yield from self._noted(record.clock_s, note)
+                for decision in record.decisions:
+                    if decision[1] in self._numbers:
+                        yield from self._decided(record.clock_s, decision)
             case Aborted() if record.number in self._numbers:
                 some = " and ".join(f"sample {sample}" for sample in record.samples)
                 yield self._line(record.clock_s, f"{some} ended at its client's wish" if some else "was aborted")
@@ -174,30 +176,30 @@ class _Teller:
             parts.append(f"within {record.deadline_s - record.clock_s:.3f} s")
         return self._line(record.clock_s, " ".join(parts))
 
-    def _noted(self, now_s: float, note: Note) -> Iterator[str]:
-        sample = (note[1], note[2])
+    def _decided(self, now_s: float, decision: Decision) -> Iterator[str]:
+        sample = (decision[1], decision[2])
         wait = self._waits.get(sample)
-        if note[0] in WAITS:
-            if wait is not None and wait.goes_on(note):
-                wait.last, wait.count = note, wait.count + 1
+        if decision[0] in WAITS:
+            if wait is not None and wait.goes_on(decision):
+                wait.last, wait.count = decision, wait.count + 1
                 return
-            self._waits[sample] = _Wait(self._step, now_s, note)
+            self._waits[sample] = _Wait(self._step, now_s, decision)
         if wait is not None:
-            if note[0] not in WAITS:
+            if decision[0] not in WAITS:
                 del self._waits[sample]
-            yield self._line(wait.clock_s, self._subject(note) + wait.text(now_s))
-        if note[0] in WAITS:
+            yield self._line(wait.clock_s, self._subject(decision) + wait.text(now_s))
+        if decision[0] in WAITS:
             return
-        resumed = note[0] == Code.ADMITTED and sample in self._preempted
-        if note[0] == Code.PREEMPTED:
+        resumed = decision[0] == Code.ADMITTED and sample in self._preempted
+        if decision[0] == Code.PREEMPTED:
             self._preempted.add(sample)
-        text = sentence(note, self.ids).replace(f"for {self.request_id}:", "for itself later on:", 1)
+        text = sentence(decision, self.ids).replace(f"for {self.request_id}:", "for itself later on:", 1)
         yield self._line(
-            now_s, self._subject(note) + (text.replace("was admitted", "was resumed", 1) if resumed else text)
+            now_s, self._subject(decision) + (text.replace("was admitted", "was resumed", 1) if resumed else text)
         )
 
-    def _subject(self, note: Note) -> str:
-        return f"sample {note[2]} " if self._samples.get(note[1], 1) > 1 else ""
+    def _subject(self, decision: Decision) -> str:
+        return f"sample {decision[2]} " if self._samples.get(decision[1], 1) > 1 else ""
 
     def _line(self, clock_s: float, text: str) -> str:
         return f"+{clock_s - self._start_s:9.3f} s  {text[0].upper()}{text[1:]}."
@@ -212,12 +214,12 @@ class _Teller:
 def story(request_id: str, reader: TraceReader) -> list[str]:
     """What happened to a request, one sentence a line, with seconds since it arrived. Raises RequestError if it is in
     no record. An id that was used again has its later story behind the first."""
-    teller = _Teller(request_id, reader.header)
-    lines = [line for record in reader for line in teller.tell(record)]
-    lines += teller.left_over()
+    found = _Story(request_id, reader.header)
+    lines = [line for record in reader for line in found.lines(record)]
+    lines += found.left_over()
     if not lines:
-        known = ", ".join(repr(name) for name in list(teller.ids.values())[:5])
+        known = ", ".join(repr(name) for name in list(found.ids.values())[:5])
         raise RequestError(
-            f"request {request_id!r} is none of the {len(teller.ids)} in this trace; the first are {known or 'none'}"
+            f"request {request_id!r} is none of the {len(found.ids)} in this trace; the first are {known or 'none'}"
         )
     return lines

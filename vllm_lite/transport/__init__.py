@@ -3,8 +3,8 @@
 interface.py  Listener (the engine's side of a wire), Connection (a client's or worker's side), Wakeup, wait()
 zmq.py        ROUTER / DEALER over ipc, and over tcp with CURVE keys
 keys.py       their files
-door.py       who is let in over tcp
-publisher.py  numbered batches for whoever listens, and again what was missed
+authenticator.py  who is let in over tcp
+publisher.py  numbered batches for all who subscribe, and again what was missed
 inproc.py     queues in one process: unit tests and --single-process
 """
 

@@ -14,7 +14,7 @@ _lock = Lock()
 
 
 class _Queue:
-    """An unbounded queue another thread can wait for. Peers take turns, as a ROUTER has it."""
+    """An unbounded queue another thread can wait for. It serves its peers round robin, as a ROUTER does."""
 
     def __init__(self) -> None:
         self._items: dict[bytes, deque[bytes]] = {}
@@ -45,6 +45,7 @@ class InprocListener:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.tcp_address: str | None = None
         self._inbox = _Queue()
         self._peers: dict[bytes, InprocConnection] = {}
         with _lock:

@@ -35,10 +35,12 @@ class Listener(Protocol):
     """The engine's side: many peers, each known by its identity."""
 
     address: str
+    tcp_address: str | None
+    """Where peers on other machines connect, with the port that was taken; None without tcp."""
 
     def recv(self) -> tuple[bytes, bytes] | None:
-        """The next (identity, payload), or None if nothing has arrived. Whoever leaves messages unread finds
-        `pollables` ready at once the next time. A peer with one message is not kept waiting by one with many."""
+        """The next (identity, payload), or None if nothing has arrived. `pollables` stay ready while messages are left
+        unread. A peer with one message is not kept waiting by one with many."""
 
     def send(self, peer: bytes, payload: bytes) -> Delivery: ...
 
@@ -48,7 +50,7 @@ class Listener(Protocol):
 
 
 class Connection(Protocol):
-    """A client's or worker's side: one peer, reconnected to when it comes back."""
+    """A client's or worker's side: it has one peer, and reconnects when that comes back."""
 
     def recv(self) -> bytes | None:
         """The next payload, or None if nothing has arrived."""

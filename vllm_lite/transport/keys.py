@@ -19,7 +19,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 
 ENV = "VLLM_LITE_KEYS"
-"""Names the folder of a client's keys where the caller does not."""
+"""The environment variable that names the folder of a client's keys where the caller does not."""
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
 
@@ -32,7 +32,7 @@ logger = log.get(__name__)
 
 
 class EngineKeys(NamedTuple):
-    """Of an engine; `clients` is the folder of those that it lets in."""
+    """The key pair of an engine; `clients` is the folder of the public keys that it lets in."""
 
     public: bytes
     secret: bytes
@@ -40,7 +40,7 @@ class EngineKeys(NamedTuple):
 
 
 class ClientKeys(NamedTuple):
-    """Of a client; `server` is the engine's public key, by which it is known."""
+    """The key pair of a client; `server` is the engine's public key, by which the client recognises it."""
 
     server: bytes
     public: bytes
@@ -48,7 +48,7 @@ class ClientKeys(NamedTuple):
 
 
 def make_engine_keys(folder: Path) -> bool:
-    """Make the engine's pair, and nothing if there is one: False then. Raises ConfigError."""
+    """Make the engine's key pair. Returns False, and makes nothing, if there is one. Raises ConfigError."""
 
     def make() -> bool:
         (folder / "clients").mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def make_engine_keys(folder: Path) -> bool:
 
 
 def make_client_keys(folder: Path, name: str) -> Path:
-    """Make a pair for a client of the engine whose keys are in `folder`, and let it in.
+    """Make a key pair for a client of the engine whose keys are in `folder`, and let it in.
 
     Returns the folder that the client is to be given. Raises ConfigError, also if there is a client of this name.
     """
@@ -82,7 +82,7 @@ def make_client_keys(folder: Path, name: str) -> Path:
 
 
 def load_engine_keys(folder: str | Path) -> EngineKeys:
-    """Raises ConfigError."""
+    """Read the key pair of an engine. Raises ConfigError."""
     public, secret = _load_secret(Path(folder) / (SERVER + SECRET))
     clients = Path(folder) / "clients"
     if not clients.is_dir():
@@ -91,7 +91,7 @@ def load_engine_keys(folder: str | Path) -> EngineKeys:
 
 
 def load_client_keys(address: str, folder: KeysOption) -> ClientKeys | None:
-    """What a client needs at `address`; None where nothing is asked for or wanted. Raises ConfigError."""
+    """The keys that a client needs at `address`; None where it needs none or wants none. Raises ConfigError."""
     if not address.startswith("tcp://") or folder is False:
         return None
     folder = folder or os.environ.get(ENV)
@@ -127,7 +127,7 @@ class Authorised:
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
-    """Another one for another content, None if it has just gone."""
+    """A value that changes when the file's content does; None if the file has just gone."""
     try:
         status = file.stat()
     except OSError:
@@ -136,7 +136,7 @@ def _version(file: Path) -> tuple[int, ...] | None:
 
 
 def _made(make: Callable[[], T]) -> T:
-    """With nothing readable by others, whatever the umask."""
+    """Call `make` so that nothing it creates is readable by others, whatever the umask. Raises ConfigError."""
     mask = os.umask(0o077)
     try:
         return make()

@@ -1,4 +1,4 @@
-"""Publishing numbered batches to whoever listens: ZeroMQ PUB, and a ROUTER that sends again what was missed.
+"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER sends again what one has missed.
 
 A message is (topic, sequence number, payload), the number in eight bytes, most significant first. A request for a
 replay is the first number wanted; it is answered with (number, payload) for every batch that is still kept, and an
@@ -85,7 +85,7 @@ class Publisher:
             pass
 
     def pollables(self) -> Sequence[Pollable]:
-        """What to wait for before serve() has something to do."""
+        """The sockets that become readable when serve() has something to do."""
         return () if self._replay is None else (self._replay,)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import zmq
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.runtime import log
-from vllm_lite.transport.door import DOMAIN, EVENTS, Door
+from vllm_lite.transport.authenticator import DOMAIN, EVENTS, Authenticator
 from vllm_lite.transport.interface import Delivery, Pollable, Tcp
 from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys
 
@@ -25,9 +25,9 @@ HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 LINGER_MS = 1_000
 HANDSHAKE_MS = 10_000
-SHUT_DOORS = 3
-"""Handshakes in a row that the other side may end without a word, as one that is being started may, before they mean
-something."""
+MAX_FAILED_HANDSHAKES = 3
+"""The other side may end so many handshakes without giving a reason, as one that is being started does. More of them
+mean that it refuses."""
 
 logger = log.get(__name__)
 
@@ -51,7 +51,7 @@ class ZmqListener:
         """`address` is ipc://PATH. Raises EngineError, and ConfigError for bad keys."""
         self.address = address
         self.tcp_address: str | None = None
-        self._door: Door | None = None
+        self._authenticator: Authenticator | None = None
         path = address.removeprefix("ipc://")
         if os.path.exists(path) and answers(address):
             raise EngineError(f"address {address} is in use by another engine")
@@ -81,7 +81,7 @@ class ZmqListener:
             )
         else:
             keys = load_engine_keys(tcp.keys)
-            self._door = Door(Authorised(keys.clients), self._socket.get_monitor_socket(EVENTS))
+            self._authenticator = Authenticator(Authorised(keys.clients), self._socket.get_monitor_socket(EVENTS))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -115,19 +115,20 @@ class ZmqListener:
         return (self._socket,)
 
     def close(self) -> None:
-        # First the monitor, then the door that reads it: ZeroMQ's own thread waits for ever to tell what nobody reads.
+        # First the monitor, then the authenticator that reads it: ZeroMQ's own thread waits for ever to report what
+        # nobody reads.
         if not self._socket.closed:
             self._socket.disable_monitor()
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
         if not self._socket.closed:
             self._socket.close()
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class ZmqConnection:
-    """A connected DEALER with a monitor that tells at once when the other side's process ends, or lets nobody in."""
+    """A connected DEALER. Its monitor reports at once that the other side's process has ended, or lets nobody in."""
 
     def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self._socket = _configured(zmq.DEALER)
@@ -150,7 +151,7 @@ class ZmqConnection:
         self._was_there = False
         self._lost = False
         self._refused: str | None = None
-        self._shut_doors = 0
+        self._failed_handshakes = 0
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -161,7 +162,7 @@ class ZmqConnection:
         try:
             return self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
-            if not self._was_there:  # or the news that it is there would end every wait
+            if not self._was_there:  # or the report that it is there would end every wait
                 self._listen()
             return None
 
@@ -192,8 +193,8 @@ class ZmqConnection:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._refused = "it takes no keys" if self._has_keys else "it lets in only clients with keys"
             else:
-                self._shut_doors += 1
-                if self._shut_doors >= SHUT_DOORS and not self._was_there:
+                self._failed_handshakes += 1
+                if self._failed_handshakes >= MAX_FAILED_HANDSHAKES and not self._was_there:
                     other = "its key is another than this client's server.key" if self._has_keys else "it is no engine"
                     self._refused = f"it ends every handshake; perhaps {other}"
 
@@ -210,11 +211,11 @@ class ZmqConnection:
 def finish() -> None:
     """The last thing a process does with its closed channels: wait, at most LINGER_MS, until what they sent has left.
 
-    Linger counts only while a context is terminated, and the interpreter's own exit does not terminate it: last words
-    would be lost whenever the process ends before ZeroMQ's thread has written them.
+    Linger counts only while a context is terminated, and the interpreter's own exit does not terminate it: the last
+    messages would be lost whenever the process ends before ZeroMQ's thread has written them.
     """
     # On a thread, because term() would wait for ever for a channel somebody left open.
-    term = threading.Thread(target=zmq.Context.instance().term, name="last words", daemon=True)
+    term = threading.Thread(target=zmq.Context.instance().term, name="flush sockets", daemon=True)
     term.start()
     term.join(1.5 * LINGER_MS / 1000)
 

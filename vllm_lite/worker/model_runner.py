@@ -82,7 +82,7 @@ class ModelRunner:
         self._draft()
         inputs = self.batch.build()
         if inputs.num_tokens == 0:
-            return ModelOutput(step.epoch, step.step, b"")
+            return ModelOutput(step.generation, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
         logits, prompts = self._logits(inputs)
@@ -177,7 +177,7 @@ def _answer(
         sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
         failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
     return ModelOutput(
-        step.epoch,
+        step.generation,
         step.step,
         tokens.astype("<u4").tobytes(),
         counts=counts if counts and max(counts) > 1 else None,

@@ -37,8 +37,8 @@ logger = log.get(__name__)
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     """Serve the engine at `settings.address` until it says Shutdown, or `stop` is set. Returns the exit status."""
     try:
-        connection = connect(settings.address, f"worker-{settings.rank}".encode())
-    except EngineError as error:
+        connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
+    except (ConfigError, EngineError) as error:
         logger.error("%s", error)
         return 1
     try:
@@ -133,7 +133,7 @@ class _Heartbeat:
 
     def _beat(self) -> None:
         rank = self.settings.rank
-        connection = connect(self.settings.address, f"worker-{rank}-heartbeat".encode())
+        connection = connect(self.settings.address, f"worker-{rank}-heartbeat".encode(), self.settings.keys or False)
         try:
             while True:
                 connection.send(worker_to_engine.encode(WorkerHeartbeat(rank, self.progress.count)))

@@ -50,7 +50,7 @@ class Worker:
         self.limits = _limits(config, self.spec)
         self.block_bytes = self.spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
         self.graph_sizes: tuple[int, ...] = ()
-        self._epoch: int | None = None
+        self._generation: int | None = None
 
     def load(self) -> Ready:
         """Load the weights and say what would fit beside them. Raises ModelError or ConfigError."""
@@ -152,7 +152,7 @@ class Worker:
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes, self.progress)
-        self._epoch = start.epoch
+        self._generation = start.generation
         return Started(self.rank, swap_blocks_per_s)
 
     def _allocate(self, start: Start) -> CacheEngine:
@@ -170,8 +170,9 @@ class Worker:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for a step of another life of the engine, or one that cannot be run."""
-        if step.epoch != self._epoch:
-            raise ProtocolError(f"step {step.step} is of epoch {step.epoch}, this worker's is {self._epoch}")
+        if step.generation != self._generation:
+            of = f"generation {step.generation}, this worker's is {self._generation}"
+            raise ProtocolError(f"step {step.step} is of {of}")
         output = self.runner.execute(step)
         self.progress.advance()
         return output

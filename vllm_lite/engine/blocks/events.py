@@ -1,12 +1,12 @@
-"""KV events: which blocks this engine has cached and dropped, told as vLLM tells it, so that its consumers understand.
+"""KV events publish which blocks this engine has cached and dropped, in vLLM's format, for its consumers.
 
-A hash is announced when the first block with its content becomes findable on the device and withdrawn when the last
-one is gone: whoever applies the events in order holds the set of the pool's keys, as (hash, group). Consecutive blocks
+A hash is announced when the first block with its content can be found on the device and withdrawn when the last one is
+gone: a consumer that applies the events in order holds the set of the pool's keys, as (hash, group). Consecutive blocks
 of one sequence travel in one event. Fields stand in the order of vLLM's structs; older consumers ignore later ones.
 """
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import msgspec
@@ -64,20 +64,20 @@ class KVEvents:
         self._kv = kv
         self._publish = publish
         self._encode = msgspec.msgpack.Encoder().encode
-        self._told: set[bytes] = set()
+        self._announced: set[bytes] = set()
         self._events: list[_Event] = []
         self._tail: tuple[BlockStored, bytes, int] | None = None
         """The event that the next block may join: it, the hash it ends with, and its group."""
         kv.on_store = self.stored
-        kv.pool.observe(self)
+        kv.pool.observers.append(self)
 
     # ---- what happens
 
     def stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
         block_hash = sequence.block_hashes[index]
-        if block_hash + group.key in self._told:
+        if block_hash + group.key in self._announced:
             return
-        self._told.add(block_hash + group.key)
+        self._announced.add(block_hash + group.key)
         size = group.block_size
         tokens = sequence.tokens[index * size : (index + 1) * size].tolist()
         parent = sequence.block_hashes[index - 1] if index else None
@@ -99,9 +99,9 @@ class KVEvents:
         self._tail = event, block_hash, group.index
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
-        if block_hash not in self._told or self._kv.pool.get_cached_block(block_hash) is not None:
+        if block_hash not in self._announced or self._kv.pool.get_cached_block(block_hash) is not None:
             return
-        self._told.remove(block_hash)
+        self._announced.remove(block_hash)
         self._tail = None
         wire, group = self._wire(block_hash[:-1]), block_hash[-1]
         last = self._events[-1] if self._events else None
@@ -111,16 +111,16 @@ class KVEvents:
             self._events.append(BlockRemoved([wire], group_idx=group))
 
     def cleared(self) -> None:
-        self._told.clear()
+        self._announced.clear()
         self._tail = None
         self._events.append(AllBlocksCleared())
 
-    def allocated(self, ids: Seq[int]) -> None:
-        """Says nothing of what is cached."""
+    def allocated(self, ids: abc.Sequence[int]) -> None:
+        """Do nothing: this does not change what is cached."""
 
     touched = allocated
 
-    # ---- what is told
+    # ---- what is published
 
     def flush(self, now_s: float) -> None:
         """Publish what has happened since the last call, if anything has; `now_s` is the time of day."""
@@ -136,7 +136,7 @@ class KVEvents:
 
 
 class KVEventStream:
-    """The events of one engine and the sockets that they leave by."""
+    """Publishes the events of one engine, and owns the sockets."""
 
     def __init__(self, config: KVEventsConfig, kv: KVCacheManager) -> None:
         """Raises EngineError if an endpoint cannot be bound."""
@@ -147,7 +147,7 @@ class KVEventStream:
         self.pollables = self._publisher.pollables
         self.close = self._publisher.close
 
-    def turn(self, now_s: float) -> None:
-        """Once per turn of the engine's loop: publish what is new, answer who missed something."""
+    def serve(self, now_s: float) -> None:
+        """Publish new events and answer consumers that missed some. The engine calls this once per pass of its loop."""
         self._events.flush(now_s)
         self._publisher.serve()

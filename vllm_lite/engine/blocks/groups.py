@@ -32,7 +32,7 @@ class KVGroup:
     def longest_hit(self, num_blocks: int, num_tokens: int, find: Callable[[int], int | None]) -> int:
         """The largest length, in blocks and at most `num_blocks`, at which all that is needed further on is cached.
 
-        `find(i)` tells where logical block i is cached, None if nowhere; `num_tokens` is the sequence's length, of
+        `find(i)` is the id of a block that caches logical block i, or None; `num_tokens` is the sequence's length, of
         which the last token is always computed again.
         """
         if self.window is None:
@@ -74,7 +74,7 @@ def common_hit(
 ) -> int:
     """The longest prefix, in blocks, that every group can go on from."""
     length, agreed = num_blocks, -1
-    while length != agreed:  # a shorter prefix may move a window over a hole, so until nobody objects
+    while length != agreed:  # a shorter prefix may move a window over a hole, so ask until all agree
         agreed = length
         for group in groups:
             length = group.longest_hit(length, num_tokens, partial(find, group))

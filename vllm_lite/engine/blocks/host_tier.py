@@ -1,5 +1,5 @@
-"""HostTier: KV blocks in CPU memory. Two uses, one pool, one index: what preempted sequences computed, pinned to
-them, and cached blocks that the device had no room for any more, kept until something newer needs the place.
+"""HostTier: KV blocks in CPU memory. One pool and one index serve two uses: the KV of preempted sequences, pinned to
+them, and cached blocks that the device had no room for any more, kept until newer ones need the place.
 
 Ids are global: the device's are [0, first_id), the host's [first_id, first_id + num_blocks).
 """
@@ -10,7 +10,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 
 
 class HostTier:
-    """Plans only; the worker's CacheEngine moves the bytes."""
+    """Decides ids; the worker's CacheEngine moves the bytes."""
 
     def __init__(self, num_blocks: int, first_id: int, enable_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_caching, has_null=False)
@@ -33,13 +33,14 @@ class HostTier:
         self.pool.touch([block_id - self.first_id for block_id in ids])
 
     def unpin(self, ids: Sequence[int]) -> None:
-        """Last first: a sequence's tail is dropped before its beginning."""
+        """Unpin blocks, last first: a sequence's tail is dropped before its beginning."""
         self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
 
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
-        """Places for at most `limit` cached blocks that the device drops, as (key, global id), while there is room.
+        """Find places for at most `limit` cached blocks that the device drops: (key, global id), while there is room.
 
-        The first come first, and are dropped last. What is here already takes no place, and counts as newly used.
+        The first get places first, and are dropped last. A block that is here already takes no place, and counts as
+        newly used.
         """
         places: list[tuple[bytes, int]] = []
         kept = []

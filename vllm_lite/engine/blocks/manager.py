@@ -1,16 +1,15 @@
-"""KVCacheManager: which blocks each sequence holds, what of its prefix is cached and where, and whether it may come in.
+"""KVCacheManager: which blocks each sequence holds, what of its prefix is cached and where, and whether it is admitted.
 
-It decides ids and writes down what has to be copied (`take_block_ops`); the worker's CacheEngine moves the bytes, in
-that order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is written
-down.
+It decides ids and records what has to be copied (`take_block_ops`); the worker's CacheEngine moves the bytes, in that
+order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
 
 Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
 null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; the host's
-pinned blocks are those of parked sequences; of those who wait only these hold device blocks.
+pinned blocks are those of parked sequences; of the waiting sequences only these hold device blocks.
 """
 
+from collections import abc
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,9 +17,12 @@ from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, lon
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
+from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.swapping import Place, Swapping, num_held
+from vllm_lite.protocol.api import PrefixCacheReset
+
+_RETIRED = "computed before the cache was reset"
 
 
 class Verdict(Enum):
@@ -40,25 +42,25 @@ class Admission(NamedTuple):
 
 
 class PrefixHit(NamedTuple):
-    """Cached blocks that begin a sequence: per group, one global id for each; null where the window is past."""
+    """The cached blocks that a sequence begins with: their global ids per group, null where the window is past."""
 
     tables: list[list[int]]
     num_tokens: int
 
 
 class Lookup(NamedTuple):
-    """What was found of a waiting sequence when it could not come in, so that not every step has to look again."""
+    """The result of the last prefix lookup for a waiting sequence, so that not every step has to look again."""
 
     admission: Admission
     num_cached: int
     next_keys: list[bytes]
-    """Per group, what the next block of the cached prefix would be found under."""
+    """The key of the next block of the cached prefix, per group."""
     supply: int
-    """The pool's free blocks and those ever revived: admission lacks less only by as much as this grows."""
+    """The pool's free blocks plus those ever revived: admission lacks less only by as much as this grows."""
 
 
 class Growth(NamedTuple):
-    """What a sequence got: new block ids per group ([] if none), and shared blocks (group, index, id) replaced."""
+    """The blocks that a sequence got: new ids per group ([] if none), and replaced shared ones (group, index, id)."""
 
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
@@ -84,7 +86,7 @@ class KVCacheManager:
     def __init__(
         self,
         pool: BlockPool,
-        groups: Seq[KVGroup],
+        groups: abc.Sequence[KVGroup],
         hasher: PrefixHasher,
         *,
         host: HostTier | None = None,
@@ -98,9 +100,9 @@ class KVCacheManager:
         self.block_size = hasher.block_size
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
-        """Told of every logical block of a sequence that has become findable on the device."""
+        """Called with every logical block of a sequence that can be found on the device from now on."""
         self._swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
-        self.stats = self._swapping.stats
+        self.counters = self._swapping.counters
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
@@ -111,7 +113,7 @@ class KVCacheManager:
         return blocks_held(self.groups, num_tokens, chunk)
 
     def begin_step(self) -> None:
-        """A step is about to be made: it may move blocks again."""
+        """Start the next step: it may move blocks again."""
         self._swapping.begin_step()
 
     @property
@@ -120,18 +122,23 @@ class KVCacheManager:
         return self._swapping.is_moving
 
     def take_block_ops(self) -> list[tuple[int, int, int]]:
-        """The block program of the step that has been made; the next one starts empty."""
+        """Return the block program of the step that has been made; the next one starts empty."""
         return self._swapping.take_ops()
 
-    # ---- coming in
+    # ---- admission
 
-    def register(self, sequence: Sequence, extra_keys: Seq[str] = ()) -> None:
+    def register(self, sequence: Sequence, extra_keys: abc.Sequence[str] = ()) -> None:
         """Give a new sequence its empty tables and the root of its hash chain."""
         sequence.tables = [BlockTable(self.pool) for _ in self.groups]
         if self.pool.enable_caching:
             sequence.hash_root = self.hasher.root(extra_keys)
         if not self.groups:
             sequence.num_slots = sequence.max_len
+
+    def register_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Register `child`, which cannot share the blocks of `parent` now: it finds those that are cached."""
+        self.register(child)
+        child.hash_root = parent.hash_root
 
     def find_cached(self, sequence: Sequence) -> PrefixHit:
         """The longest cached beginning of `sequence` on either tier. Takes no reference."""
@@ -156,7 +163,7 @@ class KVCacheManager:
         return PrefixHit(tables, length * self.block_size)
 
     def admission(self, sequence: Sequence, hit: PrefixHit, chunk: int) -> Admission:
-        """May the sequence come in with all its tokens? Cached blocks cost nothing if somebody holds them anyway."""
+        """Whether the sequence may be admitted with all its tokens. Cached blocks that are referenced cost nothing."""
         required = 0
         for group, table in zip(self.groups, hit.tables, strict=True):
             in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
@@ -164,7 +171,7 @@ class KVCacheManager:
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
     def remember(self, sequence: Sequence, hit: PrefixHit, admission: Admission) -> None:
-        """Keep what was found of a sequence that goes on waiting."""
+        """Keep the lookup of a sequence that goes on waiting."""
         index = hit.num_tokens // self.block_size
         keys = [
             block_hash + group.key for block_hash in sequence.block_hashes[index : index + 1] for group in self.groups
@@ -173,8 +180,8 @@ class KVCacheManager:
         sequence.lookup = Lookup(admission, num_cached, keys, self._supply())
 
     def recall(self, sequence: Sequence) -> Lookup | None:
-        """What was found of a waiting sequence, if looking again would find no more cached. Its verdict is OK if that
-        may be another one by now.
+        """The last lookup of a waiting sequence, if another would find no more cached. Its verdict is OK if that may
+        have changed by now.
 
         Blocks of its prefix that are referenced cost it nothing. When one of them is freed, `free` and what it needs
         grow by one; when a free one is revived, both fall: only the supply, in which the two cancel out, can help.
@@ -194,7 +201,7 @@ class KVCacheManager:
     def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int, *, in_parts: bool = True) -> bool:
         """Share the hit, and allocate for all the tokens the sequence has; in a window for the first `num_tokens`.
 
-        Call after a verdict of OK. On a hit of the whole sequence every block is shared and the last token alone is
+        Call it after a verdict of OK. On a hit of the whole sequence every block is shared and only the last token is
         computed again, for its logits; its KV is in the cache already and is not written. False: the hit lies on the
         host and a step moves only so many blocks; the sequence is parked, and swap_in() goes on with it. Unless
         `in_parts`, nothing is changed then.
@@ -224,7 +231,7 @@ class KVCacheManager:
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
         """Make room to compute up to `num_tokens`: new blocks, and copies of shared ones that would be written.
 
-        Returns None, and changes nothing but for blocks out of the window, if too few are free.
+        None: too few blocks are free, and nothing is changed but for blocks out of the window.
         """
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.window is not None:
@@ -250,9 +257,9 @@ class KVCacheManager:
             sequence.num_slots = num_tokens
         return Growth(new_ids if any(new_ids) else [], replaced)
 
-    def _extend(self, sequence: Sequence, num_tokens: int, places: Seq[Place]) -> None:
-        """Allocate what the sequence lacks, and load `places`. All in one go: of the blocks that are evicted for it,
-        those are demoted that are worth most."""
+    def _extend(self, sequence: Sequence, num_tokens: int, places: abc.Sequence[Place]) -> None:
+        """Allocate the blocks that the sequence lacks, and load `places`. It is one allocation, so that of all blocks
+        evicted for it those are demoted that are worth most."""
         missing = [
             self._num_missing(table, sequence.num_tokens if group.window is None else num_tokens)
             for group, table in zip(self.groups, sequence.tables, strict=True)
@@ -273,8 +280,8 @@ class KVCacheManager:
             sequence.num_slots = min(len(table.ids) for table in sequence.tables) * self.block_size
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the blocks findable that the first `num_tokens` tokens fill. Those tokens must be final, and their KV
-        written by a step that is sent before anything that reads it."""
+        """Cache the blocks that the first `num_tokens` tokens fill. Those tokens must be final, and their KV written by
+        a step that is sent before any that reads it."""
         first, last = sequence.num_hashed_blocks, num_tokens // self.block_size
         if first >= last or not self.pool.enable_caching:
             return
@@ -311,8 +318,8 @@ class KVCacheManager:
         parent.num_slots = min(parent.num_slots, max(parent.num_computed, parent.num_cached))
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Give all blocks back. Cached ones stay findable until they are reused, unless told to `forget` them."""
-        if forget:  # also what others computed alike, and what is left of it where the sequence has moved away from
+        """Give all blocks back. Cached ones can be found until they are reused, or at once no more with `forget`."""
+        if forget:  # also equal blocks of other sequences, and those left on a tier that the sequence has moved from
             hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
             keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
             for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
@@ -326,9 +333,9 @@ class KVCacheManager:
     # ---- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Begin to move what the sequence has computed to the host. What the step may not move any more stays on the
-        device until it is reclaimed. False, and nothing is changed, if the host has no room or the step has moved
-        enough already."""
+        """Begin to move the sequence's KV to the host. Blocks that the step may not move any more stay on the device
+        until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
+        already."""
         if not self._swapping.swap_out(sequence, [self._needed(group, sequence) for group in self.groups]):
             return False
         # A fork's last block may be full and shared while its last position is still to be computed: never written.
@@ -339,8 +346,8 @@ class KVCacheManager:
         return True
 
     def reclaim(self, keep: Sequence | None = None) -> bool:
-        """Take device blocks of a parked sequence other than `keep`: to the host, or if that is not possible now they
-        are given up and all of it has to be computed again. False if there are none."""
+        """Take device blocks of a parked sequence other than `keep`. They go to the host; if that is not possible now,
+        the sequence gives up all its KV and is computed again. False: there is no such sequence."""
         sequence = self._swapping.holder(keep)
         if sequence is None:
             return False
@@ -351,13 +358,13 @@ class KVCacheManager:
         return True
 
     def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
-        """May a parked sequence come in?"""
+        """Whether a parked sequence may be admitted."""
         required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
     def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
-        """Load what a parked sequence has on the host, as much as the step may move, and make room for what comes next.
-        Call after a verdict of OK. False: it stays parked, and the next step goes on; unless `in_parts`, nothing is
+        """Load the KV of a parked sequence, as much as the step may move, and make room for `num_tokens`. Call it after
+        a verdict of OK. False: the sequence stays parked, and the next step goes on; unless `in_parts`, nothing is
         changed then."""
         places, is_all = self._swapping.next_in(sequence, in_parts=in_parts)
         if not is_all:
@@ -368,9 +375,28 @@ class KVCacheManager:
         return True
 
     def _needed(self, group: KVGroup, sequence: Sequence) -> range:
-        """Logical blocks that hold KV which later positions read."""
+        """The logical blocks whose KV later positions read."""
         last = -(-sequence.num_computed // self.block_size)
         return range(min(group.first_needed(sequence.num_computed), last), last)
+
+    # ---- resetting
+
+    def reset_cache(self, sequences: Iterable[Sequence]) -> PrefixCacheReset:
+        """Forget every cached block of both tiers. Those of `sequences`, all the unfinished ones, stay allocated."""
+        num_blocks = self.pool.reset_cache()
+        num_host_blocks = self.host.pool.reset_cache() if self.host is not None else 0
+        holders = [each for each in sequences if each.host_ids is not None or any(table.ids for table in each.tables)]
+        if self.pool.enable_caching:
+            for sequence in holders:
+                self._retire(sequence)
+        return PrefixCacheReset(num_blocks, num_host_blocks, len(holders))
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Give the sequence a hash chain of its own: its blocks are cached again when it grows, moves to the host or
+        comes back, and only itself and its forks may find them."""
+        sequence.hash_root = self.hasher.root((sequence.hash_root.hex(), _RETIRED))
+        sequence.block_hashes = []
+        sequence.num_hashed_blocks = 0
 
     # ---- inside
 

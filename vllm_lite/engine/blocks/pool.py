@@ -82,40 +82,17 @@ class FreeList:
 
 
 class PoolObserver(Protocol):
-    """Told what happens to blocks, after it has happened."""
+    """Is called with what has happened to blocks."""
 
     def allocated(self, ids: Sequence[int]) -> None: ...
 
     def touched(self, ids: Sequence[int]) -> None: ...
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """It cannot be found any more, because it is reused or was forgotten."""
+        """A block cannot be found any more, because it is reused or was forgotten."""
 
     def cleared(self) -> None:
         """No block can be found any more."""
-
-
-class Observers:
-    """Several observers in the place of one."""
-
-    def __init__(self, *observers: PoolObserver) -> None:
-        self._observers = observers
-
-    def allocated(self, ids: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.allocated(ids)
-
-    def touched(self, ids: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.touched(ids)
-
-    def evicted(self, block_id: int, block_hash: bytes) -> None:
-        for observer in self._observers:
-            observer.evicted(block_id, block_hash)
-
-    def cleared(self) -> None:
-        for observer in self._observers:
-            observer.cleared()
 
 
 class BlockPool:
@@ -138,11 +115,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_usable = num_blocks - 1 if has_null else num_blocks
         self.enable_caching = enable_caching
-        self.observer: PoolObserver | None = None
+        self.observers: list[PoolObserver] = []
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.peak_used = 0
         self.num_revived = 0
-        """How often a free block was referenced again, since the start."""
+        """The number of times a free block was referenced again, since the start."""
         self.num_cached = 0
         """Blocks that a prefix hit can find, referenced or evictable. Counted as they change: metrics ask for it."""
         self.on_evict = on_evict
@@ -153,11 +130,6 @@ class BlockPool:
         # that ran at the same time, or generated text that equals cached text. Tables are append-only, so a
         # duplicate is never merged away; LRU reclaims it.
         self._cached: dict[bytes, Block | dict[int, Block]] = {}
-
-    def observe(self, observer: PoolObserver) -> None:
-        """Tell `observer` too, from now on."""
-        known = self.observer
-        self.observer = observer if known is None else Observers(known, observer)
 
     @property
     def num_free(self) -> int:
@@ -170,7 +142,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that live sequences reference, 0 to 1."""
+        """The share of the usable blocks that live sequences reference, 0 to 1."""
         return self.num_used / self.num_usable if self.num_usable else 0.0
 
     def get_new_blocks(self, count: int) -> list[int]:
@@ -187,8 +159,8 @@ class BlockPool:
         used = self.num_usable - self._free.num_free
         if used > self.peak_used:
             self.peak_used = used
-        if self.observer is not None:
-            self.observer.allocated(ids)
+        for observer in self.observers:
+            observer.allocated(ids)
         return ids
 
     def touch(self, ids: Sequence[int]) -> None:
@@ -214,8 +186,8 @@ class BlockPool:
             self._free.remove_n(revived)
         self.num_revived += len(revived)
         self.peak_used = max(self.peak_used, self.num_used)
-        if self.observer is not None:
-            self.observer.touched(ids)
+        for observer in self.observers:
+            observer.touched(ids)
 
     def free(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block, in the order given: what comes first is evicted first.
@@ -278,7 +250,7 @@ class BlockPool:
                 self._unindex(block)
 
     def forget_contents(self, hashes: Iterable[bytes]) -> None:
-        """Likewise every block with one of these contents, whoever computed it."""
+        """Take every block with one of these contents out of the cache index, also equal ones of other sequences."""
         for block_hash in hashes:
             while (block_id := self.get_cached_block(block_hash)) is not None:
                 self.forget((block_id,))
@@ -290,8 +262,8 @@ class BlockPool:
             for block in entry.values() if isinstance(entry, dict) else (entry,):
                 block.block_hash = None
         self._cached.clear()
-        if self.observer is not None:
-            self.observer.cleared()
+        for observer in self.observers:
+            observer.cleared()
         return num_cached
 
     def _unindex(self, block: Block) -> bytes:
@@ -307,8 +279,8 @@ class BlockPool:
                 self._cached[block_hash] = next(iter(entry.values()))
         else:
             del self._cached[block_hash]
-        if self.observer is not None:
-            self.observer.evicted(block.block_id, block_hash)
+        for observer in self.observers:
+            observer.evicted(block.block_id, block_hash)
         return block_hash
 
     def _block(self, block_id: int) -> Block:
@@ -331,7 +303,7 @@ class BlockPool:
         """Raise RuntimeError if an invariant is broken. `tables` are all block tables that hold references.
 
         The invariants: the null block is neither free, referenced nor cached. Every other block is in the free list
-        if and only if nobody references it, and in it once. The index holds exactly the hashed blocks, and num_cached
+        if and only if it is unreferenced, and in it once. The index holds exactly the hashed blocks, and num_cached
         counts them. A block's reference count is the number of table entries that name it.
         """
         listed = [block.block_id for block in self._free]

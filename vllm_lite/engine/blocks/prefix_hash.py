@@ -1,8 +1,8 @@
 """Content hashes of full blocks, chained over everything before them, so that equal hashes mean equal prefixes.
 
 blake2b-256 over (parent digest, token ids as little-endian u32). What else must be equal for KV to be shared (cache
-salt, adapter, ...) goes into the root of the chain, as does a seed drawn anew by every process unless fixed: nobody
-can predict or probe another process's hashes.
+salt, adapter, ...) goes into the root of the chain, as does a seed that every process draws anew unless it is fixed:
+no client can predict or probe another process's hashes.
 """
 
 import os

@@ -1,5 +1,5 @@
 """BlockTable: which physical blocks hold one sequence's KV in one group. It grows at its end only, so that workers
-receive diffs; a shared block that is about to be written is the one exception, and is told as such."""
+receive diffs; the one exception, a shared block that is about to be written, has an entry of its own (ReplaceBlock)."""
 
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 

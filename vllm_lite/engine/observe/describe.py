@@ -1,12 +1,14 @@
-"""How a live request is, in the engine's own numbers. Looking changes nothing: no block is touched, no token hashed, so
-that a trace need not know of it."""
+"""Describes the state of live requests in the engine's own numbers.
+
+That changes nothing: no block is touched and no token hashed, so a trace need not record it.
+"""
 
 from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
+from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.swapping import num_held
 from vllm_lite.protocol import api
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def describe(scheduler: "Scheduler", request_ids: tuple[str, ...], now_s: float) -> api.Descriptions:
-    """Those of the requests that live."""
+    """The state of those requests that live."""
     found = [scheduler.requests.get(request_id) for request_id in dict.fromkeys(request_ids)]
     known = [request for request in found if request is not None and request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
@@ -71,7 +73,7 @@ def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int
 
 
 def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place: int) -> str:
-    """What it waits for, as the scheduler would find it: in the order in which that looks."""
+    """What a sequence waits for. The order of the tests is that in which the scheduler looks."""
     options = scheduler.options
     if sequence.num_pending:
         return "waits_for_result"
@@ -84,5 +86,5 @@ def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place:
     if sequence.host_ids is not None and num_held(sequence):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens
-    is_full = scheduler.step_awaited > 0 and scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
-    return "waits_for_budget" if is_full else "waits_for_step"
+    is_full = scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
+    return "waits_for_budget" if scheduler.in_flight and is_full else "waits_for_step"

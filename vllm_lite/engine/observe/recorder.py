@@ -1,45 +1,47 @@
-"""Recorder: writes down every input of the scheduler, a digest of every step, and the reasons given for it.
+"""Recorder: stands between a core and its scheduler. TraceRecorder writes a trace of what passes; Recorder nothing.
 
-Recording must not change what it watches, nor stop it: when the file cannot be written any more, that is said once
-and the engine serves on without.
+A trace holds every input of the scheduler, a digest of every step, and the reasons for its decisions. Recording must
+not change what it watches, nor stop it: when the file cannot be written any more, the log says so once and the engine
+serves on without.
 """
 
-from collections.abc import Sequence as Seq
+from collections import abc
+from contextlib import suppress
 from hashlib import blake2b
 
 import msgspec
 
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.plan import Produced, Rates
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.trace import records
-from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Note
+from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
 from vllm_lite.trace.writer import TraceWriter
 
 FLUSH_S = 1.0
 """At most this much of the trace is lost when the engine is killed."""
 MAX_FAULT_CHARS = 200
 MAX_WAITS = 1024
-"""Waiting sequences whose last reason is kept, to give it once."""
+"""So many waiting sequences have their last reason remembered, so that it is recorded once."""
 
 _encode = msgspec.msgpack.Encoder().encode
 logger = log.get(__name__)
 
 
 class RecordingHasher(PrefixHasher):
-    """Hashes as `inner` does and keeps the beginnings of all digests that were asked for."""
+    """Hashes as `inner` does, and keeps the beginning of every digest for the trace."""
 
     def __init__(self, inner: PrefixHasher) -> None:
         self.block_size = inner.block_size
         self.inner = inner
         self._log = bytearray()
 
-    def root(self, extra_keys: Seq[str] = ()) -> bytes:
+    def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:
         digest = self.inner.root(extra_keys)
         self._log += digest[:HASH_BYTES]
         return digest
@@ -51,19 +53,19 @@ class RecordingHasher(PrefixHasher):
             self._log += digest[:HASH_BYTES]
 
     def take(self) -> bytes:
-        """What was asked for since the last call."""
+        """The digests that were computed since the last call."""
         taken = bytes(self._log)
         self._log.clear()
         return taken
 
 
 class Reasons:
-    """Collects the scheduler's notes as the numbers that a trace holds. The same reason to wait is given once."""
+    """Collects the scheduler's decisions as the numbers that a trace holds; the same reason to wait only once."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._requests = scheduler.requests
-        self._notes: list[Note] = []
-        self._last_waits: dict[tuple[int, int], Note] = {}
+        self._decisions: list[Decision] = []
+        self._last_waits: dict[tuple[int, int], Decision] = {}
         self.faults: list[str] = []
 
     def add(self, code: str, sequence: Sequence | None, numbers: dict[str, int | str]) -> None:
@@ -72,19 +74,19 @@ class Reasons:
             self.faults.append(str(numbers.get("what"))[:MAX_FAULT_CHARS])
             return
         kind = Code[code.upper()]
-        note: Note = [kind, sequence.request.arrival, sequence.index]
-        note += [self._number(name, numbers[name]) for name in FIELDS[kind]]
+        decision: Decision = [kind, sequence.request.arrival, sequence.index]
+        decision += [self._number(name, numbers[name]) for name in FIELDS[kind]]
         if kind in WAITS:
             sample = sequence.request.arrival, sequence.index
-            if self._last_waits.get(sample) == note:
+            if self._last_waits.get(sample) == decision:
                 return
             if len(self._last_waits) >= MAX_WAITS:
                 self._last_waits.clear()
-            self._last_waits[sample] = note
-        self._notes.append(note)
+            self._last_waits[sample] = decision
+        self._decisions.append(decision)
 
-    def ends(self, produced: list[Produced]) -> list[Note]:
-        """One note for every sample that has ended."""
+    def ends(self, produced: list[Produced]) -> list[Decision]:
+        """One decision for every sample that has ended."""
         return [
             [
                 Code.FINISHED,
@@ -97,8 +99,8 @@ class Reasons:
             if item.reason is not None
         ]
 
-    def take(self) -> list[Note]:
-        taken, self._notes = self._notes, []
+    def take(self) -> list[Decision]:
+        taken, self._decisions = self._decisions, []
         return taken
 
     def _number(self, name: str, value: int | str) -> int:
@@ -108,43 +110,72 @@ class Reasons:
 
 
 class Recorder:
-    """Stands between a core and its scheduler for the calls that decide, and is told of all others."""
+    """The null object, and the interface: the core calls the scheduler through it, and reports every other input."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def schedule(self, now_s: float) -> SchedulerOutput | None:
+        """Have the scheduler make a step."""
+        return self._scheduler.schedule(now_s)
+
+    def update(self, output: ModelOutput, now_s: float) -> list[Produced]:  # noqa: ARG002
+        """Have the scheduler apply a result."""
+        return self._scheduler.update(output)
+
+    def arrived(self, request: Request, now_s: float) -> None: ...
+
+    def forked(self, parent: Request, child: Request, now_s: float) -> None: ...
+
+    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None: ...
+
+    def expired(self, produced: list[Produced], now_s: float) -> None: ...
+
+    def cache_reset(self, now_s: float) -> None: ...
+
+    def measured(self, rates: Rates) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TraceRecorder(Recorder):
+    """Writes the trace of a scheduler into a file."""
 
     def __init__(self, path: str, header: records.Header, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
         try:
             self._writer: TraceWriter | None = TraceWriter(path)
         except OSError as error:
             raise ConfigError(f"record: {path!r} cannot be written ({error.strerror})") from error
         self._path = path
-        self._scheduler = scheduler
         self._hasher = RecordingHasher(scheduler.kv.hasher)
         self._reasons = Reasons(scheduler)
         self._next_flush_s = header.clock_s
         scheduler.kv.hasher = self._hasher
-        scheduler.note = self._reasons.add
+        scheduler.on_decision = self._reasons.add
         self._write(header)
 
     # ---- the calls that decide
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
-        """Have the scheduler make a step; also one that fails is in the trace."""
-        plan: SchedulerOutput | None = None
+        """A step that fails is in the trace as well."""
+        step: SchedulerOutput | None = None
         try:
-            plan = self._scheduler.schedule(now_s)
-            return plan
+            step = self._scheduler.schedule(now_s)
+            return step
         finally:
             if self._writer is not None:
-                self._write_step(now_s, plan)
+                self._write_step(now_s, step)
 
-    def _write_step(self, now_s: float, plan: SchedulerOutput | None) -> None:
+    def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
         for what in self._reasons.faults:
             self._write(records.PolicyFault(what))
         self._reasons.faults.clear()
         self._write(
             records.Step(
                 now_s,
-                b"" if plan is None else digest_of(plan),
-                *summary_of(plan, self._scheduler),
+                b"" if step is None else digest_of(step),
+                *summary_of(step, self._scheduler),
                 self._hasher.take(),
                 self._reasons.take(),
             )
@@ -154,8 +185,8 @@ class Recorder:
             self.flush()
 
     def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
-        """Have the scheduler apply a result; also one that makes it fail is in the trace."""
-        candidates = _candidates(output, self._scheduler.awaited)
+        """A result that makes the scheduler fail is in the trace as well."""
+        candidates = _candidates(output, self._scheduler.in_flight.awaited)
         produced: list[Produced] = []
         try:
             produced = self._scheduler.update(output)
@@ -163,9 +194,9 @@ class Recorder:
         finally:
             if self._writer is not None:
                 tokens, width = records.pack_tokens(output.tokens)
-                hashes, notes = self._hasher.take(), self._reasons.ends(produced)
+                hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
                 counts, failed = output.counts, output.failed
-                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, notes))
+                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, decisions))
 
     # ---- the rest
 
@@ -175,7 +206,7 @@ class Recorder:
     def forked(self, parent: Request, child: Request, now_s: float) -> None:
         self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
 
-    def aborted(self, request: Request, samples: Seq[int], now_s: float) -> None:
+    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None:
         self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
 
     def expired(self, produced: list[Produced], now_s: float) -> None:
@@ -186,7 +217,7 @@ class Recorder:
         self._write(records.CacheReset(now_s, self._hasher.take()))
 
     def measured(self, rates: Rates) -> None:
-        self._write(records.Measured(*rates))
+        self._write(records.RatesMeasured(*rates))
 
     def _arrival(self, request: Request, now_s: float) -> records.Arrival:
         return records.Arrival(
@@ -205,24 +236,28 @@ class Recorder:
     # ---- the file
 
     def _write(self, record: records.Record) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.write(record)
-            except OSError as error:
-                self._give_up(error)
+        self._attempt(lambda writer: writer.write(record))
 
     def flush(self) -> None:
-        """Have everything up to here in the file."""
+        """Write everything up to here into the file."""
+        self._attempt(TraceWriter.flush)
+
+    def _attempt(self, act: abc.Callable[[TraceWriter], object]) -> None:
+        """Do something with the file, if the trace has not ended. If that fails it ends, and serving goes on."""
         if self._writer is not None:
             try:
-                self._writer.flush()
+                act(self._writer)
             except OSError as error:
-                self._give_up(error)
+                logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
+                writer, self._writer = self._writer, None
+                self.close()
+                with suppress(OSError):  # what is still buffered cannot be written either
+                    writer.close()
 
     def close(self) -> None:
-        """End the trace; the scheduler goes on unwatched."""
+        """End the trace; the scheduler goes on without."""
         writer, self._writer = self._writer, None
-        self._scheduler.note = None
+        self._scheduler.on_decision = None
         self._scheduler.kv.hasher = self._hasher.inner
         if writer is not None:
             try:
@@ -230,21 +265,11 @@ class Recorder:
             except OSError as error:
                 logger.warning("the end of the trace %s is lost: %s", self._path, error)
 
-    def _give_up(self, error: OSError) -> None:
-        logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
-        writer, self._writer = self._writer, None
-        self.close()
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError:  # what is still buffered cannot be written either
-                pass
 
-
-def digest_of(plan: SchedulerOutput) -> bytes:
+def digest_of(step: SchedulerOutput) -> bytes:
     """Eight bytes that stand for the decisions of a step: tokens and what only the sampler reads are left out."""
-    entries = [entry if type(entry) is Continue else _decision(entry) for entry in plan.entries]
-    return blake2b(_encode((plan.step, plan.block_ops, entries)), digest_size=8).digest()
+    entries = [entry if type(entry) is Continue else _decision(entry) for entry in step.entries]
+    return blake2b(_encode((step.step, step.block_ops, entries)), digest_size=8).digest()
 
 
 def _decision(entry: Entry) -> object:
@@ -257,9 +282,9 @@ def _decision(entry: Entry) -> object:
     return entry
 
 
-def summary_of(plan: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
-    """Of a step: the number of its entries, of tokens it computes, and of blocks it moves."""
-    return (0, 0, 0) if plan is None else (len(plan.entries), scheduler.num_scheduled_tokens, len(plan.block_ops))
+def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
+    """The numbers of a step: its entries, the tokens it computes, and the blocks it moves."""
+    return (0, 0, 0) if step is None else (len(step.entries), scheduler.num_scheduled_tokens, len(step.block_ops))
 
 
 def _params(request: Request) -> records.Params:
@@ -269,7 +294,9 @@ def _params(request: Request) -> records.Params:
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
 
 
-def _candidates(output: ModelOutput, sampling: Seq[Sequence]) -> list[tuple[int, list[tuple[int, float]]]] | None:
+def _candidates(
+    output: ModelOutput, sampling: abc.Sequence[Sequence]
+) -> list[tuple[int, list[tuple[int, float]]]] | None:
     """The likeliest tokens of every beam in `sampling`; other requests' logprobs decide nothing."""
     if output.logprobs is None:
         return None

@@ -1,27 +1,25 @@
-"""Replay: decide again what a trace says was decided, and find the first step where this code decides otherwise.
+"""Replay: makes the decisions of a trace again, and finds the first step where this code decides otherwise.
 
 The prompts of a trace are unknown, so requests come back with zeros for them. Nothing in the scheduler looks at a
 prompt but through its block digests, and those are in the trace; generated tokens are real, so that stops are too.
 """
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections import abc
 from typing import NamedTuple
 
-from vllm_lite.engine import branching
-from vllm_lite.engine.assembly import assemble
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.cache_reset import reset_cache
+from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
-from vllm_lite.engine.plan import Produced, Rates
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.protocol.api import Generate, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import HASH_BYTES, Note
-from vllm_lite.trace.story import describe, describe_notes
+from vllm_lite.trace.records import HASH_BYTES, Decision
+from vllm_lite.trace.story import describe, describe_decisions
 
 
 class Divergence(NamedTuple):
@@ -58,7 +56,7 @@ class ReplayHasher(PrefixHasher):
             recorded, used = len(self._given) // HASH_BYTES, self._at // HASH_BYTES
             raise _Diverged("fewer blocks were hashed", f"{recorded} digests", f"{used} digests")
 
-    def root(self, extra_keys: Seq[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
+    def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
         return self._next()
 
     def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:  # noqa: ARG002
@@ -82,10 +80,10 @@ class Replay:
         self.num_ended = 0
         header = self.reader.header
         self._hasher = ReplayHasher(header.block_size)
-        self.scheduler = assemble(header, self._hasher)
+        self.scheduler = make_scheduler(header, self._hasher)
         self._reasons = Reasons(self.scheduler)
         if check:
-            self.scheduler.note = self._reasons.add
+            self.scheduler.on_decision = self._reasons.add
         self._ids: dict[int, str] = {}
 
     @property
@@ -111,13 +109,13 @@ class Replay:
         return self
 
     def _place(self, record: records.Record) -> int:
-        """The step that a record is about, before it is applied."""
+        """The number of the step that a record is about. Call it before the record is applied."""
         if isinstance(record, records.Result):
-            return self.scheduler.step_awaited
+            return self.scheduler.in_flight.step_awaited
         return self.scheduler.step + isinstance(record, records.Step)
 
     def report(self) -> list[str]:
-        """What was found, and the state that is reached, in lines."""
+        """The result, and the state that is reached, in lines."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         done = f"{scheduler.step} steps, {len(self._ids)} requests, {counters.generated_tokens} tokens"
@@ -149,41 +147,42 @@ class Replay:
                 self._fork(record)
             case records.Aborted():
                 self._hasher.give(record.hashes)
-                branching.end_samples(scheduler, scheduler.requests[self._ids[record.number]], record.samples, "abort")
+                request = scheduler.requests[self._ids[record.number]]
+                scheduler.branching.end_samples(request, record.samples, "abort")
                 self._hasher.check_used_up()
             case records.Expired():
                 self._expire(record)
             case records.CacheReset():
                 self._hasher.give(record.hashes)
-                reset_cache(scheduler)
+                scheduler.reset_prefix_cache()
                 self._hasher.check_used_up()
-            case records.Measured():
+            case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
 
     def _schedule(self, record: records.Step) -> None:
         self._hasher.give(record.hashes)
-        plan = self.scheduler.schedule(record.clock_s)
+        step = self.scheduler.schedule(record.clock_s)
         self._hasher.check_used_up()
         if self.check:
-            digest = b"" if plan is None else digest_of(plan)
-            notes = self._reasons.take()
-            if digest != record.digest or notes != record.notes:
+            digest = b"" if step is None else digest_of(step)
+            decisions = self._reasons.take()
+            if digest != record.digest or decisions != record.decisions:
                 what = "another step was made" if digest != record.digest else "the same step, for other reasons"
-                replayed = self._as_recorded(record, plan, digest, notes)
+                replayed = self._as_recorded(record, step, digest, decisions)
                 raise _Diverged(what, describe(record, self._ids), describe(replayed, self._ids))
 
     def _as_recorded(
-        self, record: records.Step, plan: SchedulerOutput | None, digest: bytes, notes: list[Note]
+        self, record: records.Step, step: SchedulerOutput | None, digest: bytes, decisions: list[Decision]
     ) -> records.Step:
-        summary = summary_of(plan, self.scheduler)
-        return records.Step(record.clock_s, digest, *summary, record.hashes, notes)
+        summary = summary_of(step, self.scheduler)
+        return records.Step(record.clock_s, digest, *summary, record.hashes, decisions)
 
     def _update(self, record: records.Result) -> None:
         self._hasher.give(record.hashes)
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
         output = ModelOutput(
-            self.scheduler.options.epoch,
-            self.scheduler.step_awaited,
+            self.scheduler.options.generation,
+            self.scheduler.in_flight.step_awaited,
             tokens,
             record.counts,
             _logprobs(record, len(tokens) // 4),
@@ -194,10 +193,10 @@ class Replay:
         self._check_ends(record, produced)
 
     def _check_ends(self, record: records.Result, produced: list[Produced]) -> None:
-        notes = self._reasons.ends(produced)
-        self.num_ended += len(notes)
-        if self.check and notes != record.notes:
-            recorded, replayed = (describe_notes(some, self._ids) for some in (record.notes, notes))
+        decisions = self._reasons.ends(produced)
+        self.num_ended += len(decisions)
+        if self.check and decisions != record.decisions:
+            recorded, replayed = (describe_decisions(some, self._ids) for some in (record.decisions, decisions))
             raise _Diverged("other requests ended", recorded, replayed)
 
     def _fork(self, record: records.Forked) -> None:
@@ -205,7 +204,7 @@ class Replay:
         self._hasher.give(child.hashes)
         parent = self.scheduler.requests[self._ids[record.parent]]
         tokens = parent.sequences[0].tokens[: child.num_prompt + child.num_output]
-        branching.fork_request(self.scheduler, parent, self._request(child, tokens))
+        self.scheduler.branching.fork_request(parent, self._request(child, tokens))
         self._hasher.check_used_up()
 
     def _expire(self, record: records.Expired) -> None:

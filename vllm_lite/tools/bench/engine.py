@@ -16,9 +16,9 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
-from vllm_lite.engine.plan import Options
 from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.process import made_to_last
+from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence

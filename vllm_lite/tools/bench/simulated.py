@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.plan import Produced
+from vllm_lite.engine.request import Produced
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

@@ -2,8 +2,8 @@
 
 from vllm_lite.config import EngineSettings
 from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.plan import Produced
 from vllm_lite.engine.process import EngineProcess, process_main
+from vllm_lite.engine.request import Produced
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime import supervise

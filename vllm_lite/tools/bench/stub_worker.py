@@ -18,7 +18,7 @@ VOCAB_SIZE = 1000
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     """Serve like a real worker would; every scheduled sequence is taken to be caught up."""
-    connection = connect(settings.address, f"worker-{settings.rank}".encode())
+    connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
     watched = poller(connection, stop)
     send = connection.send
     send(worker_to_engine.encode(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, 0)))
@@ -49,7 +49,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
 
 def _answer(step: SchedulerOutput) -> ModelOutput:
     num_scheduled = sum(isinstance(entry, NewRequest | Continue | Resume) for entry in step.entries)
-    return ModelOutput(step.epoch, step.step, pack_tokens([1] * num_scheduled))
+    return ModelOutput(step.generation, step.step, pack_tokens([1] * num_scheduled))
 
 
 if __name__ == "__main__":

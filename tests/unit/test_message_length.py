@@ -5,7 +5,7 @@ import pytest
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
-from vllm_lite.engine.pace import MAX_STEPS, MEASURED_STEPS, TURN_S, Pace
+from vllm_lite.engine.in_flight import MAX_STEPS, MEASURED_STEPS, MESSAGE_S, MessageLength
 from vllm_lite.executor.simulated import VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -28,7 +28,7 @@ class Rig:
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         ready = Ready(0, 200, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
         self.worker = SimulatedWorker(200, 4, vocab_size=VOCAB)
-        self.core = EngineCore(config, ready, self, Sizes(200), epoch=3, clock=self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, ready, self, Sizes(200), generation=3, clock=self.clock)  # type: ignore[arg-type]
 
     def submit(self, *steps: SchedulerOutput) -> None:
         self.sent.append([step.step for step in steps])
@@ -43,7 +43,7 @@ class Rig:
         while self.core.begin():
             pass
         for _ in range(num_messages):
-            if not self.core.num_in_flight:
+            if not self.core.in_flight:
                 return
             answered = next(i for i, steps in enumerate(self.sent) if steps[-1] >= self.oldest)
             for _ in self.sent[answered]:
@@ -57,7 +57,7 @@ class Rig:
 
     @property
     def oldest(self) -> int:
-        return self.core.scheduler.step_awaited
+        return self.core.scheduler.in_flight.step_awaited
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
@@ -72,7 +72,7 @@ def longest(sent: list[list[int]]) -> int:
 
 
 def test_short_steps_go_together_and_give_the_same_tokens() -> None:
-    rig = Rig(TURN_S / 3.5)
+    rig = Rig(MESSAGE_S / 3.5)
     rig.add("a", [1, 2, 3])
     rig.run()
     assert longest(rig.sent) == 3
@@ -83,13 +83,15 @@ def test_short_steps_go_together_and_give_the_same_tokens() -> None:
 
 
 def test_very_short_ones_do_not_go_without_limit() -> None:
-    rig = Rig(TURN_S / 100)
+    rig = Rig(MESSAGE_S / 100)
     rig.add("a", [1, 2, 3])
     rig.run()
     assert longest(rig.sent) == MAX_STEPS
 
 
-@pytest.mark.parametrize(("step_s", "settings"), [(TURN_S / 1.5, {}), (TURN_S / 4.5, {"async_scheduling": False})])
+@pytest.mark.parametrize(
+    ("step_s", "settings"), [(MESSAGE_S / 1.5, {}), (MESSAGE_S / 4.5, {"async_scheduling": False})]
+)
 def test_long_steps_go_alone_and_so_do_those_that_do_not_overlap(step_s: float, settings: dict[str, object]) -> None:
     rig = Rig(step_s, **settings)
     rig.add("a", [1, 2, 3])
@@ -98,7 +100,7 @@ def test_long_steps_go_alone_and_so_do_those_that_do_not_overlap(step_s: float, 
 
 
 def test_an_arrival_comes_in_behind_what_is_under_way() -> None:
-    rig = Rig(TURN_S / 4.5)
+    rig = Rig(MESSAGE_S / 4.5)
     rig.add("a", [1, 2, 3])
     rig.run(2 * MEASURED_STEPS)
     assert [len(steps) for steps in rig.sent[-4:]] == [MAX_STEPS] * 4
@@ -107,7 +109,7 @@ def test_an_arrival_comes_in_behind_what_is_under_way() -> None:
     rig.run(1)
     assert not rig.core.scheduler.waiting
     assert len(rig.sent[num_sent]) == 1, "its first step"
-    assert rig.core.num_in_flight == MAX_STEPS + 1
+    assert len(rig.core.in_flight) == MAX_STEPS + 1
     rig.run()
     assert rig.tokens["a"] == continuation([1, 2, 3], 200)
     assert rig.tokens["b"] == continuation([4, 5, 6, 7, 8], 200)
@@ -120,7 +122,7 @@ def test_an_end_that_is_noticed_late_changes_nothing() -> None:
         for first in range(VOCAB)
         if EOS in (tokens := continuation([first, 3, 1], 99)) and tokens.index(EOS) > 2 * MEASURED_STEPS
     )
-    rig = Rig(TURN_S / 4.5)
+    rig = Rig(MESSAGE_S / 4.5)
     rig.core.add(b"client", Generate("a", pack_tokens(prompt), SamplingParams(max_tokens=150, temperature=0.0)))
     rig.run()
     end = continuation(prompt, 99).index(EOS)
@@ -133,9 +135,9 @@ def test_an_end_that_is_noticed_late_changes_nothing() -> None:
 
 
 def test_the_pace_is_forgotten_when_something_else_happens() -> None:
-    pace = Pace()
+    length = MessageLength()
     for index in range(MEASURED_STEPS + 1):
-        pace.ended(index * TURN_S / 4.5, steady=True)
-    assert pace.steps == 4
-    pace.ended(1.0, steady=False)
-    assert pace.steps == 1
+        length.ended(index * MESSAGE_S / 4.5, steady=True)
+    assert length.steps == 4
+    length.ended(1.0, steady=False)
+    assert length.steps == 1

@@ -1,31 +1,23 @@
-"""Swapping: which blocks move between the tiers in a step, and in which order.
+"""Swapping decides which blocks move between the tiers in a step, and in which order.
 
-A sequence that gave way, or whose cached prefix lies on the host, is parked: it waits, its `host_ids` say which of its
-logical blocks are on the host, its tables which are on the device; the null block stands for "not here". Blocks leave
-the device from the end and come back from the beginning, and a step moves no more than `max_blocks`: the rest waits
-where it is for the next step. So a sequence of any length can move, and no step stalls longer than that.
+A preempted sequence, or one whose cached prefix lies on the host, may be parked: it waits, its `host_ids` say which of
+its logical blocks are on the host, its tables which are on the device; the null block stands for "not here". Blocks
+leave the device from the end and come back from the beginning, and a step moves no more than `max_blocks`: the rest
+stays where it is until the next step. So a sequence of any length can move, and no step stalls longer than that.
 
-What a parked sequence still has on the device is taken from it when somebody who runs needs the place.
+What a parked sequence still has on the device is taken from it when a running sequence needs the place.
 """
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import BlockOp
-
-
-class KVStats:
-    """Totals since the start, in blocks unless named otherwise."""
-
-    __slots__ = ("copied", "demoted", "promoted", "swapped_in", "swapped_out")
-
-    def __init__(self) -> None:
-        self.copied = self.demoted = self.promoted = self.swapped_in = self.swapped_out = 0
 
 
 class Place(NamedTuple):
@@ -36,20 +28,21 @@ class Place(NamedTuple):
 
 
 class Swapping:
-    """The block program of the step in the making, and what of its bound is left. `cache(sequence, group, index, id)`
-    makes a block findable on the device."""
+    """Writes the block program of the step in the making, within what is left of the bound. `cache(sequence, group,
+    index, id)` makes a block findable on the device."""
 
     def __init__(
         self,
         pool: BlockPool,
         host: HostTier | None,
-        groups: Seq[KVGroup],
+        groups: abc.Sequence[KVGroup],
         max_blocks: int,
         cache: Callable[[Sequence, KVGroup, int, int], None],
     ) -> None:
-        self.stats = KVStats()
+        self.counters = Stats()
+        """The one struct in which the whole engine counts: the first to count makes it."""
         self.parked: list[Sequence] = []
-        """In the order in which they were parked: under fcfs the first is the last to come in."""
+        """The parked sequences in the order in which they were parked: under fcfs the first is admitted last."""
         self._pool = pool
         self._host = host
         self._groups = groups
@@ -62,7 +55,7 @@ class Swapping:
     # ---- the block program
 
     def begin_step(self) -> None:
-        """A step is about to be made: it may move blocks again, first of all those that the last one had to leave."""
+        """Start the next step: it may move blocks again, first of all those that the last one had to leave."""
         self._left = self._max_blocks
         self._reserved, self._wanted = min(self._wanted, self._max_blocks), 0
 
@@ -72,19 +65,19 @@ class Swapping:
         return bool(self._ops)
 
     def take_ops(self) -> list[tuple[int, int, int]]:
-        """The block program of the step that has been made; the next one starts empty."""
+        """Return the block program of the step that has been made; the next one starts empty."""
         ops, self._ops = self._ops, []
         return ops
 
     def copy(self, src: int, dst: int) -> None:
-        """A shared block is about to be written."""
+        """Copy a shared block that is about to be written."""
         self._ops.append((BlockOp.COPY, src, dst))
-        self.stats.copied += 1
+        self.counters.copied_blocks += 1
 
     # ---- out
 
     def park(self, sequence: Sequence, host_ids: list[list[int]]) -> None:
-        """`sequence` waits with what its tables and `host_ids` name, the latter pinned from now on."""
+        """Let `sequence` wait with the blocks in its tables and in `host_ids`, and pin the latter."""
         if self._host is not None:
             for ids in host_ids:
                 self._host.pin(_present(ids))
@@ -92,16 +85,16 @@ class Swapping:
         self.parked.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """`sequence` is parked no more, and needs nothing on the host."""
+        """End the parking of `sequence`, if it is parked: it needs nothing on the host any more."""
         host_ids, sequence.host_ids = sequence.host_ids, None
         if host_ids is not None and self._host is not None:
             self.parked.remove(sequence)
             for ids in host_ids:
                 self._host.unpin(_present(ids))
 
-    def swap_out(self, sequence: Sequence, keep: Seq[range]) -> bool:
-        """Park `sequence` with its logical blocks `keep`, per group, and begin to move them. False, and nothing is
-        changed, if the host has no room for them or the step has moved enough already."""
+    def swap_out(self, sequence: Sequence, keep: abc.Sequence[range]) -> bool:
+        """Park `sequence` with its logical blocks `keep`, per group, and begin to move them. False: nothing is changed,
+        because the host has no room for them or the step has moved enough already."""
         host = self._host
         if host is None:
             return False
@@ -123,7 +116,7 @@ class Swapping:
 
     def _push(self, sequence: Sequence) -> int:
         """Take device blocks of a parked sequence, last first, that are on the host or may still move there. Returns
-        how many."""
+        their number."""
         host, taken = self._host, 0
         if host is None or sequence.host_ids is None:
             raise RuntimeError(f"{sequence} is not parked")
@@ -138,7 +131,7 @@ class Swapping:
                     (host_ids[index],) = host.new_blocks([self._key(sequence, group, index)])
                     self._ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
                     self._left -= 1
-                    self.stats.swapped_out += 1
+                    self.counters.swapped_out_blocks += 1
                 table.ids[index] = NULL_BLOCK
                 self._pool.free((block_id,))
                 taken += 1
@@ -150,18 +143,18 @@ class Swapping:
         return next(holders, None)
 
     def take_from(self, sequence: Sequence) -> bool:
-        """Take device blocks of a parked sequence. False if none of them can go to the host now."""
+        """Take device blocks of a parked sequence. False: none of them can go to the host now."""
         return self._push(sequence) > 0
 
     # ---- in
 
     def may_move(self, num_blocks: int) -> bool:
-        """Whether this step may move so many more."""
+        """Whether this step may move `num_blocks` more."""
         return num_blocks <= max(self._left, 0)
 
     def next_in(self, sequence: Sequence, *, in_parts: bool) -> tuple[list[Place], bool]:
-        """What this step may load of a parked sequence, and whether that is all. What is on the device need not be
-        loaded, and is held from now on. Unless `in_parts`, it is all or nothing."""
+        """The blocks of a parked sequence that this step may load, and whether those are all. Cached ones that are on
+        the device need no loading; the sequence holds them from now on. Unless `in_parts`, it is all or nothing."""
         missing, present = [], []
         for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids or (), strict=True):
             for index, host_id in enumerate(host_ids):
@@ -184,8 +177,8 @@ class Swapping:
         self._wanted += len(missing) - len(places)
         return places, len(places) == len(missing)
 
-    def load(self, sequence: Sequence, places: Seq[Place], block_ids: Seq[int]) -> None:
-        """Fill new device blocks with what is on the host."""
+    def load(self, sequence: Sequence, places: abc.Sequence[Place], block_ids: abc.Sequence[int]) -> None:
+        """Fill new device blocks with the contents of `places` on the host."""
         host_ids = sequence.host_ids or ()
         for (group, index), block_id in zip(places, block_ids, strict=True):
             self._ops.append((BlockOp.SWAP_IN, host_ids[group.index][index], block_id))
@@ -193,17 +186,18 @@ class Swapping:
             if index < sequence.num_hashed_blocks:
                 self._cache(sequence, group, index, block_id)
         if sequence.status is Status.WAITING or sequence.status is Status.PREEMPTED:
-            self.stats.promoted += len(places)
+            self.counters.promoted_blocks += len(places)
         else:
-            self.stats.swapped_in += len(places)
+            self.counters.swapped_in_blocks += len(places)
 
-    # ---- what nobody holds
+    # ---- demotion
 
-    def _demote(self, evicted: Seq[tuple[int, bytes]]) -> None:
-        """The device is about to reuse cached blocks, given in the order of their last use: keep the contents of some.
+    def _demote(self, evicted: abc.Sequence[tuple[int, bytes]]) -> None:
+        """Keep the contents of some cached blocks that the device is about to reuse. They come in the order of their
+        last use, and the last used are kept first.
 
-        The last used come first. A block is freed before those it continues, so what it can be found through is behind
-        it: on the device, or in `evicted` and thereby kept before it.
+        A block is freed before those it continues, so the blocks it can be found through are behind it: on the device,
+        or in `evicted` and thereby kept before it.
         """
         limit = self._left - self._reserved
         if self._host is None or limit <= 0:
@@ -212,7 +206,7 @@ class Swapping:
         places = self._host.demote(lost, limit)
         self._ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
         self._left -= len(places)
-        self.stats.demoted += len(places)
+        self.counters.demoted_blocks += len(places)
 
     # ---- inside
 
@@ -224,8 +218,8 @@ class Swapping:
         host_id = self._host.find(key) if key and self._host is not None else None
         return NULL_BLOCK if host_id is None else host_id
 
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Raise RuntimeError if an invariant of this module is broken. `sequences` are all there are."""
+    def check_integrity(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Raise RuntimeError if an invariant of this module is broken. `sequences` are all unfinished ones."""
         parked = [sequence for sequence in sequences if sequence.host_ids is not None]
         if sorted(map(id, parked)) != sorted(map(id, self.parked)):
             raise RuntimeError("the parked sequences are not those with blocks on the host")
@@ -243,9 +237,9 @@ class Swapping:
 
 
 def num_held(sequence: Sequence) -> int:
-    """The device blocks in the tables of `sequence`."""
+    """The number of device blocks in the tables of `sequence`."""
     return sum(len(table.ids) - table.ids.count(NULL_BLOCK) for table in sequence.tables)
 
 
-def _present(ids: Seq[int]) -> list[int]:
+def _present(ids: abc.Sequence[int]) -> list[int]:
     return [block_id for block_id in ids if block_id != NULL_BLOCK]

@@ -1,6 +1,6 @@
-"""Who is let in over tcp: ZeroMQ asks (ZAP, its RFC 27) for every client that has shown a key, and this answers.
+"""Authenticator: decides who is let in over tcp. ZeroMQ asks it (ZAP, RFC 27) about every client that has shown a key.
 
-On a thread of its own, so that a client that is not welcome hears it at once, also while the engine loads.
+It answers on a thread of its own, so that a client that is not welcome learns it at once, also while the engine loads.
 """
 
 import threading
@@ -24,11 +24,11 @@ _MAX_SOURCES = 1024
 logger = log.get(__name__)
 
 
-class Door:
+class Authenticator:
     """Answers for one listener: one at a time in a process, because ZeroMQ asks at one place."""
 
     def __init__(self, authorised: Authorised, monitor: "zmq.Socket[bytes]") -> None:
-        """`monitor` tells the listener's EVENTS, and belongs to this from now on. Raises EngineError."""
+        """`monitor` reports the listener's EVENTS, and belongs to this object from now on. Raises EngineError."""
         self._authorised = authorised
         self._monitor = monitor
         self._complaints = Complaints()
@@ -41,7 +41,7 @@ class Door:
             self._questions.close()
             self._monitor.close(0)
             raise EngineError(f"another listener of this process checks its clients' keys already: {error}") from error
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Door:
         self._monitor.close(0)
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """Of version, number, domain, address, identity, mechanism and key: may it come in?"""
+        """Answer (version, number, domain, address, identity, mechanism, key): 200 if this client may come in."""
         version, number, _, address, _, mechanism, *credentials = question
         try:
             name = None
@@ -81,7 +81,7 @@ class Door:
 
 
 class Complaints:
-    """Log lines about the doings of others: one a minute for each source, with how many there were."""
+    """Writes log lines about what others do: one a minute for each source, with how many there were."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[float, int]] = {}

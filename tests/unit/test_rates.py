@@ -6,14 +6,15 @@ import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.prefill_rate import PrefillRate
+from vllm_lite.engine.rates import PrefillRate
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Continue, Draft, SchedulerOutput
+from vllm_lite.protocol.step import Continue, Draft, Entry, SchedulerOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
 
@@ -77,40 +78,58 @@ def test_auto_swaps_once_it_knows_the_rates(overlapped: bool, tmp_path: Path) ->
     bench.run()
     counters = bench.core.scheduler.counters
     assert counters.swaps == counters.preemptions > 0
-    assert any(isinstance(record, records.Measured) for record in TraceReader(trace))
+    assert any(isinstance(record, records.RatesMeasured) for record in TraceReader(trace))
     assert Replay(trace).run().divergence is None
 
 
-def message(*num_tokens: int) -> SchedulerOutput:
-    return SchedulerOutput(1, 1, [], [Continue(handle, count, []) for handle, count in enumerate(num_tokens)])
+class Steps:
+    """Steps in flight, and the rate that their results teach."""
+
+    def __init__(self) -> None:
+        self.in_flight = InFlight()
+        self.rate = PrefillRate()
+
+    def schedule(self, *num_tokens: int) -> None:
+        entries: list[Entry] = [Continue(handle, count, []) for handle, count in enumerate(num_tokens)]
+        self.add(entries, sum(num_tokens), only_decodes=max(num_tokens) == 1)
+
+    def add(self, entries: list[Entry], num_tokens: int, *, only_decodes: bool) -> None:
+        self.in_flight.add(SchedulerOutput(1, 1, [], entries), [], num_tokens, only_decodes=only_decodes)
+
+    def confirm(self, now_s: float) -> bool:
+        """The oldest step has its result. Whether it changed the rate."""
+        step = self.in_flight.oldest
+        changed = step.ends_message and self.rate.measure(step.message, now_s)
+        self.in_flight.confirm()
+        return changed
 
 
 def test_steps_of_one_message_are_timed_together() -> None:
-    rate = PrefillRate()
-    for _ in range(2):  # one of decoding before the chunk, answered with it
-        rate.scheduled(message(1, 1), 2, only_decodes=True)
-    rate.scheduled(message(96), 96, only_decodes=False)
-    rate.sent(10.0)
-    assert [rate.ended(10.5) for _ in range(3)] == [False, False, True]
-    assert rate.tokens_per_s == pytest.approx(100 / 0.5)
+    steps = Steps()
+    for num_tokens in ((1, 1), (1, 1), (96,)):  # two of decoding before the chunk, answered with it
+        steps.schedule(*num_tokens)
+    steps.in_flight.send(10.0)
+    assert [steps.confirm(10.5) for _ in range(3)] == [False, False, True]
+    assert steps.rate.tokens_per_s == pytest.approx(100 / 0.5)
 
 
-def test_decoding_and_guessing_teach_nothing_of_prompts() -> None:
-    rate = PrefillRate()
-    drafts = SchedulerOutput(1, 1, [], [Draft(handle, 7, []) for handle in range(40)])
-    for step, num_tokens, only_decodes in ((message(*[1] * 64), 64, True), (drafts, 320, False)):
-        rate.scheduled(step, num_tokens, only_decodes=only_decodes)
-        rate.sent(1.0)
-        assert not rate.ended(2.0)
-    assert rate.tokens_per_s == 0
+def test_decoding_and_drafting_teach_nothing_of_prompts() -> None:
+    steps = Steps()
+    steps.schedule(*[1] * 64)
+    steps.in_flight.send(1.0)
+    assert not steps.confirm(2.0)
+    steps.add([Draft(handle, 7, []) for handle in range(40)], 320, only_decodes=False)
+    steps.in_flight.send(1.0)
+    assert not steps.confirm(2.0)
+    assert steps.rate.tokens_per_s == 0
 
 
 def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
     """The engine was busy while two steps ended: the second seems to have taken no time."""
-    rate = PrefillRate()
+    steps = Steps()
     for sent_s in (1.0, 1.1):
-        rate.scheduled(message(100), 100, only_decodes=False)
-        rate.sent(sent_s)
-    assert rate.ended(2.0)
-    rate.ended(2.0 + 1e-9)
-    assert rate.tokens_per_s < 1.5 * 100
+        steps.schedule(100)
+        steps.in_flight.send(sent_s)
+    assert steps.confirm(2.0)
+    steps.confirm(2.0 + 1e-9)
+    assert steps.rate.tokens_per_s < 1.5 * 100

@@ -1,0 +1,154 @@
+"""Admission of waiting sequences: which of them run from this step on, with how many tokens, and which may pass others.
+
+No sequence is preempted for one that waits. Sequences may pass one that does not fit yet, with two limits: one that
+waits for blocks, which they take from it, is passed by MAX_PASSED at most; and a step looks only so far into the queue.
+"""
+
+from vllm_lite.engine.blocks.manager import Admission, KVCacheManager, Verdict
+from vllm_lite.engine.queues import Queues
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.step_plan import StepPlan
+from vllm_lite.protocol.step import NewRequest, Resume
+
+MAX_PASSED = 32
+"""So many may be admitted before a sequence that came earlier and does not fit yet; then no other passes it."""
+MAX_BLOCKED = 16
+"""A step looks no further behind so many that do not fit, ..."""
+MAX_LOOKED_UP_TOKENS = 32_768
+"""... or once it has looked up so many tokens in the prefix cache in vain."""
+
+
+class Admitter:
+    """Moves sequences from the queue of those that wait to those that run."""
+
+    def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
+        self._queues = queues
+        self._policy = queues.policy
+        self._kv = kv
+        self._options = queues.options
+
+    def schedule_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting sequences while the step has room, the batch has slots and the pool has blocks.
+
+        A prompt that waits behind shorter running ones loses nothing to those that pass it.
+        """
+        running, max_num_seqs = self._queues.running, self._options.max_num_seqs
+        blocked: list[Sequence] = []
+        passed: list[Sequence] = []  # those of them that lose something to the sequences that pass them
+        for sequence in self._policy.waiting(plan.view):
+            if plan.room <= 0:
+                plan.decide("waits_for_budget", sequence, budget=plan.room)
+                break
+            if len(running) >= max_num_seqs:
+                plan.decide("waits_for_seat", sequence, seats=max_num_seqs)
+                break
+            if sequence.num_pending:
+                continue
+            if blocked and not self._policy.may_pass(sequence, blocked[0]):
+                break
+            is_in = self._admit(sequence, plan, in_parts=not passed)
+            # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
+            while not (is_in or blocked or running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
+                is_in = self._admit(sequence, plan, in_parts=True)
+            if is_in:
+                for other in passed:
+                    other.num_passed += 1
+                if any(other.num_passed >= MAX_PASSED for other in passed):
+                    break
+                continue
+            blocked.append(sequence)
+            if not (plan.is_cut and self._options.chunked_prefill):
+                passed.append(sequence)
+                # One that was preempted is never passed: its stream would stand still meanwhile.
+                if sequence.status is not Status.WAITING or sequence.num_passed >= MAX_PASSED:
+                    break
+            if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
+                break
+
+    def _admit(self, sequence: Sequence, plan: StepPlan, *, in_parts: bool) -> bool:
+        """Admit a waiting sequence. False: it does not fit into this step, or into the free blocks.
+
+        With `in_parts` the step may load a part of what the sequence has on the host. Behind one that lacks blocks it
+        may not: the part would only hold blocks that the other needs.
+        """
+        kv, queues, chunk = self._kv, self._queues, self._options.max_num_batched_tokens
+        known = kv.recall(sequence)
+        if known is not None and not self._fits(sequence, known.num_cached, known.admission, plan):
+            return False
+        is_swapped = sequence.status is Status.SWAPPED
+        hit = kv.find_cached(sequence) if sequence.host_ids is None else None
+        if hit is None:
+            computed = sequence.num_computed
+            admission = kv.swap_in_admission(sequence, chunk)
+        else:
+            computed = min(hit.num_tokens, sequence.num_tokens - 1)
+            admission = kv.admission(sequence, hit, chunk)
+            plan.num_looked_up += sequence.num_tokens
+        if not self._fits(sequence, computed, admission, plan):
+            if hit is not None:
+                kv.remember(sequence, hit, admission)
+            return False
+        count = min(sequence.num_tokens - computed, plan.room)
+        if hit is None:
+            is_in = kv.swap_in(sequence, computed + count, in_parts=in_parts)
+        else:
+            is_in = kv.admit(sequence, hit, computed + count, in_parts=in_parts)
+            if is_in or sequence.host_ids is not None:
+                queues.meter.admitted(sequence, hit)
+        if not is_in:
+            _waits(plan, sequence, admission)
+            return False
+        queues.waiting.remove(sequence)
+        queues.run(sequence)
+        plan.entries.append(self._arrival(sequence, count))
+        plan.decide(
+            "swapped_in" if is_swapped else "admitted",
+            sequence,
+            tokens=count,
+            cached=sequence.num_cached,
+            blocks=admission.required,
+        )
+        # No preemption of it can come any more in this step, so its blocks may be shared at once: a layer writes the KV
+        # of the whole batch before it reads any of it.
+        kv.cache_blocks(sequence, sequence.num_computed + count)
+        plan.serve(sequence, count)
+        return True
+
+    def _fits(self, sequence: Sequence, num_computed: int, admission: Admission, plan: StepPlan) -> bool:
+        """Whether the budget and the free blocks allow a waiting sequence, `num_computed` of whose tokens are in the
+        cache, to come in."""
+        count = sequence.num_tokens - num_computed
+        plan.is_cut = count > plan.room
+        if plan.is_cut and not (self._options.chunked_prefill and (plan.shortest is None or count < plan.shortest)):
+            plan.decide("waits_for_budget", sequence, budget=plan.room)
+            return False
+        plan.is_cut = False
+        if admission.verdict is not Verdict.OK:
+            _waits(plan, sequence, admission)
+            return False
+        return True
+
+    def _arrival(self, sequence: Sequence, num_tokens: int) -> NewRequest | Resume:
+        """The entry by which the workers see that `sequence` runs and computes `num_tokens`."""
+        block_ids = [list(table.ids) for table in sequence.tables]
+        request = sequence.request
+        if request.num_cached_at_start is None:
+            request.num_cached_at_start = min(sequence.num_cached, request.num_prompt - 1)
+            self._kv.counters.cached_tokens += request.num_cached_at_start
+            self._kv.counters.prompt_tokens += request.num_prompt
+        computed, cached = sequence.num_computed, sequence.num_cached
+        if sequence.seen_by_workers:
+            return Resume(sequence.handle, computed, cached, num_tokens, block_ids)
+        self._queues.introduce(sequence)
+        tokens, sampling = sequence.tokens.tobytes(), sequence.sampling()
+        return NewRequest(
+            sequence.handle, tokens, sequence.num_prompt, sampling, computed, cached, num_tokens, block_ids
+        )
+
+
+def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
+    """Report that a sequence lacks blocks, or that this step has moved enough of them already."""
+    if plan.on_decision is not None:  # this may be done for many sequences in every step
+        need, free, watermark = admission.required, admission.free, admission.watermark
+        code = "waits_for_swap" if free - need >= watermark else "waits_for_blocks"
+        plan.on_decision(code, sequence, {"need": need, "free": free, "watermark": watermark})

@@ -1,0 +1,138 @@
+"""Queues: every unfinished request, and where each of its sequences is: waiting, in the policy's order, or running.
+
+The scheduler, admission and branching move sequences through these methods alone. What the workers must know before
+they get the next step's own entries is collected in `entries`.
+"""
+
+from typing import NamedTuple
+
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.handles import Handles
+from vllm_lite.engine.observe.counters import Meter
+from vllm_lite.engine.policy import GuardedPolicy
+from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.waiting_queue import WaitingQueue
+from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.step import Entry, Finish, ModelOutput
+
+
+class Options(NamedTuple):
+    """The limits of steps, and how the scheduler works within them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int = 10**9
+    chunked_prefill: bool = True
+    preemption: str = "recompute"
+    num_drafts: int = 0
+    generation: int = 0
+
+
+class Queues:
+    """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
+    here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there."""
+
+    def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
+        self.options = options
+        self.policy = policy
+        self.meter = meter
+        self.step = 0
+        """The number of the latest step."""
+        self.requests: dict[str, Request] = {}
+        self.running: list[Sequence] = []
+        self.entries: list[Entry] = []
+        """What the next step begins with, in the order in which it happened."""
+        self.num_arrived = 0
+        self._kv = kv
+        self._with_deadline: dict[str, Request] = {}
+        self._handles = Handles()
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.policy.queue
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more sequence may run."""
+        return len(self.running) < self.options.max_num_seqs
+
+    # ---- requests
+
+    def enter(self, request: Request) -> None:
+        """Add a request. The caller queues its sequences."""
+        request.arrival = self.num_arrived
+        self.num_arrived += 1
+        request.queued_s = self.meter.now_s
+        self.requests[request.request_id] = request
+        if request.deadline_s is not None:
+            self._with_deadline[request.request_id] = request
+
+    def end(self, request: Request, reason: FinishReason, *, forget: bool = False) -> None:
+        """End a request and all its sequences. `forget` is that of finish()."""
+        for sequence in list(request.sequences):
+            self.leave(sequence)
+            self.finish(sequence, forget=forget)
+        self.close(request, reason)
+
+    def close(self, request: Request, reason: FinishReason) -> None:
+        """Remove a request whose last sample has ended."""
+        request.unforked = []
+        self.meter.ended(request, reason)
+        self.requests.pop(request.request_id, None)
+        self._with_deadline.pop(request.request_id, None)
+
+    def late(self, now_s: float) -> list[Request]:
+        """The requests whose deadline has passed."""
+        return [r for r in self._with_deadline.values() if r.deadline_s is not None and r.deadline_s <= now_s]
+
+    # ---- sequences
+
+    def wait(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
+        """Queue a sequence where the policy sorts it in: a preempted one comes before later arrivals."""
+        sequence.status = status
+        sequence.num_passed = 0
+        self.policy.enqueue(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """Add a sequence that is in no queue to those that run. The caller sends its entry."""
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue, if it is in one."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is not Status.FINISHED:
+            self.waiting.remove(sequence)
+
+    def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Release everything that `sequence` holds, and with `forget` drop its contents from the prefix cache, too. The
+        caller takes it out of its queue."""
+        sequence.status = Status.FINISHED
+        self.meter.left(sequence)
+        self._kv.release(sequence, forget=forget)
+        if sequence.seen_by_workers:
+            self.entries.append(Finish(sequence.handle))
+            self._handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
+        self._handles.introduce(sequence, self.step + 1)
+
+    def take_entries(self) -> list[Entry]:
+        entries, self.entries = self.entries, []
+        return entries
+
+    def prompt_scores(self, result: ModelOutput) -> list[Produced]:
+        return self._handles.scores(result)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if queues, requests and blocks disagree."""
+        queued = [*self.running, *self.waiting]
+        members = [sequence for request in self.requests.values() for sequence in request.sequences]
+        if sorted(map(id, queued)) != sorted(map(id, members)):
+            raise RuntimeError("queues and requests differ")
+        if any(table.ids for sequence in self.waiting if sequence.host_ids is None for table in sequence.tables):
+            raise RuntimeError("a waiting sequence holds device blocks")
+        self._kv.check_integrity(members)

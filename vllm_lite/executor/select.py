@@ -1,0 +1,19 @@
+"""Which executor runs an engine's steps. The configuration decides, and this is the one place that reads it for that.
+
+MultiprocExecutor starts its workers as processes of this host, or as threads with --single-process. SimulatedExecutor
+is never chosen here: it runs on a clock that its caller moves, so its caller makes it.
+"""
+
+from vllm_lite.config import EngineSettings
+from vllm_lite.executor.base import Executor
+from vllm_lite.executor.multiproc import MultiprocExecutor
+
+
+def select(settings: EngineSettings, generation: int) -> Executor:
+    """An executor whose workers have not been started yet. `generation` counts the groups of workers of this engine.
+
+    Raises EngineError if the address at which they report is taken.
+    """
+    own_process = not settings.config.single_process
+    address = f"ipc://{settings.run_dir}/workers" if own_process else settings.address + "-workers"
+    return MultiprocExecutor(settings.config, address, generation, settings.worker_module)
