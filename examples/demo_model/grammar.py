@@ -1,6 +1,6 @@
 """The little language of the demo model: one grammar that both writes text and checks it.
 
-The generator fills the slots of sentence templates (``demo_plots``); the checker turns the same templates into patterns
+The generator fills the slots of sentence templates (``plots``); the checker turns the same templates into patterns
 and unifies their variables over a whole document. So agreement (a name and its pronoun, an animal and its home, the
 lost kite that is found again) is one rule: each variable must keep at least one record that explains everything read so
 far, and two variables of a document over one table (two names, two spots within a sentence) must not mean the same
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
-from demo_plots import ASK, CLOSE, HOWTOS, MEET, OPEN, SHORT, STORIES
-from demo_words import TABLES, VARIABLES, Record
+from plots import ASK, CLOSE, HOWTOS, MEET, OPEN, SHORT, STORIES
+from words import TABLES, VARIABLES, Record
 
 BOS, EOS, USER, ASSISTANT, END = "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT, END)
