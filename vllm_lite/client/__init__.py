@@ -2,12 +2,11 @@
 
 outputs.py        what a user gets
 prompt.py         what a user may give, checked
-prompt_scores.py  logprobs of a prompt, as they come in
-sample.py         one continuation of a prompt: tokens in, text and logprobs out
+sample.py         what arrives: samples, the cursor of a reader, logprobs of the prompt
+sampling.py       sampling params: defaults of a checkpoint, the form on the wire
 stream.py         one request: events in, RequestOutput out
 beam.py           beam search under vLLM's names
 chat.py           messages to prompts, and the tokenizer that scripts get
-generation.py     sampling parameters that a checkpoint recommends
 session.py        one connection and the thread that owns it
 async_client.py   AsyncClient: streams, for asyncio
 llm.py            LLM: lists in, lists out, owns its engine

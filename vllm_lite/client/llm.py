@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
-from vllm_lite.client.generation import generation_defaults
 from vllm_lite.client.launch import launch
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig

@@ -1,6 +1,5 @@
 """One request as its user sees it: events from the engine in, RequestOutput out. Serves AsyncClient and LLM alike."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,14 @@ import msgspec
 from vllm_lite.checkpoint import hub
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
-from vllm_lite.client.prompt_scores import PromptScores
-from vllm_lite.client.sample import Sample
+from vllm_lite.client.sample import Cursor, PromptScores, Sample
+from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_seed
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # it hands out the events that are defined here
@@ -83,7 +82,9 @@ class RequestStream:
         self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
         """There is nothing to show before the end."""
         self._num_cached_tokens: int | None = None
-        self._told_prompt = False
+        is_delta = params.output_kind is RequestOutputKind.DELTA and not self.ends_at_once
+        self._cursors = [Cursor(index, sample) for index, sample in enumerate(samples)] if is_delta else []
+        self._prompt_delivered = False
         self._stopped: list[int] = []
         """Samples that have met a stop string, of which the engine has not heard yet."""
 
@@ -144,15 +145,14 @@ class RequestStream:
         return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
 
     def next_output(self) -> RequestOutput:
-        """The next one of a stream, which holds what `output_kind` says. Logprobs of a prompt are new once."""
-        if self.params.output_kind is not RequestOutputKind.DELTA or self.ends_at_once:
+        """The next one of a stream, which holds what `output_kind` says. The first delta has the prompt's logprobs."""
+        if not self._cursors:
             return self.output()
-        logprobs = self.params.logprobs is not None
-        deltas = (sample.delta(index, logprobs=logprobs) for index, sample in enumerate(self.samples))
+        deltas = (cursor.delta() for cursor in self._cursors)
         output = self._output([delta for delta in deltas if delta is not None])
-        if self._told_prompt:
+        if self._prompt_delivered:
             output.prompt_logprobs = None
-        self._told_prompt = True
+        self._prompt_delivered = True
         return output
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -281,38 +281,3 @@ def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     except ModelError as error:
         logger.warning("prompts must be token ids, and no text is made: %s", error)
         return None
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """The same with a seed drawn here, so that the request repeats itself when it is sent again."""
-    if params.seed is not None or params.greedy:
-        return params
-    return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
-
-
-def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space. Raises
-    RequestError."""
-    known = list(params.bad_words_token_ids)
-    for word in params.bad_words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if len(tokens) > MAX_BAD_WORD_TOKENS:
-                raise RequestError(f"bad_words have at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(tokens)}")
-            if tokens:
-                known.append(tokens)
-    try:
-        return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
-    except ValueError as error:
-        raise RequestError(f"bad_words: {error}") from error
-
-
-def wire_params(params: SamplingParams) -> SamplingParams:
-    """What the engine is asked for: it draws `best_of` samples, and their logprobs, but knows nothing of ranks."""
-    if params.output_kind is not RequestOutputKind.CUMULATIVE or params.extra_args is not None:
-        params = params.clone(output_kind=RequestOutputKind.CUMULATIVE, extra_args=None)
-    if params.best_of is None:
-        return params
-    if params.best_of == params.n:
-        return msgspec.structs.replace(params, best_of=None)
-    return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)

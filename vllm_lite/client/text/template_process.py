@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.client.text.chat_template import ChatTemplate, Scalar
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.chat_template import ChatTemplate, Scalar, TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
