@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -82,7 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
-    add_commands(parser, f"{__name__}.", COMMANDS, words[:1])
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        command = add_command(parsers, name, text)
+        if name in words[:1]:
+            module = import_module(f"{__name__}.{name.replace('-', '_')}")
+            command.description = module.__doc__
+            command.set_defaults(run=getattr(module, "run", None))
+            module.add_flags(command)
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -100,18 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def add_commands(
-    parser: argparse.ArgumentParser, prefix: str, commands: Mapping[str, str], wanted: Sequence[str]
-) -> None:
-    """Add `commands` to `parser`, modules whose names begin with `prefix`. Only the `wanted` ones are imported."""
-    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, text in commands.items():
-        command = parsers.add_parser(name, help=text, allow_abbrev=False)
-        if name in wanted:
-            module = import_module(f"{prefix}{name.replace('-', '_')}")
-            command.description = module.__doc__
-            command.set_defaults(run=getattr(module, "run", None), parser=command)
-            module.add_flags(command)
+def add_command(
+    parsers: "argparse._SubParsersAction[Any]",
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int] | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command without flags, of which the list of commands says `text`."""
+    command: argparse.ArgumentParser = parsers.add_parser(name, help=text, allow_abbrev=False)
+    command.set_defaults(run=run, parser=command)
+    return command
 
 
 def _reader_gone() -> int:

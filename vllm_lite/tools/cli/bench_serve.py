@@ -1,5 +1,4 @@
-"""Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and result
-have the names that vLLM's benchmark gives them."""
+"""`vllm-lite bench serve`: its flags, checked, and what it prints."""
 
 import argparse
 import os
@@ -105,6 +104,8 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and
+    result have the names that vLLM's benchmark gives them."""
     from vllm_lite.tools.bench import serve, serve_plot, serve_result
 
     options, metrics, metadata = _options(arguments), _names(arguments), _pairs("metadata", arguments.metadata)

@@ -16,11 +16,11 @@ from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.tools.chat import batch_file
-from vllm_lite.tools.cli.remote import add_server_flags, server
+from vllm_lite.tools.cli.server_flags import add_server_flags, server
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.api import Remote
     from vllm_lite.tools.chat.batch import Batch
+    from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
 
@@ -63,7 +63,7 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
 
 
 def _run(
-    arguments: argparse.Namespace, remote: "Remote", results: batch_file.Results, num_lines: int, began_s: float
+    arguments: argparse.Namespace, remote: "RemoteServer", results: batch_file.Results, num_lines: int, began_s: float
 ) -> int:
     from vllm_lite.tools.chat.batch import Batch, Server
 

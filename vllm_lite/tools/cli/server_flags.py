@@ -11,7 +11,7 @@ from vllm_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_lite.server.config import ServeConfig
-    from vllm_lite.tools.chat.api import Remote
+    from vllm_lite.tools.chat.remote_server import RemoteServer
 
 SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
 
@@ -28,7 +28,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
 
 
-def add_own_server_flags(parser: argparse.ArgumentParser) -> None:
+def add_private_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings of a server of its own, as for serve")
 
 
@@ -39,27 +39,27 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["Remote"]:
+def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["RemoteServer"]:
     """The server that is running, or with `load` one of our own that ends with the block. Raises VllmLiteError."""
-    from vllm_lite.tools.chat.api import DEFAULT_URL, Remote, key_from_environment
+    from vllm_lite.tools.chat.remote_server import DEFAULT_URL, RemoteServer, key_from_environment
 
     if load is None:
         key = arguments.api_key or key_from_environment()
-        with Remote(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
+        with RemoteServer(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
             yield remote
         return
     if arguments.url is not None:
         raise ConfigError("give either a model, for a server of its own, or --url of one that is running")
-    from vllm_lite.tools.chat.own import OwnServer
+    from vllm_lite.tools.chat.private_server import PrivateServer
 
     config = load()
     with ExitStack() as stack:
         with _starting(config.model) as show:
-            own = stack.enter_context(OwnServer(config, show))
-        yield stack.enter_context(Remote(own.url, None, arguments.model_name, own.reason))
+            own = stack.enter_context(PrivateServer(config, show))
+        yield stack.enter_context(RemoteServer(own.url, None, arguments.model_name, own.reason))
 
 
-def own_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
+def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
     """For a command that takes MODEL."""
     if arguments.folder is None:
         if arguments.config is not None:
