@@ -180,7 +180,7 @@ def test_an_answer_that_the_closed_connection_ends() -> None:
 def test_without_usage_chunks_are_counted_by_the_run() -> None:
     outcome = ask(answering(HEAD, chunked(chunk("a") + chunk("b") + DONE), chunked(b"")))
     assert (outcome.error, outcome.output_len, outcome.input_len) == ("", 0, 3)
-    serve._count_what_nobody_counted([outcome], None)
+    serve._count_missing_usage([outcome], None)
     assert outcome.output_len == 2
 
 

@@ -149,7 +149,7 @@ class Results:
             self._synced_s = time.monotonic()
 
     def _scan(self, path: str) -> list[tuple[int, int]]:
-        """Read the file and cut off an incomplete last line. Returns offset and length of each line that is no failure."""
+        """Read the file, cut off an incomplete last line. Returns offset and length of each line that is no failure."""
         at = 0
         good = []
         with open(path, "rb") as file:

@@ -137,7 +137,7 @@ class RemoteServer:
 
 
 def pieces(lines: Iterable[str]) -> Iterator[Piece]:
-    """Parse a stream of server-sent events, line by line. Raises RemoteError for an error in it, or if it breaks off."""
+    """Parse the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
     for line in lines:
         if not line.startswith("data:"):
             continue  # a comment, or the empty line between events
@@ -179,7 +179,7 @@ def message_of(body: Any) -> str:
 
 
 def lost(address: Address, error: httpx.HTTPError, why: str | None) -> RemoteError:
-    """Turn `error` into a sentence that says what to do."""
+    """Explain `error` in a sentence that says what to do."""
     if why is not None:
         return RemoteError(why)
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):

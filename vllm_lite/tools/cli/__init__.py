@@ -1,4 +1,8 @@
-"""The command line: one module for each command, imported when it is called."""
+"""The command line. Each command is the module of its name, however short, and is imported when it is called.
+
+`server_flags.py` is shared by the commands that speak to a server; `bench.py` holds all benches, and `bench_serve.py`
+the flags of the largest.
+"""
 
 import argparse
 import os
@@ -30,11 +34,11 @@ COMMANDS = {
 
 MAX_FLAGS_IN_USAGE = 12
 CLOSED_PIPE = 141
-"""What a shell says of a process whose reader has gone: 128 + SIGPIPE."""
+"""The exit status by which a shell knows a process whose reader has gone: 128 + SIGPIPE."""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Of many flags the line `usage` names only those that must be given."""
+    """Where there are many flags, the line `usage` names only those that must be given."""
 
     def add_usage(
         self,
@@ -56,7 +60,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for an error, as for every other error."""
+    """A parser whose errors are one line, like all other errors."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
@@ -65,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """The hook by which argparse refuses what is not among `choices`."""
+        """Override the hook by which argparse refuses a value that is not among `choices`."""
         choices = [str(choice) for choice in action.choices or ()]
         if choices and str(value) not in choices:
             near = get_close_matches(str(value), choices, 1)
@@ -76,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
-        # Imported here, because it takes longer than all that a command without processes needs.
+        # Imported here because it takes longer than everything that a command without processes needs.
         supervise = import_module("vllm_lite.runtime.supervise")
         supervise.open_standard_files()
     words = sys.argv[1:] if argv is None else argv
@@ -120,13 +124,13 @@ def add_command(
 
 
 def _reader_gone() -> int:
-    """The exit status when nobody reads stdout any more; nothing is to be written there at the end either."""
+    """Return the exit status for a closed stdout. The flush at exit must not write to it either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """What is not known is said with the nearest flag that is."""
+    """Parse `words`. The error for an unknown flag names the nearest known one."""
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         parser = getattr(arguments, "parser", parser)

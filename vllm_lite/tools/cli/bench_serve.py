@@ -24,7 +24,7 @@ SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
     "repetition_penalty": (float, None),
     "logprobs": (int, None),
 }
-"""Fields of a request's body, their types and what is sent if nothing is said."""
+"""Fields of a request's body, with their types and defaults; None sends nothing."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk(chat: "Chat", terminal: "Terminal") -> int:
-    """Until the end of input. From a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
+    """Talk until the end of input. On a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
     num_interrupts = 0
     while True:
         try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_lite.tools.chat.terminal import Terminal
 
 MAX_TOKENS = 256
-"""Where nothing is given: the API's own default of 16 ends before a sentence does."""
+"""The default: the API's own default of 16 ends before a sentence does."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,5 +72,5 @@ def _complete(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "
 
 
 def _piped() -> str:
-    """All of stdin, without the end of line that a shell's echo adds."""
+    """Read all of stdin, without the newline that a shell's echo adds."""
     return sys.stdin.read().removesuffix("\n")

@@ -1,4 +1,4 @@
-"""What commands that speak to a server share: which server, and what to sample with."""
+"""Flags of the commands that speak to a server: which server, and what to sample with."""
 
 import argparse
 import os
@@ -33,14 +33,14 @@ def add_private_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given."""
+    """The sampling params that were given."""
     values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager
 def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["RemoteServer"]:
-    """The server that is running, or with `load` one of our own that ends with the block. Raises VllmLiteError."""
+    """The server that is running or, with `load`, a private one that ends with the block. Raises VllmLiteError."""
     from vllm_lite.tools.chat.remote_server import DEFAULT_URL, RemoteServer, key_from_environment
 
     if load is None:
@@ -60,7 +60,7 @@ def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | No
 
 
 def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
-    """For a command that takes MODEL."""
+    """How to load the config of a private server; None if no MODEL is given."""
     if arguments.folder is None:
         if arguments.config is not None:
             raise ConfigError("--config is for a server of its own; give a model as well")
@@ -76,7 +76,7 @@ def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"]
 
 @contextmanager
 def _starting(model: str) -> Iterator[Callable[[float], None]]:
-    """A line that counts the seconds where somebody sits."""
+    """On a terminal, show a line that counts the seconds."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
