@@ -63,12 +63,10 @@ class ChatTokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return (
-            self.encode(text, add_special_tokens=False) if tokenize else text
-        )  # the template writes the special tokens
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template added them
 
     def template(self, given: str | Path | None = None) -> ChatTemplate:
-        """Get the checkpoint's template, or compile the given one, Jinja or a file. Raises ModelError if there is none."""
+        """Get the checkpoint's template, or compile the given one (Jinja or a file). Raises ModelError for none."""
         if given is not None:
             template = ChatTemplate.load(self._folder, given)
         else:

@@ -61,11 +61,7 @@ class LLM:
         """
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
-        given = {
-            "model": str(model),
-            "tokenizer": None if tokenizer is None else str(tokenizer),
-            **_without_fixed(settings),
-        }
+        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_variable(settings)}
         loaded: Tokenizer | None = None
         defaults: dict[str, Any] = {}
 
@@ -275,7 +271,7 @@ def _named(name: str) -> Iterator[None]:
         raise RequestError(f"{name}: {error}" if name else str(error)) from error
 
 
-def _changeable(settings: dict[str, Any]) -> dict[str, Any]:
+def _variable(settings: dict[str, Any]) -> dict[str, Any]:
     """Drop the settings that can only have one value. Raises ConfigError for another value."""
     for name in settings.keys() & _FIXED_SETTINGS:
         only, why = _FIXED_SETTINGS[name]

@@ -1,4 +1,4 @@
-"""What arrives for one request: a Sample for each continuation, a Cursor for its reader, the logprobs of the prompt."""
+"""The results of one request as they arrive: Samples, a reader's Cursor over each, the logprobs of the prompt."""
 
 from collections.abc import Sequence
 
@@ -81,7 +81,7 @@ class Sample:
 
 
 class Cursor:
-    """What of a sample has been delivered to its reader. Each delta() begins where the one before it ended."""
+    """Knows how much of a sample its reader has. Each delta() begins where the one before it ended."""
 
     __slots__ = ("_ended", "_index", "_num_chars", "_num_tokens", "_sample")
 

@@ -325,8 +325,8 @@ class Session:
         self._deliver(events)
 
     def _next_event(self, output: Tokens | Finished, stream: _OpenStream) -> Event | None:
-        """Turn an output into the stream's next event, and close the stream with the last one. None: its sample has
-        ended already."""
+        """Make the stream's next event of an output, and close the stream with the last one. None: the sample has ended
+        already."""
         event: Event = output
         if isinstance(output, Finished) and output.reason == "error":
             stream.have.clear()  # an error ends all samples, whatever its index
@@ -345,13 +345,13 @@ class Session:
         return event
 
     def _abort_dropped(self, request_id: str, stream: _OpenStream, *, stopped: bool = False) -> None:
-        """Under the lock: abort a stream that has no sink any more. The engine will still send its samples' ends."""
+        """Abort a stream that has no sink any more; needs the lock. The engine will still send its samples' ends."""
         self._dropped.setdefault(request_id, deque()).append(set(stream.have))
         self._outgoing.append(Abort(request_id, stopped))
 
     def _count_end(self, output: Tokens | Finished) -> None:
-        """Under the lock: an output of the oldest dropped stream with this id. Once all its samples have ended, the id
-        means the next one."""
+        """Count off the ends of the oldest dropped stream with this id; needs the lock. After its last one the id means
+        the next stream."""
         if not isinstance(output, Finished):
             return
         streams = self._dropped[output.request_id]

@@ -1,4 +1,4 @@
-"""One request as its user sees it: events from the engine in, RequestOutput out. Serves AsyncClient and LLM alike."""
+"""One request as its user sees it: events from the engine in, RequestOutput out. LLM, AsyncClient and server use it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
 from vllm_lite.runtime import log
 
-if TYPE_CHECKING:  # it hands out the events that are defined here
+if TYPE_CHECKING:  # session imports the events that are defined here
     from vllm_lite.client.session import Session
 
 logger = log.get(__name__)
@@ -29,7 +29,7 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a stream that the engine did not end: it died, or what it sent makes no sense."""
+    """The end of a stream that the engine did not end: it died, or its messages are inconsistent."""
 
     request_id: str
     error: VllmLiteError
@@ -44,16 +44,16 @@ def is_error(event: Event) -> bool:
 
 
 def shows(event: Event) -> bool:
-    """Whether it changes what a reader waits for. Logprobs of a prompt come before its first token, in pieces."""
+    """Whether the event gives a reader something new. A prompt's logprobs, before the first token, do not."""
     return not isinstance(event, Tokens) or bool(event.token_ids)
 
 
 class RequestStream:
     """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
 
-    `error` is set when it ended without a result. It, or one of its samples, may end here before it does in the engine,
-    which knows nothing of stop strings: whoever reads it calls settle() after events. What comes after a sample's end
-    is ignored.
+    `error` is set when it ended without a result. The stream, or one of its samples, may end here earlier than in the
+    engine, which does not know stop strings: so its reader calls settle() after events. Events after a sample's end are
+    ignored.
 
     With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
     """
@@ -67,8 +67,8 @@ class RequestStream:
         prompt_scores: PromptScores | None = None,
         parent_id: str | None = None,
     ) -> None:
-        """`params` hold the seed; there is one of `samples` for each that the engine draws. A fork begins with what it
-        has inherited of `parent_id`. Made by StreamFactory."""
+        """Made by StreamFactory. `params` include the seed; `samples` has an entry for each that the engine draws. A
+        fork of `parent_id` has one, which holds inherited tokens."""
         self.request_id = request_id
         self._parent_id = parent_id
         self.prompt = prompt
@@ -80,16 +80,16 @@ class RequestStream:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
-        """There is nothing to show before the end."""
+        """Nothing is shown before the end."""
         self._num_cached_tokens: int | None = None
         is_delta = params.output_kind is RequestOutputKind.DELTA and not self.ends_at_once
         self._cursors = [Cursor(index, sample) for index, sample in enumerate(samples)] if is_delta else []
         self._prompt_delivered = False
         self._stopped: list[int] = []
-        """Samples that have met a stop string, of which the engine has not heard yet."""
+        """Samples that have met a stop string and are not aborted in the engine yet."""
 
     def message(self) -> Generate | ForkRequest:
-        """What starts this request in an engine, behind the tokens that it has inherited, if any."""
+        """Make the message that starts this request in an engine, behind the tokens that it has already, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
         if self._parent_id is not None:
             return ForkRequest(self._parent_id, self.request_id, have, self._wire_params())
@@ -97,29 +97,31 @@ class RequestStream:
         return Generate(self.request_id, prompt, self._wire_params(), have, output)
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
-        """Whether `event`, the next one, says that the engine had ended the parent of this fork while the news of that
-        was still on its way here: then it is to be sent again, and message() holds the tokens instead."""
+        """Whether to send this fork again, as a request with tokens of its own, which message() then returns.
+
+        That is so if `event`, its first, is an error because the parent had ended in the engine before this side knew.
+        """
         parent_id, self._parent_id = self._parent_id, None
         return parent_id is not None and is_error(event) and not is_live(parent_id)
 
     def _wire_params(self) -> SamplingParams:
         params = wire_params(self.params)
-        if self.prompt_scores is not None and self.prompt_scores.complete:  # a fork has its parent's
+        if self.prompt_scores is not None and self.prompt_scores.complete:  # inherited by a fork
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         return params
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples together."""
+        """The tokens of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Of the prompt; known when a sample has ended."""
+        """Prompt tokens whose KV was cached; known when a sample has ended."""
         return self._num_cached_tokens
 
     def apply(self, event: Event) -> None:
-        """Take the next event. Whatever comes after the end is ignored."""
+        """Take the next event. Events after the end are ignored."""
         if self.finished:
             return
         if isinstance(event, Failure):
@@ -131,7 +133,7 @@ class RequestStream:
             self._pass(event)
 
     def settle(self, session: "Session") -> None:
-        """Have the engine end what has ended here: the request, or the samples that met a stop string."""
+        """End in the engine what has ended here: the request, or the samples that met a stop string."""
         if self.finished:  # nothing to drop if the engine ended it
             session.drop(self.request_id, stopped=self.error is None)
         elif self._stopped:
@@ -145,7 +147,7 @@ class RequestStream:
         return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
 
     def next_output(self) -> RequestOutput:
-        """The next one of a stream, which holds what `output_kind` says. The first delta has the prompt's logprobs."""
+        """The next output, of the kind that `output_kind` says. Only the first delta has the prompt's logprobs."""
         if not self._cursors:
             return self.output()
         deltas = (cursor.delta() for cursor in self._cursors)
@@ -200,7 +202,7 @@ class RequestStream:
 
 
 class StreamFactory:
-    """Turns prompts into streams for one engine. Without a tokenizer prompts are token ids, and no text comes back."""
+    """Makes streams of prompts for one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
 
     def __init__(self, limits: Welcome, tokenizer: Tokenizer | None) -> None:
         """Raises ModelError for a tokenizer whose text cannot be streamed."""
@@ -210,7 +212,7 @@ class StreamFactory:
 
     @classmethod
     def load(cls, limits: Welcome, tokenizer: str | Path | None) -> "StreamFactory":
-        """With the tokenizer in that folder, or with the one the engine names if there is one. Raises ModelError."""
+        """Make one with the given tokenizer, or else with the one that the engine names, if any. Raises ModelError."""
         return cls(limits, load_tokenizer(tokenizer, limits.tokenizer or limits.model))
 
     def make(
@@ -220,7 +222,7 @@ class StreamFactory:
         request_id: str,
         check: Callable[[], None] = lambda: None,
     ) -> RequestStream:
-        """Check and tokenize one prompt. Raises RequestError, or what `check` raises: see read_prompt."""
+        """Check and tokenize one prompt. Raises RequestError, and what `check` raises: see read_prompt."""
         params = self._checked(SamplingParams() if params is None else params)
         checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
@@ -230,9 +232,9 @@ class StreamFactory:
     def fork(
         self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
     ) -> RequestStream:
-        """A stream that begins with all that `parent` has; `params` default to its own, with another seed.
+        """Make a stream that begins with all tokens of `parent`; `params` default to its own, with another seed.
 
-        A seed that is given counts for fork `number` 0, the next ones add 1. Raises RequestError.
+        A given seed is for fork `number` 0; fork i adds i to it. Raises RequestError.
         """
         if params is None:
             params = msgspec.structs.replace(parent.params, seed=None)
@@ -246,14 +248,14 @@ class StreamFactory:
         return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """The same in token ids. Raises RequestError."""
+        """Check the params and replace bad words by token ids. Raises RequestError."""
         check_params(params, self.tokenizer, self.limits)
         if params.bad_words and self.tokenizer is not None:
             return with_bad_word_ids(params, self.tokenizer)
         return params
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
-        """No stop string counts before the first token of its own."""
+        """Make a sample. Stop strings count from the first token that is not inherited."""
         detokenizer = None
         if self._vocabulary is not None and params.detokenize:
             detokenizer = Detokenizer(
@@ -269,7 +271,7 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """The tokenizer in the folder, or of the hub id, `wanted`; if that is None, in `default`, which may have none.
+    """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, which may have none.
 
     Raises ModelError.
     """

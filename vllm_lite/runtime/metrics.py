@@ -1,4 +1,4 @@
-"""Distributions as Prometheus understands them, with the bounds of vLLM's buckets, so that dashboards can compare."""
+"""Histograms as Prometheus defines them, with the bounds of vLLM's buckets, so that dashboards can compare."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def one_two_five(largest: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
+    """`counts[i]` counts values above `bounds[i - 1]` and up to `bounds[i]`; the last count is for all above."""
 
     __slots__ = ("bounds", "counts", "sum")
 
