@@ -92,7 +92,7 @@ def check_text(
 
     A text of a usual length for the context passes, as it will be tokenized whole. More than max_text_bytes() are too
     many in any case. In between, slices are tokenized, one after the other, until their tokens are too many. If
-    `params` truncate the text, only a part of its tokens has to fit, and without `params` none; then memory bounds them.
+    `params` truncate the text, only a part of its tokens has to fit, and without `params` none; then memory bounds it.
     """
     num_bytes = _num_bytes(text)
     if num_bytes > max_text_bytes(max_model_len):

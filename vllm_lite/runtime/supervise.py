@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
 _STOP_REQUEST = b"t"
-"""Written into the pipe before SIGTERM, which distinguishes a request to stop from its parent's death."""
+"""The parent writes it into the pipe before SIGTERM, which distinguishes a request to stop from the parent's death."""
 _EOF_S = 1.0
 
 logger = log.get(__name__)

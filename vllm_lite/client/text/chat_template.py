@@ -43,8 +43,8 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "TemplateSource | None":
-        """Find the template of the checkpoint in `folder`, or take `template`, Jinja or a file with it; the special tokens
-        are the checkpoint's. None if there is no template. Raises ModelError."""
+        """Find the template of the checkpoint in `folder`, or take `template`, Jinja or a file with it. The special
+        tokens are the checkpoint's. None if there is no template. Raises ModelError."""
         folder = Path(folder)
         config = _read_json(folder / CONFIG_FILE)
         tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
