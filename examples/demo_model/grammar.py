@@ -188,8 +188,8 @@ def write_document(rng: random.Random) -> str:
     """A training document with its special tokens: plain text, or a chat of one to four exchanges."""
     if rng.random() < 0.5:
         return f"{BOS}{write_plain(rng)}{EOS}"
-    turns = (write_exchange(rng) for _ in range(rng.choices([1, 2, 3, 4], weights=[4, 3, 2, 1])[0]))
-    return BOS + "".join(f"{USER}{ask}{END}{ASSISTANT}{answer}{END}" for ask, answer in turns) + EOS
+    exchanges = (write_exchange(rng) for _ in range(rng.choices([1, 2, 3, 4], weights=[4, 3, 2, 1])[0]))
+    return BOS + "".join(f"{USER}{ask}{END}{ASSISTANT}{answer}{END}" for ask, answer in exchanges) + EOS
 
 
 # ---- checking --------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Checker:
         """Whether the document may go on with this sentence.
 
         A refused sentence leaves no trace, unless it belongs to another plot: then that plot goes on from here, so that
-        one wrong turn counts once.
+        one wrong change of plot counts once.
         """
         places = [(place, bindings) for production, bindings in _parse(sentence) for place in production.places]
         later = [state.follow(*place, bindings) for state in self.states for place, bindings in places]

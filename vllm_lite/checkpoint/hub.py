@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -331,9 +330,7 @@ def _bar(add: Callable[[int], None]) -> type:
         def __enter__(self) -> Self:
             return self
 
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
+        def __exit__(self, *_: object) -> None:
             pass
 
         def close(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from vllm_lite.client.outputs import RequestOutput
@@ -80,10 +80,14 @@ class AsyncClient:
         VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
-        self._model = model
-        self._timeout_s = timeout_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._keys = keys
+        self._connect = partial(
+            Session.connect,
+            address,
+            model=model,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            keys=keys,
+        )
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
@@ -118,9 +122,7 @@ class AsyncClient:
                 self._link = await asyncio.to_thread(self._open, asyncio.get_running_loop())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -239,13 +241,7 @@ class AsyncClient:
             session.drop(request_id)
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Link:
-        session = Session.connect(
-            self.address,
-            model=self._model,
-            timeout_s=self._timeout_s,
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
-            keys=self._keys,
-        )
+        session = self._connect()
         try:
             return _Link(session, StreamFactory.load(session.welcome, self._tokenizer), loop)
         except BaseException:

@@ -144,26 +144,18 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
     if key := os.environ.get("OPENAI_API_KEY"):
         headers = {"Authorization": f"Bearer {key}", **headers}
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    return ServeOptions(
-        dataset=dataset,
-        backend=arguments.backend,
-        base_url=arguments.base_url or f"http://{host}:{arguments.port}",
-        endpoint=arguments.endpoint,
-        model=arguments.model,
-        served_model_name=arguments.served_model_name,
-        tokenizer=arguments.tokenizer,
-        request_rate=arguments.request_rate,
-        burstiness=arguments.burstiness,
-        max_concurrency=arguments.max_concurrency,
-        num_warmups=arguments.num_warmups,
-        percentiles=_percentiles(arguments.metric_percentiles),
-        goodput=_goodput(arguments.goodput),
-        sampling=sampling | _extra(arguments.extra_body),
-        headers=headers,
-        insecure=arguments.insecure,
-        request_timeout_s=arguments.request_timeout,
-        show_progress=not arguments.disable_tqdm,
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in ServeOptions.__struct_fields__}
+    changed = {
+        "dataset": dataset,
+        "base_url": arguments.base_url or f"http://{host}:{arguments.port}",
+        "percentiles": _percentiles(arguments.metric_percentiles),
+        "goodput": _goodput(arguments.goodput),
+        "sampling": sampling | _extra(arguments.extra_body),
+        "headers": headers,
+        "request_timeout_s": arguments.request_timeout,
+        "show_progress": not arguments.disable_tqdm,
+    }
+    return ServeOptions(**{**given, **changed})
 
 
 def _check_ranges(arguments: argparse.Namespace) -> None:
