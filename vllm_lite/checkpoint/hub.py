@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -253,25 +253,20 @@ class _Download:
         if not names:
             return
         progress = _Progress(self._source.name, total)
-        waiting, ended = deque(names), SimpleQueue[BaseException | None]()
+        waiting, ended = deque(names), SimpleQueue[tuple[None, BaseException | None]]()
 
-        def work() -> None:
-            try:
+        def fetch_waiting() -> None:
+            with suppress(IndexError):  # another thread was quicker
                 while waiting and not self._stopped():
                     self._fetch(waiting.popleft(), folder.name, progress.add)
-            except IndexError:  # another thread was quicker
-                pass
-            except BaseException as error:
-                ended.put(error)
-                return
-            ended.put(None)
 
         num_threads = min(NUM_THREADS, len(names))
         for _ in range(num_threads):
-            threading.Thread(target=work, name="download", daemon=True).start()
+            _start(fetch_waiting, ended)
         try:
             for _ in range(num_threads):
-                if (error := self._wait(ended, progress)) is not None:
+                _, error = self._wait(ended, progress)
+                if error is not None:
                     raise error
         finally:
             waiting.clear()  # once one file has failed, the others are not needed
@@ -281,14 +276,7 @@ class _Download:
         """Call `function` on a thread, so that a request that hangs cannot delay a stop. Raises TimeoutError after
         `within_s`."""
         ended = SimpleQueue[tuple[T | None, BaseException | None]]()
-
-        def work() -> None:
-            try:
-                ended.put((function(), None))
-            except BaseException as error:
-                ended.put((None, error))
-
-        threading.Thread(target=work, name="hub", daemon=True).start()
+        _start(function, ended)
         result, error = self._wait(ended, within_s=within_s)
         if error is not None:
             raise error
@@ -306,6 +294,18 @@ class _Download:
             except Empty:
                 continue
         raise EngineError(f"stopped while {self._source.name} was being downloaded")
+
+
+def _start(function: Callable[[], T], ended: "SimpleQueue[tuple[T | None, BaseException | None]]") -> None:
+    """Call `function` on a thread that dies with the process. Its result or its error goes to `ended`."""
+
+    def work() -> None:
+        try:
+            ended.put((function(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    threading.Thread(target=work, name="hub", daemon=True).start()
 
 
 def _connect() -> None:

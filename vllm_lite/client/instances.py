@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -194,16 +194,9 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
 
 
 def _ask(address: str) -> Stats | None:
-    try:
-        session = Session.connect(address, timeout_s=ASK_S)
-    except VllmLiteError:
-        return None
-    try:
+    with suppress(VllmLiteError), closing(Session.connect(address, timeout_s=ASK_S)) as session:
         return session.stats(ASK_S)
-    except VllmLiteError:
-        return None
-    finally:
-        session.close()
+    return None
 
 
 def _main(record: Record) -> Process:

@@ -286,7 +286,7 @@ BUDGETS: tuple[tuple[str, str, float], ...] = (
     ("block_alloc_free_us", "", 0.4),
     ("block_touch_free_us", "", 0.24),
 )
-"""(figure, size, the most it may be): DESIGN section 10."""
+"""Each entry is a figure, its size and the most it may be."""
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -29,10 +29,8 @@ class Conversation:
 
     def messages(self) -> list[dict[str, str]]:
         """The messages of a request: all that was said, and the question that waits for its answer."""
-        found = [{"role": "system", "content": self.system}] if self.system else []
-        for question, answer in self.turns:
-            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return found if self.asked is None else [*found, {"role": "user", "content": self.asked}]
+        said = self._said()
+        return said if self.asked is None else [*said, {"role": "user", "content": self.asked}]
 
     def ask(self, question: str) -> None:
         self.asked = question
@@ -121,11 +119,11 @@ class Conversation:
         self.turns = [(said[at][1], said[at + 1][1]) for at in range(0, len(said), 2)]
 
     def _said(self) -> list[dict[str, str]]:
-        waiting, self.asked = self.asked, None
-        try:
-            return self.messages()
-        finally:
-            self.asked = waiting
+        """The system prompt, and each question with its answer."""
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in self.turns:
+            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return found
 
 
 def plain(text: str) -> Any:
