@@ -1,4 +1,4 @@
-"""A chat without a terminal and without a server: turns, commands, interrupts, files."""
+"""A chat without a terminal and without a server: messages, commands, interrupts, files."""
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
