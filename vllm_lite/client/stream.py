@@ -81,7 +81,8 @@ class RequestStream:
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
         """Nothing is shown before the end."""
-        self._num_cached_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens whose KV was cached; known when a sample has ended."""
         is_delta = params.output_kind is RequestOutputKind.DELTA and not self.ends_at_once
         self._cursors = [Cursor(index, sample) for index, sample in enumerate(samples)] if is_delta else []
         self._prompt_delivered = False
@@ -115,11 +116,6 @@ class RequestStream:
         """The tokens of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Prompt tokens whose KV was cached; known when a sample has ended."""
-        return self._num_cached_tokens
-
     def apply(self, event: Event) -> None:
         """Take the next event. Events after the end are ignored."""
         if self.finished:
@@ -127,7 +123,7 @@ class RequestStream:
         if isinstance(event, Failure):
             self._fail(event.error)
         elif isinstance(event, Finished) and is_error(event):
-            self._num_cached_tokens = event.num_cached_tokens
+            self.num_cached_tokens = event.num_cached_tokens
             self._fail(RequestError(event.error or "the engine gave no reason"))
         else:
             self._pass(event)
@@ -166,7 +162,7 @@ class RequestStream:
             outputs=outputs,
             finished=self.finished,
             metrics=self.metrics,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def _pass(self, event: Tokens | Finished) -> None:
@@ -179,26 +175,25 @@ class RequestStream:
         had_ended = sample.finish_reason is not None
         sample.apply(event)
         if isinstance(event, Finished):
-            self._num_cached_tokens = max(self._num_cached_tokens or 0, event.num_cached_tokens)
+            self.num_cached_tokens = max(self.num_cached_tokens or 0, event.num_cached_tokens)
         elif sample.finish_reason is not None and not had_ended:
             self._stopped.append(event.index)
-        if sample.finish_reason is not None:
-            self._end(all(sample.finish_reason is not None for sample in self.samples))
+        if sample.finish_reason is not None and all(sample.finish_reason is not None for sample in self.samples):
+            self._end()
 
     def _best(self) -> list[Sample]:
         return sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
 
     def _fail(self, error: VllmLiteError) -> None:
         self.error = error
-        self._end(True)
+        self._end()
         for sample in self.samples:
             if sample.finish_reason is None:
                 sample.finish("error")
 
-    def _end(self, finished: bool) -> None:
-        self.finished = finished
-        if finished:
-            self.metrics = replace(self.metrics, finished_time=time.monotonic())
+    def _end(self) -> None:
+        self.finished = True
+        self.metrics = replace(self.metrics, finished_time=time.monotonic())
 
 
 class StreamFactory:
