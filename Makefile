@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
-SOURCES := vllm_lite scripts benchmarks tests
+SOURCES := vllm_lite scripts examples benchmarks tests
 
 # What `make quick` leaves out of tests/unit: files that start processes, wait, or take more than 5 s. And what it adds.
 SLOW := bench_result deadlines demo_grammar doctor gpu_check hub import_time instances launch leaks peers \

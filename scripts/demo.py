@@ -1,4 +1,4 @@
-"""What `make demo` runs: an engine and a worker, two stories told token by token, and what they cost.
+"""`make demo` runs this: an engine and a worker, two stories printed token by token, and what they cost.
 
 The second prompt begins like the first, so that the engine finds most of it in its prefix cache.
 """
@@ -49,7 +49,7 @@ class Page:
         self._column = 0
 
 
-async def tell(client: AsyncClient, prompt: str, params: SamplingParams) -> RequestOutput:
+async def stream(client: AsyncClient, prompt: str, params: SamplingParams) -> RequestOutput:
     """Print the prompt, and its continuation while it is generated."""
     page = Page("    ")
     page.write(prompt)
@@ -68,7 +68,7 @@ async def tell_all(launched: Launched, params: SamplingParams) -> tuple[list[Req
     async with AsyncClient(launched.address, tokenizer=launched.config.tokenizer) as client:
         for number, prompt in enumerate(PROMPTS, 1):
             print(f"\n{'First' if number == 1 else 'Second'} prompt")
-            outputs.append(await tell(client, prompt, params))
+            outputs.append(await stream(client, prompt, params))
         return outputs, await client.stats()
 
 

@@ -30,7 +30,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Bench:
-    """Measures one thing after the other and tells each as it comes."""
+    """Measures one thing after the other and reports each at once."""
 
     def __init__(self, launcher: Launcher, device: torch.device) -> None:
         self.launcher = launcher

@@ -33,7 +33,7 @@ CASES_S, GRAPHS_S, BENCH_S, TESTS_S, THROUGHPUT_S = 200.0, 60.0, 150.0, 120.0, 1
 """The most that each part may take; it is less when the time left is less."""
 END_TO_END_MODEL = "random-500m"
 CASES_AS_TESTS = "tests/gpu/test_kernels_on_device.py"
-"""What part 2 has run already."""
+"""The file whose cases part 2 has run already."""
 NEEDED = ("msgspec", "zmq", "tokenizers", "safetensors", "tqdm")
 """Modules that serving needs beside torch and numpy."""
 
@@ -75,7 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Check:
-    """What has been found so far, and how much time is left."""
+    """The findings so far, and the time that is left."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -135,7 +135,7 @@ class Check:
                 self.found["cases"][result.name]["skipped"] = result.skipped
             for case, message in result.failures.items():
                 self.problem(f"{result.name}: {case}: {message}")
-            for message in result.notes:
+            for message in result.problems:
                 self.problem(f"{result.name}: {message}")
 
     def graphs(self) -> None:
@@ -195,8 +195,8 @@ class Check:
                 self.problem(f"{name}: {event['failed']}")
             elif "fact" in event:
                 self.found.setdefault(name, {}).update(event["fact"])
-        for note in part.notes:
-            self.problem(f"{name}: {note}")
+        for problem in part.problems:
+            self.problem(f"{name}: {problem}")
 
     def _command(self, command: list[str], most_s: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
         seconds = self.seconds(most_s)

@@ -1,4 +1,4 @@
-"""Parts of `gpu_check` as processes that tell what they find as lines of JSON, each watched and ended in time."""
+"""Parts of `gpu_check` as processes that report their findings as lines of JSON, each watched and ended in time."""
 
 import json
 import os
@@ -24,18 +24,18 @@ Event = dict[str, Any]
 
 
 def emit(**event: Any) -> None:
-    """Called in a part: tell the parent."""
+    """Called in a part: send an event to the parent."""
     print(json.dumps(event), flush=True)
 
 
 @dataclass
 class Part:
-    """One process to run: a script with its arguments. `notes` say what went wrong with the process itself."""
+    """One process to run: a script with its arguments. `problems` list what went wrong with the process itself."""
 
     name: str
     command: list[str]
     quiet_s: float = QUIET_S
-    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     finished: bool = False
     """It came to its end, as its last event says."""
 
@@ -62,10 +62,10 @@ def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
             yield from _events(part, process, deadline_s)
         finally:
             _end(process)
-        if not part.finished and not part.notes:
+        if not part.finished and not part.problems:
             errors.seek(0)
             last = " | ".join(line.strip() for line in errors.read().splitlines()[-LAST_LINES:])
-            part.notes.append(f"the process ended with status {process.returncode}: {last or 'it said nothing'}")
+            part.problems.append(f"the process ended with status {process.returncode}: {last or 'it said nothing'}")
 
 
 def _events(part: Part, process: "subprocess.Popen[str]", deadline_s: float) -> Iterator[Event]:
@@ -83,7 +83,7 @@ def _events(part: Part, process: "subprocess.Popen[str]", deadline_s: float) -> 
         try:
             line = lines.get(timeout=max(min(left_s, part.quiet_s), 0.01))
         except queue.Empty:
-            part.notes.append("out of time" if left_s <= part.quiet_s else f"nothing heard for {part.quiet_s:.0f} s")
+            part.problems.append("out of time" if left_s <= part.quiet_s else f"nothing heard for {part.quiet_s:.0f} s")
             return
         if line is None:
             return
@@ -110,12 +110,12 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 @dataclass
 class CaseResults:
-    """Of one file of cases."""
+    """The results of one file of cases."""
 
     name: str
     passed: int = 0
     failures: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     skipped: str = ""
 
 
@@ -141,9 +141,9 @@ def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
         if part.finished:
             return results
         if running is None or time.monotonic() >= deadline_s:
-            results.notes += part.notes
+            results.problems += part.problems
             return results
-        results.failures.setdefault(running[1], part.notes[0] if part.notes else "it ended the process")
+        results.failures.setdefault(running[1], part.problems[0] if part.problems else "it ended the process")
         first = running[0] + 1
-    results.notes.append(f"given up after {MAX_RESTARTS} cases that ended the process")
+    results.problems.append(f"given up after {MAX_RESTARTS} cases that ended the process")
     return results

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 Launch = Callable[[int], Any]
-"""One launch; the argument tells which of several equal problems to work on."""
+"""One launch; the argument selects one of several equal problems."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V that one step reads."""
+        """Bytes of K and V that one step reads."""
         return 2 * self.batch * self.context * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class DeviceTimer:
 
 
 class HostTimer(DeviceTimer):
-    """To test the script without a GPU."""
+    """Replaces DeviceTimer in tests of the script without a GPU."""
 
     def seconds(self, launch: Launch, num_sets: int = 1) -> float:  # noqa: ARG002
         return self.eager_seconds(launch)

@@ -1,7 +1,7 @@
 """Write docs/protocol.md and docs/protocol.schema.json from the messages' own declarations: make protocol
 
-What is not about one message comes from protocol_prose.md. The clients that import nothing of vllm_lite get the
-version's number; whether their messages are right their test tells.
+Text that is not about one message comes from protocol_prose.md. The clients that import nothing of vllm_lite get the
+version's number; a test checks their messages.
 
 With --check nothing is written; the exit status is 1 if one of them is out of date.
 """
@@ -57,7 +57,7 @@ def main() -> int:
 
 @cache
 def files() -> dict[Path, str]:
-    """What the files should hold."""
+    """The text that each file should have."""
     made = {DOCS / "protocol.md": markdown(), DOCS / "protocol.schema.json": schema()}
     for client in CLIENTS:
         made[client] = re.sub(r"(?m)^((?:const )?VERSION = )\d+", rf"\g<1>{PROTOCOL_VERSION}", client.read_text())
@@ -81,7 +81,7 @@ def markdown() -> str:
 
 
 def numbers() -> dict[str, object]:
-    """What the prose quotes."""
+    """The numbers that the prose quotes."""
     return {
         "version": PROTOCOL_VERSION,
         "max_message_mib": MAX_MESSAGE_BYTES >> 20,

@@ -1,6 +1,6 @@
 """Stream a completion with pyzmq and msgpack alone: python scripts/raw_client.py ipc:///path/to/socket 1 415 333
 
-An example to copy: nothing of vllm_lite is imported; docs/protocol.md tells all the rest. The prompt is token ids, or,
+An example to copy: nothing of vllm_lite is imported; docs/protocol.md has all the rest. The prompt is token ids, or,
 where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address
 --keys is the folder that `vllm-lite keys` made for this client.
 """

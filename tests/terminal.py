@@ -26,7 +26,7 @@ class Typist:
     def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
         self._raw = b""
         self._at = 0
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._keyboard, program = pty.openpty()  # the terminal of a new session, so that its Ctrl-C is this program's
         termios.tcsetwinsize(program, (50, 500))  # so that no line is broken into two
         self.process = subprocess.Popen(
@@ -49,12 +49,12 @@ class Typist:
     def wait_for(self, pattern: str) -> re.Match[str]:
         """What is shown after the last match; the next search begins behind it."""
         deadline_s = time.monotonic() + WAIT_S
-        with self._news:
+        with self._changed:
             while (match := re.compile(pattern).search(self.shown, self._at)) is None:
                 left_s = deadline_s - time.monotonic()
                 assert left_s > 0, f"{pattern!r} was not shown in {WAIT_S:.0f} s: {self.shown[self._at :]!r}"
                 assert self._reader.is_alive(), f"{pattern!r} was never shown: {self.shown[self._at :]!r}"
-                self._news.wait(min(left_s, 1.0))
+                self._changed.wait(min(left_s, 1.0))
         self._at = match.end()
         return match
 
@@ -81,11 +81,11 @@ class Typist:
     def _read(self) -> None:
         with suppress(OSError):  # EIO: the program has closed its side
             while data := os.read(self._keyboard, 4096):
-                with self._news:
+                with self._changed:
                     self._raw += data
-                    self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
+                    self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 // Stream a completion from Node.js: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...
 //
-// An example to copy: `npm install` beside it fetches ZeroMQ and msgpack; docs/protocol.md tells all the rest. Prints the
+// An example to copy: `npm install` beside it fetches ZeroMQ and msgpack; docs/protocol.md has all the rest. Prints the
 // token ids as they come. For a tcp address --keys is the folder that `vllm-lite keys` made for this client.
 
 import { randomBytes } from "node:crypto";

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import train_demo_model as demo  # noqa: E402 - found only once scripts/ is on the path
-from demo_grammar import ASSISTANT, BOS, END, USER, check_text  # noqa: E402
+sys.path.insert(0, str(ROOT / "examples" / "demo_model"))
+import train as demo  # noqa: E402 - found only once the example is on the path
+from grammar import ASSISTANT, BOS, END, USER, check_text  # noqa: E402
 
 MODEL = ROOT / "vllm_lite" / "demo_model"
 PLAIN = ["Once upon a time", "How to make tea:", "Hello, my name is", "There once was", "The capital of France is"]

@@ -154,7 +154,7 @@ def test_a_text_where_there_is_a_tokenizer(engine: Launched, tiny_checkpoint: Pa
         (["1"] * 5000, "at least 5000 input tokens"),
     ],
 )
-def test_what_the_engine_refuses_is_told(engine: Launched, words: list[str], message: str) -> None:
+def test_what_the_engine_refuses_is_reported(engine: Launched, words: list[str], message: str) -> None:
     done = raw_client(engine.address, *words)
     assert done.returncode == 1
     assert message in done.stderr

@@ -11,9 +11,9 @@ import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat import batch, batch_file
-from vllm_lite.tools.chat.api import Address, client_settings
 from vllm_lite.tools.chat.batch import Batch, Server
 from vllm_lite.tools.chat.batch_file import Bad, Request, Results
+from vllm_lite.tools.chat.remote_server import Address, client_settings
 from vllm_lite.tools.cli import main
 
 URL = "/v1/completions"

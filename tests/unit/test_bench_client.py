@@ -34,8 +34,8 @@ def chunk(text: str, finish: str | None = None) -> bytes:
 
 
 def usage(prompt: int, completion: int) -> bytes:
-    told = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
-    return b"data: " + json.dumps(told).encode() + b"\n\n"
+    event = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def chunked(data: bytes) -> bytes:
@@ -180,7 +180,7 @@ def test_an_answer_that_the_closed_connection_ends() -> None:
 def test_without_usage_chunks_are_counted_by_the_run() -> None:
     outcome = ask(answering(HEAD, chunked(chunk("a") + chunk("b") + DONE), chunked(b"")))
     assert (outcome.error, outcome.output_len, outcome.input_len) == ("", 0, 3)
-    serve._count_what_nobody_counted([outcome], None)
+    serve._count_missing_usage([outcome], None)
     assert outcome.output_len == 2
 
 
@@ -315,7 +315,7 @@ def test_connections_are_kept_and_bounded() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        for _turn in range(3):
+        for _pass in range(3):
             await asyncio.sleep(0)
         running -= 1
         writer.write(HEAD + chunked(STREAM) + chunked(b""))
@@ -342,7 +342,7 @@ def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
             for _ in range(2):
                 errors.append((await api.send(ASKED)).error)
                 await stub.ended.get()
-                for _turn in range(100):  # of the loop, in which the end arrives
+                for _pass in range(100):  # passes of the loop, in which the end arrives
                     await asyncio.sleep(0)
             return errors, stub.num_connections
 

@@ -1,4 +1,4 @@
-"""Moments of a start: how they are noted, and what `bench startup` makes of them."""
+"""Moments of a start: how they are written, and what `bench startup` makes of them."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from vllm_lite.runtime import log
 from vllm_lite.tools.bench.startup import Part, read_parts, table
 
 
-def test_moments_are_told_in_order() -> None:
+def test_moments_are_read_in_order() -> None:
     lines = ["12.5\tworker\tb", "10.5\tserver\ta", f"11.0\tserver\t{SPAWNS_ENGINE}", "11.75\tengine\tpython"]
     assert read_parts("\n".join([*lines, "11.5\tserver\tc", f"12\tengine\t{SPAWNS_WORKERS}"]) + "\n", 10.0) == [
         Part("server", "a", 0.5, 0.5),

@@ -1,4 +1,4 @@
-"""A chat without a terminal and without a server: turns, commands, interrupts, files."""
+"""A chat without a terminal and without a server: messages, commands, interrupts, files."""
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
-from vllm_lite.tools.chat.api import Piece
 from vllm_lite.tools.chat.chat import COMMANDS, Chat
 from vllm_lite.tools.chat.conversation import Conversation
+from vllm_lite.tools.chat.remote_server import Piece
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 

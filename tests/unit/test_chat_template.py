@@ -146,7 +146,7 @@ def test_reserved_variables_are_refused(name: str) -> None:
         ChatTemplate(CHATML, TOKENS).render([USER], variables={name: "x"})
 
 
-def test_what_a_template_raises_is_told() -> None:
+def test_what_a_template_raises_is_reported() -> None:
     with pytest.raises(RequestError, match="Roles must alternate"):
         ChatTemplate(LLAMA2, TOKENS).render([USER, USER])
 

@@ -77,17 +77,17 @@ def test_bad_arguments_are_refused(trace: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_why_tells_of_waiting_and_swapping(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = [why(name, trace, capsys) for name in ("first", "second")]
+    shown = [why(name, trace, capsys) for name in ("first", "second")]
     assert any(
         "was preempted to make room for itself" in text.lower() and "its blocks were swapped out" in text
-        for text in told
+        for text in shown
     )
-    assert any("Was swapped in again" in text for text in told)
-    for text in told:
+    assert any("Was swapped in again" in text for text in shown)
+    for text in shown:
         assert "Arrived with a prompt of 6 tokens and may grow to 26" in text
         assert re.search(r"Was admitted, to compute 6 tokens in 2 blocks\.", text)
         assert text.rstrip().endswith("Finished at its greatest length after 20 tokens of output.")
-    times = [float(match) for match in re.findall(r"^\+ *([\d.]+) s", told[0], re.MULTILINE)]
+    times = [float(match) for match in re.findall(r"^\+ *([\d.]+) s", shown[0], re.MULTILINE)]
     assert times == sorted(times)
     assert times[0] == 0.0
 

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import demo_grammar as grammar  # noqa: E402 - found only once scripts/ is on the path
+sys.path.insert(0, str(ROOT / "examples" / "demo_model"))
+import grammar  # noqa: E402 - found only once the example is on the path
 
 MODEL = ROOT / "vllm_lite" / "demo_model"
 STORY = (

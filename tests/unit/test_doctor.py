@@ -83,12 +83,12 @@ def test_much_is_broken_and_a_report_is_made_without_secrets(tmp_path: Path) -> 
     assert bundle.stat().st_mode & 0o777 == 0o600
     with tarfile.open(bundle) as archive:
         texts = {entry.name: archive.extractfile(entry).read().decode() for entry in archive}  # type: ignore[union-attr]
-    told = json.loads(texts["vllm-lite-doctor/environment.json"])
-    assert told["HF_TOKEN"] == told["VLLM_LITE_API_KEY"] == HIDDEN
-    assert told["https_proxy"] == f"http://{HIDDEN}@proxy:1"
-    assert told["CUDA_VISIBLE_DEVICES"] == "0"
-    assert told["HF_HOME"] == "~/.cache/huggingface"
-    assert "AWS_SECRET_ACCESS_KEY" not in told
+    found = json.loads(texts["vllm-lite-doctor/environment.json"])
+    assert found["HF_TOKEN"] == found["VLLM_LITE_API_KEY"] == HIDDEN
+    assert found["https_proxy"] == f"http://{HIDDEN}@proxy:1"
+    assert found["CUDA_VISIBLE_DEVICES"] == "0"
+    assert found["HF_HOME"] == "~/.cache/huggingface"
+    assert "AWS_SECRET_ACCESS_KEY" not in found
     assert json.loads(texts["vllm-lite-doctor/doctor.json"])
     assert "torch==" in texts["vllm-lite-doctor/packages.txt"]
     everything = "".join(texts.values()) + done.stdout
@@ -158,7 +158,7 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(name == "pytest" for _, name in found)
 
 
-def test_what_kills_a_probe_is_told() -> None:
+def test_what_kills_a_probe_is_reported() -> None:
     assert checks.probe("import os; os.kill(os.getpid(), 11)") == {"error": "killed by signal 11"}
     assert checks.probe("import sys; print('x'); sys.exit(3)") == {"error": "exit status 3"}
     assert checks.probe("raise OSError('gone')") == {"error": "OSError: gone"}

@@ -146,7 +146,7 @@ def test_events_and_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[st
     part = part_of(tmp_path, "emit(fact={'a': 1}, say='hello')\nprint('plain', flush=True)\nemit(finished=True)")
     assert events(part) == [{"fact": {"a": 1}, "say": "hello"}, {"finished": True}]
     assert capsys.readouterr().out == "part: hello\nplain\n"
-    assert (part.finished, part.notes) == (True, [])
+    assert (part.finished, part.problems) == (True, [])
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_a_part_that_ends_early(tmp_path: Path, code: str, note: str) -> None:
     part = part_of(tmp_path, code)
     assert events(part) == [{"row": {}}]
     assert not part.finished
-    assert len(part.notes) == 1
-    assert re.search(note, part.notes[0])
+    assert len(part.problems) == 1
+    assert re.search(note, part.problems[0])
 
 
 @pytest.mark.parametrize(("seconds", "quiet_s", "note"), [(1.5, 60, "out of time"), (60, 1.5, "nothing heard")])
 def test_a_part_that_hangs(tmp_path: Path, seconds: float, quiet_s: float, note: str) -> None:
     part = part_of(tmp_path, "emit(row={})\nimport time\ntime.sleep(1000)", quiet_s)
     assert events(part, seconds) == [{"row": {}}]
-    assert note in part.notes[0]
+    assert note in part.problems[0]
 
 
 CASES = """
@@ -204,13 +204,13 @@ def test_cases_go_on_behind_one_that_ends_the_process(tmp_path: Path, monkeypatc
     assert list(results.failures) == ["1 wrong", "2 crash", "4 poison"]
     assert "status 9" in results.failures["2 crash"]
     assert results.failures["4 poison"] == "it is wrong"
-    assert results.notes == []
+    assert results.problems == []
 
 
 def test_cases_that_get_no_time(tmp_path: Path) -> None:
     results = parts.run_cases("no_such_cases", [], time.monotonic() + scaled(60))
     assert results.passed == 0
-    assert "no_such_cases" in results.notes[0]
+    assert "no_such_cases" in results.problems[0]
 
 
 # ---- the result

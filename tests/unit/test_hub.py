@@ -221,7 +221,7 @@ def test_a_hub_that_is_not_reached(stub: Hub, monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Connecting:
-    """In the place of socket.create_connection: who was asked for, and what comes of it."""
+    """Replaces socket.create_connection: records the addresses, and calls `result`."""
 
     def __init__(self, result: Callable[[], Any]) -> None:
         self.asked: list[tuple[tuple[str, int], float]] = []
@@ -320,7 +320,7 @@ def test_where_one_file_failed_no_other_is_begun(stub: Hub, monkeypatch: pytest.
 
     fetch = huggingface_hub.hf_hub_download
     begun: list[str] = []
-    told = threading.Event()
+    released = threading.Event()
 
     def fail_first(repo: str, name: str, **more: Any) -> str:
         if name == "config.json":
@@ -328,16 +328,16 @@ def test_where_one_file_failed_no_other_is_begun(stub: Hub, monkeypatch: pytest.
         begun.append(name)
         if name == begun[0]:
             raise PermissionError(errno.EACCES, "not allowed", name)
-        told.wait(DEADLINE_S)
+        released.wait(DEADLINE_S)
         return ""
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail_first)
     monkeypatch.setattr(ours, "NUM_THREADS", 2)
     with pytest.raises(ModelError, match="cannot be written"):
         local_folder(SOURCE)
-    told.set()
+    released.set()
     for thread in threading.enumerate():
-        if thread.name == "download":
+        if thread.name == "hub":
             thread.join(DEADLINE_S)
     assert len(begun) <= 2
 

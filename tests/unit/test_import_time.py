@@ -38,10 +38,10 @@ def test_the_bare_import_loads_only_the_standard_library() -> None:
         "import vllm_lite.executor.multiproc",
         "import vllm_lite.tools.cli",
         "import vllm_lite.tools.cli.bench_serve, vllm_lite.tools.bench.serve, vllm_lite.tools.bench.serve_plot",
-        "import vllm_lite.tools.cli.bench_startup, vllm_lite.tools.bench.startup",
+        "import vllm_lite.tools.cli.bench, vllm_lite.tools.bench.startup",
         "import vllm_lite.tools.cli.chat, vllm_lite.tools.chat.chat, vllm_lite.tools.chat.terminal",
-        "import vllm_lite.tools.chat.api",
-        "import vllm_lite.tools.chat.own",
+        "import vllm_lite.tools.chat.remote_server",
+        "import vllm_lite.tools.chat.private_server",
     ],
 )
 def test_clients_and_engines_load_nothing_heavy(statement: str) -> None:

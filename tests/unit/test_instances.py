@@ -89,7 +89,7 @@ def test_a_record_says_nothing_of_the_command(engine: Launched, place: Path) -> 
     assert "python" not in record.read_text(), "there might be keys in it"
 
 
-def test_a_stopped_engine_is_told_and_force_kills_it(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_engine_is_reported_and_force_kills_it(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(engine.pid, signal.SIGSTOP)
     until(lambda: ps(capsys)[0]["state"] == "stopped", "the stop")
     assert main(["kill", str(engine.pid), "--timeout", "0.1"]) == 1

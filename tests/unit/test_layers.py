@@ -229,7 +229,7 @@ def test_the_package_itself_imports_nothing_when_it_is_imported() -> None:
 
 
 def test_nothing_dangerous() -> None:
-    obey(python_files(PACKAGE, "scripts", "benchmarks"), lambda path: dangerous_code(parse(path)))
+    obey(python_files(PACKAGE, "scripts", "examples", "benchmarks"), lambda path: dangerous_code(parse(path)))
 
 
 def test_no_python_in_native_code() -> None:
@@ -239,12 +239,12 @@ def test_no_python_in_native_code() -> None:
 
 
 def test_functions_are_short() -> None:
-    obey(python_files(PACKAGE, "scripts", "benchmarks", "tests"), lambda path: long_functions(parse(path)))
+    obey(python_files(PACKAGE, "scripts", "examples", "benchmarks", "tests"), lambda path: long_functions(parse(path)))
 
 
 def test_files_are_short() -> None:
     native = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    obey([*python_files(PACKAGE, "scripts", "benchmarks", "tests"), *native], long_file)
+    obey([*python_files(PACKAGE, "scripts", "examples", "benchmarks", "tests"), *native], long_file)
 
 
 def test_a_map_of_a_folder_names_all_its_files() -> None:

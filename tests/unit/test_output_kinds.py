@@ -10,9 +10,19 @@ import pytest
 from tests.clients import expect, ids, run
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
-from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.outputs import Logprob, RequestOutput
+from vllm_lite.client.sample import Cursor, Sample
 from vllm_lite.errors import ModelError
-from vllm_lite.protocol.api import ForkRequest, Generate, GetStats, PromptLogprobs, Stats, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import (
+    Finished,
+    ForkRequest,
+    Generate,
+    GetStats,
+    PromptLogprobs,
+    Stats,
+    TokenLogprobs,
+    Tokens,
+)
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
 
@@ -174,3 +184,34 @@ def test_without_a_tokenizer_there_is_none() -> None:
                     await client.get_tokenizer()
 
     asyncio.run(main())
+
+
+def test_a_cursor_delivers_each_part_once() -> None:
+    sample = Sample(None, None, logprobs=True, include_stop=False)
+    cursor, late = Cursor(2, sample), Cursor(0, sample)
+    assert cursor.delta() is None
+    sample.apply(Tokens("r", 0, [5, 6], [TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-0.5, 2, ())]))
+    first = cursor.delta()
+    assert first is not None
+    assert (first.index, first.token_ids, first.cumulative_logprob, first.finish_reason) == (2, [5, 6], -1.5, None)
+    assert cursor.delta() is None
+    sample.apply(Finished("r", 2, [7], "stop", logprobs=[TokenLogprobs(-0.25, 1, ())]))
+    last = cursor.delta()
+    assert last is not None
+    assert (last.token_ids, last.logprobs, last.finish_reason) == ([7], [{7: Logprob(-0.25, 1)}], "stop")
+    assert cursor.delta() is None
+    whole = late.delta()
+    assert whole is not None
+    assert whole.token_ids == [5, 6, 7]
+
+
+def test_an_error_is_no_finish_reason_of_a_delta() -> None:
+    sample = Sample(None, None, logprobs=False, include_stop=False)
+    cursor, other = Cursor(0, sample), Cursor(0, sample)
+    assert other.delta() is None
+    sample.apply(Tokens("r", 0, [5]))
+    sample.finish("error")
+    delta = cursor.delta()
+    assert delta is not None
+    assert (delta.token_ids, delta.finish_reason) == ([5], None)
+    assert cursor.delta() is None

@@ -10,10 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
-from vllm_lite.client import prompt_scores
+from vllm_lite.client import sample
 from vllm_lite.client.prompt import max_text_bytes
-from vllm_lite.client.prompt_scores import PromptScores
-from vllm_lite.client.sample import candidates
+from vllm_lite.client.sample import PromptScores, candidates
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.template_process import Render
@@ -148,7 +147,7 @@ def test_candidates_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyP
         made.append(token_id)
         return candidates(tokenizer, token_id, entry)
 
-    monkeypatch.setattr(prompt_scores, "candidates", seen)
+    monkeypatch.setattr(sample, "candidates", seen)
     scores = PromptScores(None, [7, 8, 9, 10])
     entry = TokenLogprobs(-1.0, 1, ((5, -1.0),))
     scores.take(PromptLogprobs(1, [entry]))

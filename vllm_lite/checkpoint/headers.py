@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files as they lie in a folder: which they are, and what their headers say. No torch."""
+"""The safetensors files of a checkpoint folder: which they are, and what their headers contain. No torch."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 class Tensor(NamedTuple):
-    """What a header says of one tensor."""
+    """A tensor as the header describes it."""
 
     dtype: str
     """The format's name: "BF16", "F32", ..."""
@@ -36,7 +36,7 @@ class _Index(msgspec.Struct):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder: one file, or the shards that its index names.
+    """Find the safetensors files of a checkpoint folder: one file, or the shards that its index names.
 
     Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
     """
@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shards(index: Path) -> list[str]:
-    """Names of the files that an index is about, in order. Raises ModelError if it is damaged or leaves its folder."""
+    """Read the names of an index's files, sorted. Raises ModelError if it is damaged or names a file elsewhere."""
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -68,7 +68,7 @@ def shards(index: Path) -> list[str]:
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in `folder` by its name; no weight is read. Raises ModelError."""
+    """Read the headers of the checkpoint in `folder`: every tensor by its name, no weights. Raises ModelError."""
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file).items()}
 
 

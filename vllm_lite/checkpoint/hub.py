@@ -1,8 +1,8 @@
-"""Models by their hub ids: which files are needed, where they come to lie, and one sentence for what goes wrong.
+"""Models by their hub ids: which files are needed, where they are stored, and one sentence for every failure.
 
-huggingface_hub does the work and is imported when there is some, as it takes longer than the rest of a client's start.
-It runs on threads that die with the process, while the caller waits and looks around: a download ends at once when it
-is no longer wanted, and the next one goes on where it stopped.
+huggingface_hub does the work and is imported only for a hub id, as that takes longer than the rest of a client's start.
+It runs on threads that die with the process, while the caller waits and polls `stopped`: a download ends at once when
+it is no longer wanted, and the next one goes on where it stopped.
 """
 
 import errno
@@ -15,10 +15,9 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -55,16 +54,16 @@ def never() -> bool:
 
 
 class Source(NamedTuple):
-    """Where a model or a tokenizer comes from: a hub id, which revision of it, and where downloads go."""
+    """The source of a model or a tokenizer: a hub id, its revision, and the folder for downloads."""
 
     name: str
     revision: str | None = None
     cache_dir: str | None = None
-    """None: where huggingface_hub keeps everything (HF_HOME, HF_HUB_CACHE)."""
+    """None means huggingface_hub's own cache (HF_HOME, HF_HUB_CACHE)."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` looks like org/model and is no folder here."""
+    """Whether `name` looks like org/model and is no local folder."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -72,7 +71,7 @@ What = Literal["model", "model without weights", "config", "tokenizer"]
 
 
 def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What = "model") -> str:
-    """The folder `source.name` itself, or the downloaded snapshot if it is a hub id: as much of it as `what` says.
+    """Return the folder `source.name` itself or, for a hub id, download the parts of it that `what` names.
 
     Raises ModelError in one sentence, and EngineError once `stopped()`.
     """
@@ -82,7 +81,7 @@ def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What
 
 
 def remote_headers(source: Source) -> dict[str, Tensor]:
-    """What the headers of a hub id's safetensors files say, by range requests. Raises ModelError."""
+    """Read the headers of a hub id's safetensors files by range requests. Raises ModelError."""
     from huggingface_hub import HfApi
 
     with _one_sentence(source):
@@ -105,11 +104,11 @@ SMALL_FILES: dict[What, tuple[str, ...]] = {
     "config": CONFIG_FILES,
     "tokenizer": TOKENIZER_FILES,
 }
-"""What is wanted beside weights. A repository must have the first."""
+"""The files that are wanted beside weights. A repository must have the first one."""
 
 
 def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
-    """The index is in `folder` already."""
+    """Yield the names of the weight files. The index is in `folder` already."""
     if SINGLE_FILE in siblings:
         yield SINGLE_FILE
     elif INDEX_FILE in siblings:
@@ -135,7 +134,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 class _Progress:
-    """Bytes of all files together: one line that grows on a terminal, elsewhere a line in the log now and then."""
+    """Shows the bytes of all files together: a bar on a terminal, elsewhere a line in the log now and then."""
 
     def __init__(self, name: str, total: int) -> None:
         from tqdm import tqdm
@@ -166,7 +165,7 @@ class _Progress:
 
 
 class _Download:
-    """One snapshot. The first file tells the commit, by one HEAD request; all others are then of that commit."""
+    """Downloads one snapshot. A HEAD request for the first file finds the commit, from which all others are taken."""
 
     def __init__(self, source: Source, stopped: Callable[[], bool], what: What) -> None:
         self._source = source
@@ -175,7 +174,7 @@ class _Download:
         self._weights = what == "model"
 
     def run(self) -> Path:
-        """Fetch what is not there yet. Returns the folder."""
+        """Fetch the files that are missing. Returns the folder."""
         from huggingface_hub import HfApi, constants, try_to_load_from_cache
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -206,7 +205,7 @@ class _Download:
         return folder
 
     def unreached(self) -> OSError | None:
-        """What keeps a first connection from the hub, None if nothing does: resolving names counts too."""
+        """Try a first connection to the hub, including name resolution. Returns its error, None if it works."""
         try:
             self._aside(_connect, REACH_S)
         except OSError as error:
@@ -214,7 +213,7 @@ class _Download:
         return None
 
     def _complete(self, folder: Path) -> None:
-        """Weights come last: where they are all there, everything is."""
+        """Fetch all files, weights last: a folder with all weights is complete."""
         from huggingface_hub import HfApi
 
         commit, name = folder.name, self._source.name
@@ -231,7 +230,7 @@ class _Download:
     def _fetch(
         self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None, *, cached: bool = False
     ) -> str:
-        """The path of one file. `cached`: nobody is asked for it."""
+        """Fetch one file and return its path. `cached`: take it from the cache, without a request."""
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(
@@ -254,42 +253,30 @@ class _Download:
         if not names:
             return
         progress = _Progress(self._source.name, total)
-        waiting, ended = deque(names), SimpleQueue[BaseException | None]()
+        waiting, ended = deque(names), SimpleQueue[tuple[None, BaseException | None]]()
 
-        def work() -> None:
-            try:
+        def fetch_waiting() -> None:
+            with suppress(IndexError):  # another thread was quicker
                 while waiting and not self._stopped():
                     self._fetch(waiting.popleft(), folder.name, progress.add)
-            except IndexError:  # another thread was quicker
-                pass
-            except BaseException as error:
-                ended.put(error)
-                return
-            ended.put(None)
 
         num_threads = min(NUM_THREADS, len(names))
         for _ in range(num_threads):
-            threading.Thread(target=work, name="download", daemon=True).start()
+            _start(fetch_waiting, ended)
         try:
             for _ in range(num_threads):
-                if (error := self._wait(ended, progress)) is not None:
+                _, error = self._wait(ended, progress)
+                if error is not None:
                     raise error
         finally:
-            waiting.clear()  # where one file failed nobody needs the others
+            waiting.clear()  # once one file has failed, the others are not needed
             progress.close()
 
     def _aside(self, function: Callable[[], T], within_s: float | None = None) -> T:
-        """Call `function` on a thread, so that a request that hangs holds up nobody who wants to stop. Raises
-        TimeoutError if it takes longer than `within_s`."""
+        """Call `function` on a thread, so that a request that hangs cannot delay a stop. Raises TimeoutError after
+        `within_s`."""
         ended = SimpleQueue[tuple[T | None, BaseException | None]]()
-
-        def work() -> None:
-            try:
-                ended.put((function(), None))
-            except BaseException as error:
-                ended.put((None, error))
-
-        threading.Thread(target=work, name="hub", daemon=True).start()
+        _start(function, ended)
         result, error = self._wait(ended, within_s=within_s)
         if error is not None:
             raise error
@@ -309,8 +296,20 @@ class _Download:
         raise EngineError(f"stopped while {self._source.name} was being downloaded")
 
 
+def _start(function: Callable[[], T], ended: "SimpleQueue[tuple[T | None, BaseException | None]]") -> None:
+    """Call `function` on a thread that dies with the process. Its result or its error goes to `ended`."""
+
+    def work() -> None:
+        try:
+            ended.put((function(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    threading.Thread(target=work, name="hub", daemon=True).start()
+
+
 def _connect() -> None:
-    """Connect to the hub, or to the proxy before it, and say nothing. Raises OSError."""
+    """Connect to the hub, or to the proxy before it, and disconnect. Raises OSError."""
     from huggingface_hub import constants
 
     url, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
@@ -322,7 +321,7 @@ def _connect() -> None:
 
 
 def _bar(add: Callable[[int], None]) -> type:
-    """What huggingface_hub takes for the progress bar of one file: it tells `add`, and shows nothing."""
+    """Make a class that huggingface_hub uses as progress bar of one file: it calls `add` and shows nothing."""
 
     class Bar:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
@@ -331,9 +330,7 @@ def _bar(add: Callable[[int], None]) -> type:
         def __enter__(self) -> Self:
             return self
 
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
+        def __exit__(self, *_: object) -> None:
             pass
 
         def close(self) -> None:
@@ -345,16 +342,16 @@ def _bar(add: Callable[[int], None]) -> type:
     return Bar
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 class _Lacks(Exception):
-    """A clause with what is wrong with a repository, to be put behind its name."""
+    """A clause that says what a repository lacks, to be put behind its name."""
 
 
 @contextmanager
 def _one_sentence(source: Source) -> Iterator[None]:
-    """Turn whatever huggingface_hub raises into a ModelError that says what to do."""
+    """Translate any exception of huggingface_hub into a ModelError that says what to do."""
     try:
         yield
     except VllmLiteError:

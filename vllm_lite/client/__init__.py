@@ -1,17 +1,21 @@
-"""What a user's process runs: text in, text out, over one connection to an engine. No torch, no transformers.
+"""The library in a user's process: text in, text out, over one connection to an engine. No torch, no transformers.
 
-outputs.py        what a user gets
-prompt.py         what a user may give, checked
-prompt_scores.py  logprobs of a prompt, as they come in
-sample.py         one continuation of a prompt: tokens in, text and logprobs out
-stream.py         one request: events in, RequestOutput out
-beam.py           beam search under vLLM's names
-chat.py           messages to prompts, and the tokenizer that scripts get
-generation.py     sampling parameters that a checkpoint recommends
-session.py        one connection and the thread that owns it
-async_client.py   AsyncClient: streams, for asyncio
-llm.py            LLM: lists in, lists out, owns its engine
-progress.py       its progress bar
-launch.py         starts an engine and waits until it is ready
-instances.py      records of what this user runs, for ps and kill
+What a user calls:
+llm.py           LLM: lists in, lists out; it owns its engine
+async_client.py  AsyncClient: streams, for asyncio
+launch.py        starts an engine and waits until it is ready
+
+The road of a request:
+prompt.py        checks a prompt and its sampling params, tokenizes
+chat.py          messages to prompts, and the tokenizer object that scripts get
+sampling.py      sampling params: a checkpoint's defaults, the seed, the form on the wire
+stream.py        one request: events in, RequestOutput out
+session.py       one connection to an engine, and the thread that owns it
+sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
+outputs.py       what a user gets
+
+Beside it:
+beam.py          beam search under vLLM's names
+progress.py      the progress bar of LLM.generate
+instances.py     records of this user's engines, for ps and kill
 """

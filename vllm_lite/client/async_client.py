@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from vllm_lite.client.outputs import RequestOutput
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
 
 A = TypeVar("A")
 _LONG_TEXT_CHARS = 16_384
-"""Longer prompts are tokenized in a thread (the library lets go of the GIL), so that other streams go on."""
+"""Longer prompts are tokenized in a thread (the library releases the GIL), so that other streams go on."""
 
 
 class _Inbox:
@@ -41,7 +41,7 @@ class _Inbox:
         self._arrived.set()
 
     async def take(self) -> list[Event]:
-        """All that has come, at least one event. No deadline here: the session ends every stream by its own."""
+        """Return all events that have arrived, at least one. The session guarantees an end by its own deadline."""
         await self._arrived.wait()
         self._arrived.clear()
         events, self._events = self._events, []
@@ -50,7 +50,7 @@ class _Inbox:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What a connected client has."""
+    """The parts of a client that is connected."""
 
     session: Session
     streams: StreamFactory
@@ -75,15 +75,19 @@ class AsyncClient:
         keys: KeysOption = None,
     ) -> None:
         """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
-        another; `timeout_s` is how long an engine may load before it answers; one that owes tokens and is silent for
+        another; `timeout_s` is how long an engine may load before it answers; one that has requests and is silent for
         `heartbeat_timeout_s` counts as dead; `keys` is the folder that `vllm-lite keys` made for this client (default:
         VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
-        self._model = model
-        self._timeout_s = timeout_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._keys = keys
+        self._connect = partial(
+            Session.connect,
+            address,
+            model=model,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            keys=keys,
+        )
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
@@ -100,7 +104,7 @@ class AsyncClient:
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         keys: KeysOption = None,
     ) -> "AsyncClient":
-        """A connected client; parameters as above. Raises EngineError, ModelError for a bad tokenizer, or
+        """Make a client and connect it; parameters as above. Raises EngineError, ModelError for a bad tokenizer, or
         ConfigError for missing keys."""
         client = cls(
             address,
@@ -118,9 +122,7 @@ class AsyncClient:
                 self._link = await asyncio.to_thread(self._open, asyncio.get_running_loop())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -130,15 +132,15 @@ class AsyncClient:
 
     @property
     def engine(self) -> Welcome:
-        """What the engine said of itself: model, limits, number and size of its KV blocks."""
+        """The engine's description: model, limits, number and size of its KV blocks."""
         return self._connected().session.welcome
 
     async def get_tokenizer(self) -> "ChatTokenizer":
-        """encode, decode and apply_chat_template, as generate() uses them. Raises ModelError."""
+        """Get the tokenizer that generate() uses: encode, decode, apply_chat_template. Raises ModelError."""
         from vllm_lite.client.chat import ChatTokenizer
 
-        words, engine = self._connected().streams.tokenizer, self.engine
-        return ChatTokenizer(words, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
+        tokenizer, engine = self._connected().streams.tokenizer, self.engine
+        return ChatTokenizer(tokenizer, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
 
     async def generate(
         self,
@@ -146,8 +148,8 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`; each output holds all text and tokens so far, or what else `output_kind` of the
-        parameters says. The last one has `finished` set.
+        """Continue `prompt`. Each output holds all text and tokens so far, or what `output_kind` of the sampling
+        params asks for. The last one has `finished` set.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -165,7 +167,7 @@ class AsyncClient:
         """Branch a request of this client that is being read, from the tokens its reader has seen so far.
 
         Each of the `n` iterators begins with those tokens and goes on with a seed of its own; its outputs hold them
-        all, and `max_tokens` counts them. The request itself notices nothing. `sampling_params` default to its own; a
+        all, and `max_tokens` counts them. The request itself goes on unchanged. `sampling_params` default to its own; a
         seed given there is the first fork's, the others add 1, 2, ... . Request and forks have one sample each (n=1).
         Raises RequestError.
         """
@@ -181,7 +183,7 @@ class AsyncClient:
         forks = [self._follow(stream, is_fork=True) for stream in streams]
         try:
             for fork in forks:
-                await anext(fork)  # sends it; from here on whoever drops the iterator aborts the request
+                await anext(fork)  # sends it; from here on closing the iterator aborts the fork
         except BaseException:
             for fork in forks:
                 await fork.aclose()
@@ -200,7 +202,7 @@ class AsyncClient:
         return await self._answer(self._connected().session.request_stats())
 
     async def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Forget all that is cached; what runs goes on. Raises EngineError if the engine does not answer in time."""
+        """Empty the prefix cache; running requests go on. Raises EngineError if the engine does not answer in time."""
         return await self._answer(self._connected().session.reset_prefix_cache())
 
     # ---- inside
@@ -212,8 +214,7 @@ class AsyncClient:
             raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
 
     async def _follow(self, stream: RequestStream, *, is_fork: bool = False) -> AsyncGenerator[RequestOutput, None]:
-        """Send the request and tell how it comes on. That of a fork is sent by the first step, which tells what it
-        has."""
+        """Send the request and yield its outputs. The first output of a fork is what it inherits, before any event."""
         session, request_id = self._connected().session, stream.request_id
         if request_id in self._inboxes:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
@@ -230,7 +231,7 @@ class AsyncClient:
                         session.submit(stream.message(), self._arrive)
                     else:
                         stream.apply(event)
-                stream.settle(session)  # before its reader takes the news
+                stream.settle(session)  # before the output is read
                 if stream.error is not None:
                     raise stream.error
                 if stream.finished or (not stream.ends_at_once and any(map(shows, events))):
@@ -240,13 +241,7 @@ class AsyncClient:
             session.drop(request_id)
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> _Link:
-        session = Session.connect(
-            self.address,
-            model=self._model,
-            timeout_s=self._timeout_s,
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
-            keys=self._keys,
-        )
+        session = self._connect()
         try:
             return _Link(session, StreamFactory.load(session.welcome, self._tokenizer), loop)
         except BaseException:
@@ -266,7 +261,7 @@ class AsyncClient:
         return make(prompt, params, request_id)
 
     def _arrive(self, events: list[Event]) -> None:
-        """On the session's thread: one call into the loop for one message, however many streams it is for."""
+        """Runs on the session's thread: one call into the loop for each message, however many streams it is for."""
         self._connected().loop.call_soon_threadsafe(self._sort, events)
 
     def _sort(self, events: list[Event]) -> None:

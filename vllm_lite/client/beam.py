@@ -1,4 +1,4 @@
-"""Beam search as vLLM's users know it: its parameters, and its results made of a request's."""
+"""Beam search under vLLM's names: its params, and its results, made from those of a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from vllm_lite.protocol.params import SamplingParams
 class BeamSearchParams:
     """Keep the `beam_width` likeliest continuations of a prompt, for at most `max_tokens` tokens.
 
-    They are ranked by cum_logprob / num_generated ** length_penalty. `early_stopping` ends a search as soon as that
-    many have ended, and not only when no other can be better. The search follows the model's own logprobs, so
-    `temperature` must be 0. `include_stop_str_in_output` shows the text of a token in `stop_token_ids`.
+    They are ranked by cum_logprob / num_generated ** length_penalty. `early_stopping` ends a search as soon as
+    `beam_width` beams have ended, and not only when no other can be better. The search follows the model's own
+    logprobs, so `temperature` must be 0. `include_stop_str_in_output` shows the text of a token in `stop_token_ids`.
 
     Raises ValueError or TypeError with the name, the value and the range.
     """
@@ -42,7 +42,7 @@ class BeamSearchParams:
             raise type(error)(f"beam_width{message[1:]}") from None
 
     def sampling_params(self) -> SamplingParams:
-        """The same as a request's."""
+        """The sampling params of a request that does this search."""
         return SamplingParams(
             use_beam_search=True,
             n=self.beam_width,
@@ -56,7 +56,7 @@ class BeamSearchParams:
 
 
 def beams_of(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """The beams that a request with use_beam_search has found."""
+    """Read the beams from the output of a request with use_beam_search."""
     prompt = output.prompt_token_ids
     return BeamSearchOutput([_sequence(prompt, found, tokenizer) for found in output.outputs], prompt)
 

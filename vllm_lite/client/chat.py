@@ -1,4 +1,4 @@
-"""Chats in Python: messages through the checkpoint's template, and a tokenizer with the methods that scripts know."""
+"""Chats in Python: messages through the checkpoint's template, and a tokenizer under transformers' names."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,15 +10,15 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
 Conversation = Sequence[Message]
-"""Its messages, the oldest first."""
+"""The messages, the oldest first."""
 
 
 class ChatTokenizer:
-    """A checkpoint's tokenizer and chat template. Methods have the names and defaults of transformers' tokenizers,
-    where these have them."""
+    """A checkpoint's tokenizer and chat template. Its methods have the names and defaults that they have in
+    transformers."""
 
     def __init__(self, tokenizer: Tokenizer | None, folder: str | Path, eos_token_ids: Sequence[int] = ()) -> None:
-        """Both come from `folder`; the template is read when it is needed. Raises ModelError without a tokenizer."""
+        """The template is read from `folder` when it is needed. Raises ModelError without a tokenizer."""
         if tokenizer is None:
             raise ModelError(f"{folder} has no tokenizer; give token ids to generate()")
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class ChatTokenizer:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError for what is not Unicode."""
+        """Tokenize `text`. Raises RequestError if it is not valid Unicode."""
         return encode(text, self._tokenizer, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -53,7 +53,7 @@ class ChatTokenizer:
         chat_template: str | Path | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt for `conversation`, as token ids or as text; `variables` are the template's.
+        """Make the prompt for `conversation`, as token ids or as text; `variables` are the template's.
 
         `chat_template` replaces the checkpoint's: Jinja, or a file with it. Raises RequestError or ModelError.
         """
@@ -63,10 +63,10 @@ class ChatTokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template has written them
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template added them
 
     def template(self, given: str | Path | None = None) -> ChatTemplate:
-        """The checkpoint's, or the one that is given: Jinja, or a file with it. Raises ModelError if there is none."""
+        """Get the checkpoint's template, or compile the given one (Jinja or a file). Raises ModelError for none."""
         if given is not None:
             template = ChatTemplate.load(self._folder, given)
         else:
@@ -77,14 +77,14 @@ class ChatTokenizer:
 
 
 def conversations(messages: Any) -> list[Conversation]:
-    """One conversation or several. Raises RequestError."""
+    """Make a list of one conversation or several. Raises RequestError."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError(f"messages must be a list of messages or of such lists, got {type(messages).__name__}")
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
 def plain_messages(messages: Conversation) -> list[Message]:
-    """Messages as templates know them, with one text each. Raises RequestError for one that is none."""
+    """Bring messages into the form that templates expect, with one text each. Raises RequestError for a bad one."""
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"a conversation must be a list of at least one message, got {str(messages)[:100]!r}")
     return [_plain(message, place) for place, message in enumerate(messages)]

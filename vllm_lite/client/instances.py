@@ -1,8 +1,8 @@
-"""The engines and servers of this user: each leaves a record in its run directory, by which ps finds and kill ends it.
+"""The engines and servers of this user. Each leaves a record in its run directory, by which ps finds and kill ends it.
 
-A record may outlive what it tells of, and a pid may have passed to a stranger. So a process is believed to be ours only
-if its start time and its command line are those of the record; it is signalled through a descriptor that was opened
-before that was looked at, which no later process can get.
+A record may outlive its process, and the pid may belong to another one by then. So a process counts as the recorded one
+only if its start time and its command line are the same. It is signalled through a pidfd that was opened before that
+check, which no later process can get.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -29,16 +29,16 @@ from vllm_lite.transport.zmq import answers
 
 RECORD = "instance.json"
 PREFIX = "vl-"
-"""Of the names of run directories."""
+"""How the names of run directories begin."""
 ASK_S = 1.0
 EXEC_S = 0.5
 LAST_S = 5.0
-"""How long the kernel may take to end a killed process, or a process to end after the one it belongs to."""
+"""How long the kernel may take to end a killed process, or an engine to end after its server."""
 _MAX_RECORD_BYTES = 1 << 20
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process, told from all that have or will have its pid."""
+    """The identity of a process, which no other process with the same pid has."""
 
     pid: Annotated[int, Meta(ge=1)]
     start_ticks: int
@@ -47,14 +47,14 @@ class Process(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        """Raises OSError if there is none."""
+        """Identify the process that has this pid now. Raises OSError if there is none."""
         deadline_s = time.monotonic() + EXEC_S
         while not Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
             time.sleep(0.001)  # Popen returns when the new program is sure to run, a moment before it has arguments
         return cls(pid, int(_stat(pid)[19]), _command(pid))
 
     def state(self) -> str | None:
-        """The kernel's letter, None if it is gone, or if what has its pid is another, or another user's."""
+        """The kernel's letter for its state; None if it is gone, even if another process has its pid."""
         try:
             fields = _stat(self.pid)
             same = int(fields[19]) == self.start_ticks and os.stat(f"/proc/{self.pid}").st_uid == os.getuid()
@@ -64,7 +64,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in a run directory. `url` and `server` are set where there is an HTTP server."""
+    """The record in a run directory. `url` and `server` are set if there is an HTTP server."""
 
     model: str
     address: str
@@ -79,7 +79,7 @@ State = Literal["serving", "starting", "not answering", "stopped", "stale"]
 
 
 class Instance(NamedTuple):
-    """A record and what was found of it."""
+    """A record, and the state in which its processes were found."""
 
     folder: Path
     record: Record
@@ -89,12 +89,12 @@ class Instance(NamedTuple):
 
     @property
     def process(self) -> Process:
-        """The one that ends all of them."""
+        """The process whose end ends the others."""
         return _main(self.record)
 
 
 def write(run_dir: str, record: Record) -> None:
-    """Leave or replace the record in a run directory. One that is gone, or a full disk, harms nobody."""
+    """Write or replace the record in a run directory. A missing directory or a full disk is ignored."""
     with suppress(OSError):
         path = Path(run_dir) / RECORD
         draft = path.with_suffix(f".{os.getpid()}")
@@ -104,7 +104,7 @@ def write(run_dir: str, record: Record) -> None:
 
 
 def find() -> list[Instance]:
-    """All instances of this user below TMPDIR, the oldest first, each asked how it is."""
+    """Find all instances of this user below TMPDIR, the oldest first, and ask each for its state."""
     found = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -119,7 +119,7 @@ def find() -> list[Instance]:
 
 
 def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
-    """Those that `target` names: a pid, "all", a model's name, or that of a run directory."""
+    """Select the instances that `target` names: a pid, "all", a model's name, or the name of a run directory."""
     if target == "all":
         return list(instances)
     return [
@@ -130,7 +130,7 @@ def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
 
 
 def clean(instance: Instance) -> None:
-    """Remove what a dead instance left: its run directory, and its socket where that lies elsewhere."""
+    """Remove what a dead instance left: its run directory, and its socket if that lies elsewhere."""
     address = instance.record.address
     shutil.rmtree(instance.folder, ignore_errors=True)
     if address.startswith("ipc://") and not answers(address):
@@ -144,12 +144,12 @@ Ending = Literal["ended", "killed", "still running", "was gone"]
 
 
 def end(instance: Instance, timeout_s: float, *, force: bool) -> Ending:
-    """SIGTERM, wait at most `timeout_s`, then SIGKILL if `force`. Nothing is signalled that is not verified."""
+    """Send SIGTERM, wait at most `timeout_s`, then send SIGKILL if `force`; only to processes that are verified."""
     ending = _end(instance.process, timeout_s, force=force)
     if ending != "still running":
         deadline_s = time.monotonic() + LAST_S
         while instance.record.engine.state() is not None and time.monotonic() < deadline_s:
-            time.sleep(0.02)  # it ends with its server, by itself
+            time.sleep(0.02)  # the engine ends by itself after its server
         if instance.record.engine.state() is not None and force:
             _end(instance.record.engine, LAST_S, force=True)
         if instance.record.engine.state() is None:
@@ -174,7 +174,7 @@ def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
             return "still running"
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return "killed" if watch.poll(1000 * LAST_S) else "still running"
-    except ProcessLookupError:  # between the look and the signal
+    except ProcessLookupError:  # it ended between check and signal
         return "ended"
     finally:
         os.close(descriptor)
@@ -194,16 +194,9 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
 
 
 def _ask(address: str) -> Stats | None:
-    try:
-        session = Session.connect(address, timeout_s=ASK_S)
-    except VllmLiteError:
-        return None
-    try:
+    with suppress(VllmLiteError), closing(Session.connect(address, timeout_s=ASK_S)) as session:
         return session.stats(ASK_S)
-    except VllmLiteError:
-        return None
-    finally:
-        session.close()
+    return None
 
 
 def _main(record: Record) -> Process:
@@ -218,7 +211,7 @@ def _pids(record: Record) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on, the state."""
+    """Read the fields of /proc/PID/stat from the third on, which is the state."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -227,7 +220,7 @@ def _command(pid: int) -> str:
 
 
 def _memory() -> dict[int, tuple[int, int]]:
-    """Of every process: its parent, and the bytes it has in memory."""
+    """Map each pid to its parent and its bytes in memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     found = {}
     for entry in Path("/proc").iterdir():
@@ -239,9 +232,9 @@ def _memory() -> dict[int, tuple[int, int]]:
 
 
 def _tree_bytes(root: int, sizes: dict[int, tuple[int, int]]) -> int:
-    """Of a process and all below it."""
-    family, grows = {root}, True
+    """Sum the memory of a process and all its descendants."""
+    tree, grows = {root}, True
     while grows:
-        more = {pid for pid, (parent, _) in sizes.items() if parent in family} - family
-        family, grows = family | more, bool(more)
-    return sum(sizes[pid][1] for pid in family if pid in sizes)
+        more = {pid for pid, (parent, _) in sizes.items() if parent in tree} - tree
+        tree, grows = tree | more, bool(more)
+    return sum(sizes[pid][1] for pid in tree if pid in sizes)

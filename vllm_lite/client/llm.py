@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
-from vllm_lite.client.generation import generation_defaults
 from vllm_lite.client.launch import launch
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import Progress
 from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
@@ -27,20 +26,21 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
 
 _LOOK_S = 1.0
-"""How often a wait looks around; the session ends every stream by a deadline of its own."""
-_LATER = frozenset({"encode", "embed", "classify", "score", "reward"})
-_ONLY: dict[str, tuple[Any, str]] = {
+"""How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
+_UNSUPPORTED_METHODS = frozenset({"encode", "embed", "classify", "score", "reward"})
+_FIXED_SETTINGS: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code of a checkpoint is ever run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
     "skip_tokenizer_init": (False, "a model without a tokenizer needs no setting"),
     "enable_lora": (False, "LoRA is not supported yet"),
     "cpu_offload_gb": (0, "weights stay on their device"),
 }
-"""Settings that scripts written for vLLM have, and why they have one value here."""
+"""Settings of vLLM that have only one possible value here, and why."""
 
 
 class LLM:
-    """An engine of one's own, for scripts. It ends with `close()`, with the `with` block, or with the interpreter."""
+    """Generates text for scripts, with an engine of its own, which ends with `close()`, the `with` block, or the
+    interpreter."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class LLM:
         """
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
-        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_own(settings)}
-        words: Tokenizer | None = None
+        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_variable(settings)}
+        loaded: Tokenizer | None = None
         defaults: dict[str, Any] = {}
 
-        def load_words(config: ResolvedConfig) -> None:
-            nonlocal words, defaults
-            words = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
+        def load_text_parts(config: ResolvedConfig) -> None:
+            nonlocal loaded, defaults
+            loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             if generation_config == "auto":
                 defaults = generation_defaults(config.model)
 
-        self._launched = launch(EngineConfig.load(given), meanwhile=load_words)
+        self._launched = launch(EngineConfig.load(given), meanwhile=load_text_parts)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:
-            self._streams = StreamFactory(self._launched.engine, words)
+            self._streams = StreamFactory(self._launched.engine, loaded)
         except BaseException:
             self.close()
             raise
@@ -85,9 +85,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -99,7 +97,7 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in _LATER:
+            if name in _UNSUPPORTED_METHODS:
                 raise AttributeError(f"LLM has no {name}() yet: this engine generates text only")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -110,16 +108,16 @@ class LLM:
 
     @property
     def engine(self) -> Welcome:
-        """What the engine said of itself: model, limits, number and size of its KV blocks."""
+        """The engine's description: model, limits, number and size of its KV blocks."""
         return self._launched.engine
 
     @property
     def address(self) -> str:
-        """Where AsyncClient and others reach the same engine."""
+        """The address at which other clients reach the same engine."""
         return self._launched.address
 
     def get_tokenizer(self) -> "ChatTokenizer":
-        """encode, decode and apply_chat_template, as generate() and chat() use them. Raises ModelError."""
+        """Get the tokenizer that generate() and chat() use: encode, decode, apply_chat_template. Raises ModelError."""
         if self._tokenizer is None:
             from vllm_lite.client.chat import ChatTokenizer
 
@@ -128,7 +126,7 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: the model's recommendation, if it has one."""
+        """Get the sampling params that are used where none are given: the model's own, if it recommends any."""
         return SamplingParams(**self._defaults)
 
     def stats(self) -> Stats:
@@ -136,7 +134,7 @@ class LLM:
         return self._launched.session.stats()
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Forget all that is cached; how much that was. Raises EngineError if the engine does not answer."""
+        """Empty the prefix cache and return how much it held. Raises EngineError if the engine does not answer."""
         session = self._launched.session
         return session.wait(session.reset_prefix_cache())
 
@@ -174,8 +172,8 @@ class LLM:
         """Answer one conversation, a list of {"role": ..., "content": ...}, or several.
 
         The checkpoint's chat template makes prompts of them, or `chat_template`: Jinja, or a file with it.
-        `chat_template_kwargs` are variables for it. With `continue_final_message`, which takes
-        add_generation_prompt=False, the last message is gone on with. Raises as generate() does, and ModelError if
+        `chat_template_kwargs` are variables for it. `continue_final_message`, which needs add_generation_prompt=False,
+        continues the last message. Raises as generate() does, and ModelError if
         there is no template or no tokenizer.
         """
         from vllm_lite.client.chat import conversations, plain_messages
@@ -200,7 +198,7 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Search each prompt's likeliest continuations. Raises as generate() does.
+        """Find each prompt's likeliest continuations. Raises as generate() does.
 
         generate() does the same, beside other requests, with use_beam_search in its SamplingParams.
         """
@@ -263,24 +261,24 @@ class LLM:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """An error about one of several says which."""
+    """Put `name`, which says which of several prompts it is, before the text of an error."""
     try:
         yield
     except RequestError as error:
         raise RequestError(f"{name}: {error}" if name else str(error)) from error
 
 
-def _own(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without those of other engines that have their only meaning here. Raises ConfigError for another value."""
-    for name in settings.keys() & _ONLY:
-        only, why = _ONLY[name]
+def _variable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Drop the settings that can only have one value. Raises ConfigError for another value."""
+    for name in settings.keys() & _FIXED_SETTINGS:
+        only, why = _FIXED_SETTINGS[name]
         if settings[name] not in (only, None):
             raise ConfigError(f"{name} can only be {only!r}, got {settings[name]!r}: {why}")
-    return {name: value for name, value in settings.items() if name not in _ONLY}
+    return {name: value for name, value in settings.items() if name not in _FIXED_SETTINGS}
 
 
 def _as_list(prompts: Any) -> list[PromptLike]:
-    """One prompt or several: a list of integers is one prompt of token ids."""
+    """Make a list of one prompt or several. A list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         one: Any = prompts
         return [one]

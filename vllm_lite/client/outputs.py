@@ -1,4 +1,4 @@
-"""What a user gets, under the names that vLLM's users know."""
+"""The results that a user gets, under vLLM's names."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of time.monotonic(), in seconds; None for what has not happened."""
+    """Times of time.monotonic(), in seconds; None until the event happens."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -30,7 +30,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of the prompt, from its beginning (of a DELTA: what is new of it).
+    """One continuation of the prompt, from its beginning (with output kind DELTA: its new part).
 
     `token_ids` holds every generated token, those of a stop string or the end token included; `text` excludes them
     unless asked for. `logprobs[i]` maps token ids to candidates for `token_ids[i]`, the sampled one first.
@@ -53,10 +53,10 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A request so far. `outputs` has its n samples by index; with best_of and beam search they are ranked, best first.
-    A DELTA has those of which there is something new.
+    With output kind DELTA it has only the samples with something new.
 
     `prompt_logprobs[i]`, where asked for, maps token ids to candidates for `prompt_token_ids[i]`, that token first; it
-    is None for the first token, which nothing comes before. `num_cached_tokens`, known when a sample has ended, counts
+    is None for the first token, which has no context. `num_cached_tokens`, known when a sample has ended, counts
     prompt tokens whose KV was cached.
     """
 
@@ -73,7 +73,7 @@ class RequestOutput:
 @dataclass(slots=True)
 class BeamSearchSequence:
     """One beam. `tokens` and `text` hold the prompt too, the end token and other special tokens included;
-    `cum_logprob` and the rest are of what was generated."""
+    `cum_logprob` and the rest concern the generated tokens."""
 
     tokens: list[int]
     cum_logprob: float
@@ -84,7 +84,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What was found for one prompt: as many sequences as beams, best first."""
+    """The beams found for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
     prompt_token_ids: list[int]

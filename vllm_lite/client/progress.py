@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -17,22 +16,20 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._show()
             self._bar.close()
 
     def tokens(self, count: int) -> None:
-        """`count` more tokens have come."""
+        """Count `count` more tokens."""
         self._num_tokens += count
         if self._bar is not None:
             self._show()
-            self._bar.update(0)  # draws if it is time to
+            self._bar.update(0)  # redraws if due
 
     def request(self) -> None:
-        """One more request has ended."""
+        """Count one more finished request."""
         if self._bar is not None:
             self._bar.update(1)
 
@@ -45,7 +42,7 @@ def _make_bar(total: int) -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        """Without the semaphore (for other processes) and the thread that tqdm makes by default."""
+        """A tqdm without the semaphore (for other processes) and the thread that it makes by default."""
 
         _lock = threading.RLock()
         monitor_interval = 0

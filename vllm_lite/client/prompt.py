@@ -1,4 +1,4 @@
-"""What a user may ask, checked before anything is sent. Each error names the wrong value and what would be right."""
+"""Checks prompts and params before anything is sent. Each error names the wrong value and what would be right."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """`prompt` is the text that they came from, for the output; nothing is made of it."""
+    """`prompt` is the text that the ids came from. It is only copied to the output."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
 
 
 MIN_TEXT_BYTES = 512 * 1024
-"""What may always be tokenized at once: the library takes about 180 bytes of memory for a byte of text."""
+"""A text of this size may always be tokenized at once: the library takes about 180 bytes of memory per byte of text."""
 BYTES_PER_TOKEN = 32
-"""On the average of a whole prompt: a text of more bytes for each token of the context is not looked at."""
+"""The most bytes per token, on the average of a prompt. A text with more per token of the context is not tokenized."""
 USUAL_BYTES_PER_TOKEN = 4
 
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -46,11 +46,11 @@ def read_prompt(
     params: SamplingParams,
     check: Callable[[], None] = lambda: None,
 ) -> Prompt:
-    """Tokenize and check one prompt, behind which at least one token has to fit.
+    """Tokenize and check one prompt. At least one generated token has to fit behind it.
 
-    `max_tokens` says how many there may be at most; where fewer fit the engine ends with these. If `params` cut the
-    prompt, only its last tokens count, together with those that a tokenizer puts at the ends of a text. Raises
-    RequestError, or what `check` raises, which is called now and then while a long text is tokenized.
+    `max_tokens` is an upper limit; where fewer fit, the engine stops there. If `params` truncate the prompt, its last
+    tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises RequestError,
+    and what `check` raises, which is called now and then while a long text is tokenized.
     """
     plain, text = _unwrap(given)
     most, kept = limits.max_model_len, _num_kept(params, limits)
@@ -70,7 +70,7 @@ def read_prompt(
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:
-    """How many tokens of a prompt are kept, None = all."""
+    """How many tokens of a prompt are kept; None means all."""
     if params.truncate_prompt_tokens != -1:
         return params.truncate_prompt_tokens
     return max(1, limits.max_model_len - (params.max_tokens or 1))
@@ -90,9 +90,9 @@ def check_text(
 ) -> None:
     """Raise RequestError for a text that is too long to be tokenized, ContextLengthError if it exceeds the context.
 
-    One of a usual length for the context passes, as it will be tokenized whole, and so many bytes are too many in any
-    case. In between, slices of it are tokenized, one after the other, until their tokens are too many. If `params` cut
-    it only a part of the tokens has to fit, and without `params` none; then it is memory that bounds them.
+    A text of a usual length for the context passes, as it will be tokenized whole. More than max_text_bytes() are too
+    many in any case. In between, slices are tokenized, one after the other, until their tokens are too many. If
+    `params` truncate the text, only a part of its tokens has to fit, and without `params` none; then memory bounds it.
     """
     num_bytes = _num_bytes(text)
     if num_bytes > max_text_bytes(max_model_len):
@@ -109,7 +109,7 @@ def check_text(
 
 
 def too_many_bytes(num_bytes: int, max_model_len: int, params: SamplingParams | None) -> RequestError:
-    """What is said of a text of more than max_text_bytes; of how many tokens it would have, these tell enough."""
+    """Make the error for a text of more than max_text_bytes(). It estimates the tokens without counting them."""
     if params is not None and not _is_cut(params):
         return ContextLengthError(max_model_len, num_bytes // BYTES_PER_TOKEN, params.max_tokens)
     most = f"{max_text_bytes(max_model_len)} are tokenized for a context of {max_model_len} tokens"
@@ -121,12 +121,12 @@ def _is_cut(params: SamplingParams | None) -> bool:
 
 
 def _num_bytes(text: str) -> int:
-    """In UTF-8. Raises RequestError for what is not Unicode."""
+    """Count the bytes in UTF-8. Raises RequestError for a text that is not valid Unicode."""
     if text.isascii():
         return len(text)
     try:
         return len(text.encode())
-    except UnicodeEncodeError as error:  # a lone surrogate, of which the library would not tell where it is
+    except UnicodeEncodeError as error:  # a lone surrogate, whose position the library would not report
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
 
 
@@ -149,14 +149,14 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: We
 
 
 def check_room(prompts: Iterable[Prompt], max_tokens: int | None, max_model_len: int) -> None:
-    """Refuse a `max_tokens` that no prompt leaves room for; a smaller one is cut to what fits. Raises
+    """Refuse a `max_tokens` above the context, however short the prompt; a smaller one is cut to what fits. Raises
     ContextLengthError."""
     if max_tokens is not None and max_tokens > max_model_len:
         raise ContextLengthError(max_model_len, max(len(prompt.token_ids) for prompt in prompts), max_tokens)
 
 
 def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> None:
-    """Check what a fork of a request with `have` tokens so far may ask. Raises RequestError."""
+    """Check the params of a fork of a request with `have` tokens so far. Raises RequestError."""
     for whose, which in (("of the request to fork", parent), ("of a fork", params)):
         if which.use_beam_search or (which.best_of or which.n) > 1:
             raise RequestError(f"the sampling_params {whose} must have one sample (n=1), and no beams")
@@ -169,7 +169,7 @@ def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> Non
 
 
 def _unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
-    """The prompt, and the text beside token ids."""
+    """Separate the prompt from the text that may stand beside token ids. Raises RequestError."""
     plain, text = given, None
     if isinstance(given, Mapping):
         if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
@@ -189,7 +189,7 @@ def _unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
 def encode(
     text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, num_kept: int | None = None
 ) -> list[int]:
-    """Token ids of a text that a user gave. Raises RequestError."""
+    """Tokenize a user's text. Raises RequestError."""
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
     _num_bytes(text)

@@ -1,24 +1,18 @@
-"""One sample of a request: tokens in, its text and logprobs out. A request has one for each continuation."""
+"""The results of one request as they arrive: Samples, a reader's Cursor over each, the logprobs of the prompt."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_lite.client.outputs import CompletionOutput, Logprob
 from vllm_lite.client.text.detokenizer import Detokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
-
-
-class _Told(NamedTuple):
-    """How much has been shown."""
-
-    chars: int = 0
-    tokens: int = 0
-    ended: bool = False
+from vllm_lite.protocol.api import Finished, FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 
 
 class Sample:
-    """Ends when the engine says so or, before that, at a stop string; what comes then is ignored."""
+    """One continuation: takes tokens, holds their text and logprobs.
+
+    It ends when the engine says so or, before that, at a stop string; what arrives afterwards is ignored.
+    """
 
     def __init__(
         self, detokenizer: Detokenizer | None, tokenizer: Tokenizer | None, *, logprobs: bool, include_stop: bool
@@ -33,7 +27,6 @@ class Sample:
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._include_stop = include_stop
-        self._told = _Told()
 
     def apply(self, event: Tokens | Finished) -> None:
         """Take the next event, which is no error."""
@@ -54,7 +47,7 @@ class Sample:
         self.stop_reason = stop
 
     def inherit(self, parent: "Sample") -> None:
-        """Begin with all that `parent` has. Its text was searched for stop strings already, and not for these."""
+        """Begin with all that `parent` has. Its text is not searched for this sample's stop strings."""
         self._take(parent.token_ids, None, is_stop=False)
         if self.logprobs is not None:
             self.logprobs += parent.logprobs or []
@@ -72,21 +65,8 @@ class Sample:
             stop_reason=self.stop_reason,
         )
 
-    def delta(self, index: int, *, logprobs: bool) -> CompletionOutput | None:
-        """What output() shows and no delta() before has shown; None if that is nothing."""
-        told, ended = self._told, self.finish_reason is not None
-        if told.ended or (not ended and len(self.token_ids) == told.tokens):
-            return None
-        shown = self.output(index, logprobs=logprobs)
-        self._told = _Told(len(shown.text), len(shown.token_ids), ended)
-        shown.text = shown.text[told.chars :]
-        del shown.token_ids[: told.tokens]
-        if shown.logprobs is not None:
-            del shown.logprobs[: told.tokens]
-        return shown
-
     def _take(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None, *, is_stop: bool) -> None:
-        """New tokens, up to a stop string. `is_stop`: the last one is a stop token."""
+        """Append new tokens, up to a stop string. `is_stop`: the last one is a stop token."""
         taken = len(token_ids)
         if self._detokenizer is not None:
             hidden = is_stop and not self._include_stop
@@ -100,8 +80,74 @@ class Sample:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in entries)
 
 
+class Cursor:
+    """Knows how much of a sample its reader has. Each delta() begins where the one before it ended."""
+
+    __slots__ = ("_ended", "_index", "_num_chars", "_num_tokens", "_sample")
+
+    def __init__(self, index: int, sample: Sample) -> None:
+        """`index` is the sample's in its request."""
+        self._index = index
+        self._sample = sample
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._ended = False
+
+    def delta(self) -> CompletionOutput | None:
+        """The new part of the sample: text, tokens, their logprobs, and its end; None if nothing is new.
+
+        `cumulative_logprob` is of all tokens. An error ends the whole request and is reported there, not as a finish
+        reason here.
+        """
+        sample, start, num_chars = self._sample, self._num_tokens, self._num_chars
+        reason = None if sample.finish_reason == "error" else sample.finish_reason
+        if self._ended or (reason is None and len(sample.token_ids) == start):
+            return None
+        self._num_tokens, self._num_chars = len(sample.token_ids), len(sample.text)
+        self._ended = sample.finish_reason is not None
+        return CompletionOutput(
+            index=self._index,
+            text=sample.text[num_chars:],
+            token_ids=sample.token_ids[start:],
+            cumulative_logprob=sample.cumulative_logprob,
+            logprobs=None if sample.logprobs is None else sample.logprobs[start:],
+            finish_reason=reason,
+            stop_reason=sample.stop_reason,
+        )
+
+
+class PromptScores:
+    """The logprobs of a prompt. They stay packed until `entries` is read: a long prompt has many, and the thread that
+    receives them serves other requests too."""
+
+    def __init__(self, tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids = token_ids
+        self._received: list[TokenLogprobs] = []
+        self._entries: list[dict[int, Logprob] | None] = [None]
+
+    @property
+    def entries(self) -> list[dict[int, Logprob] | None]:
+        """`entries[i]` maps token ids to candidates for prompt token i; None for the first one. Safe in any thread."""
+        entries = self._entries
+        if len(entries) <= len(self._received):
+            place = len(entries)
+            new = zip(self._token_ids[place:], self._received[place - 1 :], strict=False)
+            entries = self._entries = entries + [candidates(self._tokenizer, *item) for item in new]
+        return entries
+
+    @property
+    def complete(self) -> bool:
+        return len(self._received) + 1 == len(self._token_ids)
+
+    def take(self, scores: PromptLogprobs) -> None:
+        """Append the next ones. A request that is sent again repeats those that are known."""
+        new = scores.entries[max(0, len(self._received) + 1 - scores.start) :]
+        self._received += new[: len(self._token_ids) - 1 - len(self._received)]
+
+
 def candidates(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """Of one place: the token that is there, then the most likely others, most likely first."""
+    """The candidates for one position: first the token that stands there, then the others, most likely first."""
     found = {token_id: _logprob(tokenizer, token_id, entry.logprob, entry.rank)}
     for rank, (other, logprob) in enumerate(entry.top, 1):
         if other != token_id:

@@ -1,8 +1,8 @@
 """Session: one connection to one engine, and the one thread that owns it.
 
-Other threads put what they want into a deque and wake that thread; it calls their sinks with what the engine says,
-once per message and sink. Every stream that was submitted ends with one Finished for each of its samples, or with one
-that tells an error, or with one Failure.
+Other threads append their messages to a deque and wake that thread. It calls their sinks with the outputs of the
+engine, once for each message and sink. Every submitted stream ends in one of three ways: with one Finished for each of
+its samples, with one Finished that carries an error, or with one Failure.
 """
 
 import os
@@ -47,15 +47,16 @@ from vllm_lite.transport import Connection, Delivery, KeysOption
 from vllm_lite.transport.interface import poller
 
 Sink = Callable[[list[Event]], None]
-"""Takes the events of one message for all streams that share it, on the session's thread: it must not block."""
+"""Takes the events of one message, for all streams that share the sink. It runs on the session's thread and must not
+block."""
 
 DEFAULT_TIMEOUT_S = 60.0
 HEARTBEAT_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 _ALIVE_POLL_S = 0.05
-_LAST_WORDS_S = 0.5
-"""How long the reason of an engine's end may take to become known after its end."""
+_REASON_S = 0.5
+"""How long after an engine's end the session waits for the reason of it."""
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
@@ -66,15 +67,15 @@ logger = log.get(__name__)
 
 
 @dataclass(slots=True)
-class _Live:
-    """A stream that has not ended. `have` counts, for each sample that has not ended, the tokens its sink was given."""
+class _OpenStream:
+    """A stream that has not ended. `have` maps each sample that has not ended to the number of tokens its sink got."""
 
     sink: Sink
     have: dict[int, int]
 
 
 class Session:
-    """See the module. Made by `Session.connect`; every method may be called from any thread."""
+    """One connection to an engine. `Session.connect` makes it; every method may be called from any thread."""
 
     def __init__(
         self,
@@ -93,14 +94,15 @@ class Session:
         self._last_heard_s = time.monotonic()
         self._wakeup = Wakeup()
         self._closing = False
-        self._end: str | None = None  # why the engine ended, if somebody else found out
-        # What several threads change, always under the lock:
+        self._reported_end: str | None = None  # why the engine ended, from fail()
+        # Several threads change what follows, always under the lock.
         self._lock = threading.Lock()
         self._outgoing: deque[FromClient] = deque()
-        self._live: dict[str, _Live] = {}
-        self._leaving: dict[str, deque[set[int]]] = {}
-        """Streams dropped here, oldest first: which samples' ends are still to come."""
-        self._asked: dict[type, deque[Future[Any]]] = {kind: deque() for kind in _ANSWERS}  # answered in order
+        self._open: dict[str, _OpenStream] = {}
+        self._dropped: dict[str, deque[set[int]]] = {}
+        """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
+        id may be used again before that."""
+        self._questions: dict[type, deque[Future[Any]]] = {kind: deque() for kind in _ANSWERS}  # answered in order
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -118,10 +120,10 @@ class Session:
     ) -> "Session":
         """Shake hands with the engine at `address`, waiting while it loads.
 
-        A tcp address needs `keys`: the folder of this client's, or False for none. `alive` tells why the engine's
-        process ended, None while it runs. Raises EngineError if the engine refuses (another version or model, a failed
-        start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start because of
-        its model or configuration; ConfigError for missing keys.
+        A tcp address needs `keys`: the folder of this client's keys, or False for none. `alive()` returns None while
+        the engine's process runs, then why it ended. Raises EngineError if the engine refuses (another version or
+        model, a failed start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot
+        start because of its model or configuration; ConfigError for missing keys.
         """
         connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode(), keys)
         try:
@@ -135,43 +137,45 @@ class Session:
     @property
     def dead(self) -> EngineError | None:
         """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
-        return None if self._dead is None else _again(self._dead)
+        return None if self._dead is None else _copy(self._dead)
 
     def submit(self, message: Generate | ForkRequest, sink: Sink) -> None:
-        """Start a request; its events go to `sink`. Raises RequestError for an id in use, EngineError if dead."""
+        """Start a request, whose events go to `sink`. Raises RequestError for an id in use, EngineError if dead."""
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
         with self._lock:
             self._check_usable()
-            if request_id in self._live:
+            if request_id in self._open:
                 raise RequestError(f"request id {request_id!r} is in use; choose another")
-            if not self._live:
+            if not self._open:
                 self._last_heard_s = time.monotonic()  # an idle engine was silent with good reason
-            self._live[request_id] = _Live(sink, dict.fromkeys(range(message.params.n), message.have))
+            self._open[request_id] = _OpenStream(sink, dict.fromkeys(range(message.params.n), message.have))
             self._post(message)
 
     def is_live(self, request_id: str) -> bool:
-        """Whether the engine owes this request its end."""
+        """Whether this request has not ended."""
         with self._lock:
-            return request_id in self._live
+            return request_id in self._open
 
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
-        """Ask the engine to end a request, or some `samples` of it; their stream ends when the engine says so. Unknown
-        ids, and samples that have ended, are ignored. `stopped`: they have had all that was wanted."""
+        """Ask the engine to end a request, or some `samples` of it. Their stream ends when the engine says so.
+
+        Unknown ids and samples that have ended are ignored. `stopped`: they are complete, as a stop string was found,
+        and the engine counts them as such.
+        """
         with self._lock:
-            live = self._live.get(request_id)
-            if live is None:
+            stream = self._open.get(request_id)
+            if stream is None:
                 return
-            named = [sample for sample in samples if sample in live.have]
+            named = [sample for sample in samples if sample in stream.have]
             if named or not samples:
                 self._post(Abort(request_id, stopped, tuple(named)))
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
-        """Abort a request whose events nobody wants any more: its sink hears no more of it. `stopped`: it has had all
-        that was wanted, and is counted so."""
+        """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
         with self._lock:
-            live = self._live.pop(request_id, None)
-            if live is not None:
-                self._await_ends(request_id, live, stopped=stopped)
+            stream = self._open.pop(request_id, None)
+            if stream is not None:
+                self._abort_dropped(request_id, stream, stopped=stopped)
                 self._wakeup.set()
 
     def request_stats(self) -> "Future[Stats]":
@@ -179,28 +183,28 @@ class Session:
         return self._ask(GetStats(), Stats)
 
     def describe(self, request_ids: Sequence[str]) -> "Future[Descriptions]":
-        """Ask how live requests are, this client's or not. The future fails with EngineError if the engine does."""
+        """Ask for the state of live requests, of any client. The future fails with EngineError if the engine does."""
         return self._ask(Describe(tuple(request_ids)), Descriptions)
 
     def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
-        """Have the engine forget all that is cached. The future fails with EngineError if the engine does."""
+        """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
         return self._ask(ResetPrefixCache(), PrefixCacheReset)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
         return self.wait(self.request_stats(), timeout_s)
 
-    def wait(self, asked: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
-        """The answer to what was asked. Raises EngineError if it does not come in `timeout_s`."""
+    def wait(self, answer: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
+        """Wait for an answer. Raises EngineError if it does not come in `timeout_s`."""
         try:
-            return asked.result(timeout_s)
+            return answer.result(timeout_s)
         except TimeoutError as error:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
     def fail(self, reason: str) -> None:
-        """The engine has ended, as somebody else found out: end everything that runs."""
+        """Report from outside that the engine has ended, which ends every stream."""
         with self._lock:
-            self._end = reason
+            self._reported_end = reason
             self._wakeup.set()
 
     def close(self) -> None:
@@ -215,13 +219,13 @@ class Session:
         future: Future[A] = Future()
         with self._lock:
             self._check_usable()
-            self._asked[answer].append(future)
+            self._questions[answer].append(future)
             self._post(message)
         return future
 
     def _check_usable(self) -> None:
         if self._dead is not None:
-            raise _again(self._dead)
+            raise _copy(self._dead)
 
     def _post(self, message: FromClient) -> None:
         self._outgoing.append(message)
@@ -269,135 +273,127 @@ class Session:
             self._dispatch(message.outputs)
         elif isinstance(message, _ANSWERS):
             with self._lock:
-                asked = self._asked[type(message)]
-                future = asked.popleft() if asked else None
+                futures = self._questions[type(message)]
+                future = futures.popleft() if futures else None
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
         elif isinstance(message, Dying):
             self._die(EngineDeadError(message.reason))
-        elif isinstance(message, Refused):  # it was restarted and does not know us
+        elif isinstance(message, Refused):  # it was restarted and does not know this client
             self._die(EngineDeadError(f"the engine at {self.address} was restarted and refused us: {message.reason}"))
 
     def _check(self) -> None:
-        if self._connection.lost() or self._end is not None:
+        if self._connection.lost() or self._reported_end is not None:
             self._receive()  # what was sent before the end counts
             if self._dead is None:
-                self._die(EngineDeadError(f"the engine died: {self._end or self._last_words()}"))
+                self._die(EngineDeadError(f"the engine died: {self._reported_end or self._reason_of_death()}"))
         silent_s = time.monotonic() - self._last_heard_s
-        if self._live and silent_s > self._heartbeat_timeout_s:
+        if self._open and silent_s > self._heartbeat_timeout_s:
             self._die(EngineDeadError(f"the engine at {self.address} has been silent for {silent_s:.0f} s"))
 
-    def _last_words(self) -> str:
-        """Why the connection went, as exactly as can be known."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+    def _reason_of_death(self) -> str:
+        """Find out why the connection was lost. The process that watches the engine may know a moment later."""
+        deadline_s = time.monotonic() + _REASON_S
         while self._alive is not None and time.monotonic() < deadline_s:
-            reason = self._end or self._alive()
+            reason = self._reported_end or self._alive()
             if reason is not None:
                 return reason
             time.sleep(0.01)
         return f"it closed its connection at {self.address}"
 
     def _leave(self) -> None:
-        """The end, asked for or not: nothing is left running in the engine, no stream is left open."""
+        """Abort what runs in the engine and end every stream."""
         with self._lock:
-            self._outgoing += [Abort(request_id) for request_id in self._live]
+            self._outgoing += [Abort(request_id) for request_id in self._open]
         self._send_queued()
         self._die(EngineError("the client was closed"))
 
     # ---- streams
 
     def _dispatch(self, outputs: list[Tokens | Finished]) -> None:
-        """Hand each sink, once, what this message holds for it."""
+        """Call each sink once, with the events that this message holds for it."""
         events: dict[Sink, list[Event]] = {}
         with self._lock:
             for output in outputs:
-                self._sort(output, events)
+                if output.request_id in self._dropped:
+                    self._count_end(output)
+                    continue
+                stream = self._open.get(output.request_id)
+                event = None if stream is None else self._next_event(output, stream)
+                if stream is not None and event is not None:
+                    events.setdefault(stream.sink, []).append(event)
         self._deliver(events)
 
-    def _sort(self, output: Tokens | Finished, events: dict[Sink, list[Event]]) -> None:
-        request_id = output.request_id
-        if request_id in self._leaving:
-            self._swallow(output)
-            return
-        live = self._live.get(request_id)
-        if live is None:
-            return
-        event = self._next_event(output, live)
-        if event is None:
-            return
-        if not live.have or isinstance(event, Failure):
-            del self._live[request_id]
-            if live.have:
-                self._await_ends(request_id, live)
-        events.setdefault(live.sink, []).append(event)
-
-    def _next_event(self, output: Tokens | Finished, live: _Live) -> Event | None:
-        """What `output` means to its sink, if anything; `live` is told how far its samples are."""
+    def _next_event(self, output: Tokens | Finished, stream: _OpenStream) -> Event | None:
+        """Make the stream's next event of an output, and close the stream with the last one. None: the sample has ended
+        already."""
+        event: Event = output
         if isinstance(output, Finished) and output.reason == "error":
-            live.have.clear()  # it ends all samples, of whichever it is said
-            return output
-        index = output.index
-        have = live.have.get(index)
-        if have is None:
+            stream.have.clear()  # an error ends all samples, whatever its index
+        elif (have := stream.have.get(output.index)) is None:
             return None
-        event: Event = output if output.start == have else _resume(output, have)
-        if isinstance(output, Finished):
-            del live.have[index]
-        elif isinstance(event, Tokens):
-            live.have[index] = have + len(event.token_ids)
+        else:
+            event = output if output.start == have else _undelivered(output, have)
+            if isinstance(output, Finished):
+                del stream.have[output.index]
+            elif isinstance(event, Tokens):
+                stream.have[output.index] = have + len(event.token_ids)
+        if not stream.have or isinstance(event, Failure):
+            del self._open[output.request_id]
+            if stream.have:
+                self._abort_dropped(output.request_id, stream)
         return event
 
-    def _await_ends(self, request_id: str, live: _Live, *, stopped: bool = False) -> None:
-        """Under the lock: nobody hears any more of this request, but the engine will still tell its samples' ends."""
-        self._leaving.setdefault(request_id, deque()).append(set(live.have))
+    def _abort_dropped(self, request_id: str, stream: _OpenStream, *, stopped: bool = False) -> None:
+        """Abort a stream that has no sink any more; needs the lock. The engine will still send its samples' ends."""
+        self._dropped.setdefault(request_id, deque()).append(set(stream.have))
         self._outgoing.append(Abort(request_id, stopped))
 
-    def _swallow(self, output: Tokens | Finished) -> None:
+    def _count_end(self, output: Tokens | Finished) -> None:
+        """Count off the ends of the oldest dropped stream with this id; needs the lock. After its last one the id means
+        the next stream."""
         if not isinstance(output, Finished):
             return
-        streams = self._leaving[output.request_id]
+        streams = self._dropped[output.request_id]
         streams[0].discard(output.index)
         if not streams[0] or output.reason == "error":
             streams.popleft()
             if not streams:
-                del self._leaving[output.request_id]
+                del self._dropped[output.request_id]
 
     def _deliver(self, events: dict[Sink, list[Event]]) -> None:
         for sink, its_events in events.items():
             try:
                 sink(its_events)
-            except Exception:  # its event loop is closed, say: nobody is there to read what it asked for
+            except Exception:  # its event loop is closed, for example: its streams have no reader
                 logger.debug("a reader has gone", exc_info=True)
-                self._forget(sink)
-
-    def _forget(self, sink: Sink) -> None:
-        for request_id in [name for name, live in list(self._live.items()) if live.sink == sink]:
-            self.drop(request_id)
+                for request_id in [name for name, stream in list(self._open.items()) if stream.sink == sink]:
+                    self.drop(request_id)
 
     def _die(self, error: EngineError) -> None:
-        """End every stream with `error`, once: the first reason is the one that counts."""
+        """End every stream with `error`. Only the first call counts: its reason is the root cause."""
         with self._lock:
             if self._dead is not None:
                 return
             self._dead = error
-            live, self._live = self._live, {}
-            asked = [future for futures in self._asked.values() for future in futures]
+            streams, self._open = self._open, {}
+            questions = [future for futures in self._questions.values() for future in futures]
         events: dict[Sink, list[Event]] = {}
-        for request_id, stream in live.items():
-            events.setdefault(stream.sink, []).append(Failure(request_id, _again(error)))
+        for request_id, stream in streams.items():
+            events.setdefault(stream.sink, []).append(Failure(request_id, _copy(error)))
         self._deliver(events)
-        for future in asked:
+        for future in questions:
             if future.set_running_or_notify_cancel():
-                future.set_exception(_again(error))
+                future.set_exception(_copy(error))
 
 
-def _again(error: EngineError) -> EngineError:
-    """An exception of its own for everybody who raises it: a traceback belongs to one."""
+def _copy(error: EngineError) -> EngineError:
+    """Copy `error` for one raiser: an exception that several threads raise would collect all their tracebacks."""
     return type(error)(str(error))
 
 
-def _resume(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
-    """`output` without what was delivered before; a Failure if something between the two is missing."""
+def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
+    """Cut off the tokens that were delivered before. A gap between those and `output` is a Failure."""
     if output.start > have:
         missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
         return Failure(output.request_id, ProtocolError(missing))
@@ -411,12 +407,12 @@ def _await_welcome(
 ) -> Welcome:
     deadline_s = time.monotonic() + timeout_s
     while True:
-        death = alive() if alive is not None else None  # asked before reading: what it said before its end counts
+        death = alive() if alive is not None else None  # before reading, as what it sent before its end counts
         welcome = _read_welcome(connection, address)
         if welcome is not None:
             return welcome
         if death is not None:
-            _await_last_words(connection, address)
+            _await_refusal(connection, address)
             raise EngineError(f"the engine did not start: {death}")
         refusal = connection.refused()
         if refusal is not None:
@@ -427,12 +423,12 @@ def _await_welcome(
         transport.wait(min(left_s, _ALIVE_POLL_S), connection)
 
 
-def _await_last_words(connection: Connection, address: str) -> None:
-    """An engine that refuses says why before it ends; its message may still be on its way. Raises what it says."""
-    deadline_s = time.monotonic() + _LAST_WORDS_S
+def _await_refusal(connection: Connection, address: str) -> None:
+    """Wait for the Refused that an engine sends before it ends, which may still be on its way. Raises its reason."""
+    deadline_s = time.monotonic() + _REASON_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         _read_welcome(connection, address)
-        connection.lost()  # or the news of it would end the wait
+        connection.lost()  # clears the event of the loss, which would end the wait below
         transport.wait(left_s, connection)
 
 

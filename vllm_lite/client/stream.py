@@ -1,6 +1,5 @@
-"""One request as its user sees it: events from the engine in, RequestOutput out. Serves AsyncClient and LLM alike."""
+"""One request as its user sees it: events from the engine in, RequestOutput out. LLM, AsyncClient and server use it."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,17 @@ import msgspec
 from vllm_lite.checkpoint import hub
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
-from vllm_lite.client.prompt_scores import PromptScores
-from vllm_lite.client.sample import Sample
+from vllm_lite.client.sample import Cursor, PromptScores, Sample
+from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_seed
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
 from vllm_lite.runtime import log
 
-if TYPE_CHECKING:  # it hands out the events that are defined here
+if TYPE_CHECKING:  # session imports the events that are defined here
     from vllm_lite.client.session import Session
 
 logger = log.get(__name__)
@@ -30,7 +29,7 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a stream that the engine did not end: it died, or what it sent makes no sense."""
+    """The end of a stream that the engine did not end: it died, or its messages are inconsistent."""
 
     request_id: str
     error: VllmLiteError
@@ -45,16 +44,16 @@ def is_error(event: Event) -> bool:
 
 
 def shows(event: Event) -> bool:
-    """Whether it changes what a reader waits for. Logprobs of a prompt come before its first token, in pieces."""
+    """Whether the event gives a reader something new. A prompt's logprobs, before the first token, do not."""
     return not isinstance(event, Tokens) or bool(event.token_ids)
 
 
 class RequestStream:
     """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
 
-    `error` is set when it ended without a result. It, or one of its samples, may end here before it does in the engine,
-    which knows nothing of stop strings: whoever reads it calls settle() after events. What comes after a sample's end
-    is ignored.
+    `error` is set when it ended without a result. The stream, or one of its samples, may end here earlier than in the
+    engine, which does not know stop strings: so its reader calls settle() after events. Events after a sample's end are
+    ignored.
 
     With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
     """
@@ -68,8 +67,8 @@ class RequestStream:
         prompt_scores: PromptScores | None = None,
         parent_id: str | None = None,
     ) -> None:
-        """`params` hold the seed; there is one of `samples` for each that the engine draws. A fork begins with what it
-        has inherited of `parent_id`. Made by StreamFactory."""
+        """Made by StreamFactory. `params` include the seed; `samples` has an entry for each that the engine draws. A
+        fork of `parent_id` has one, which holds inherited tokens."""
         self.request_id = request_id
         self._parent_id = parent_id
         self.prompt = prompt
@@ -81,14 +80,17 @@ class RequestStream:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
-        """There is nothing to show before the end."""
-        self._num_cached_tokens: int | None = None
-        self._told_prompt = False
+        """Nothing is shown before the end."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens whose KV was cached; known when a sample has ended."""
+        is_delta = params.output_kind is RequestOutputKind.DELTA and not self.ends_at_once
+        self._cursors = [Cursor(index, sample) for index, sample in enumerate(samples)] if is_delta else []
+        self._prompt_delivered = False
         self._stopped: list[int] = []
-        """Samples that have met a stop string, of which the engine has not heard yet."""
+        """Samples that have met a stop string and are not aborted in the engine yet."""
 
     def message(self) -> Generate | ForkRequest:
-        """What starts this request in an engine, behind the tokens that it has inherited, if any."""
+        """Make the message that starts this request in an engine, behind the tokens that it has already, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
         if self._parent_id is not None:
             return ForkRequest(self._parent_id, self.request_id, have, self._wire_params())
@@ -96,41 +98,38 @@ class RequestStream:
         return Generate(self.request_id, prompt, self._wire_params(), have, output)
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
-        """Whether `event`, the next one, says that the engine had ended the parent of this fork while the news of that
-        was still on its way here: then it is to be sent again, and message() holds the tokens instead."""
+        """Whether to send this fork again, as a request with tokens of its own, which message() then returns.
+
+        That is so if `event`, its first, is an error because the parent had ended in the engine before this side knew.
+        """
         parent_id, self._parent_id = self._parent_id, None
         return parent_id is not None and is_error(event) and not is_live(parent_id)
 
     def _wire_params(self) -> SamplingParams:
         params = wire_params(self.params)
-        if self.prompt_scores is not None and self.prompt_scores.complete:  # a fork has its parent's
+        if self.prompt_scores is not None and self.prompt_scores.complete:  # inherited by a fork
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         return params
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples together."""
+        """The tokens of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Of the prompt; known when a sample has ended."""
-        return self._num_cached_tokens
-
     def apply(self, event: Event) -> None:
-        """Take the next event. Whatever comes after the end is ignored."""
+        """Take the next event. Events after the end are ignored."""
         if self.finished:
             return
         if isinstance(event, Failure):
             self._fail(event.error)
         elif isinstance(event, Finished) and is_error(event):
-            self._num_cached_tokens = event.num_cached_tokens
+            self.num_cached_tokens = event.num_cached_tokens
             self._fail(RequestError(event.error or "the engine gave no reason"))
         else:
             self._pass(event)
 
     def settle(self, session: "Session") -> None:
-        """Have the engine end what has ended here: the request, or the samples that met a stop string."""
+        """End in the engine what has ended here: the request, or the samples that met a stop string."""
         if self.finished:  # nothing to drop if the engine ended it
             session.drop(self.request_id, stopped=self.error is None)
         elif self._stopped:
@@ -144,15 +143,14 @@ class RequestStream:
         return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
 
     def next_output(self) -> RequestOutput:
-        """The next one of a stream, which holds what `output_kind` says. Logprobs of a prompt are new once."""
-        if self.params.output_kind is not RequestOutputKind.DELTA or self.ends_at_once:
+        """The next output, of the kind that `output_kind` says. Only the first delta has the prompt's logprobs."""
+        if not self._cursors:
             return self.output()
-        logprobs = self.params.logprobs is not None
-        deltas = (sample.delta(index, logprobs=logprobs) for index, sample in enumerate(self.samples))
+        deltas = (cursor.delta() for cursor in self._cursors)
         output = self._output([delta for delta in deltas if delta is not None])
-        if self._told_prompt:
+        if self._prompt_delivered:
             output.prompt_logprobs = None
-        self._told_prompt = True
+        self._prompt_delivered = True
         return output
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -164,7 +162,7 @@ class RequestStream:
             outputs=outputs,
             finished=self.finished,
             metrics=self.metrics,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def _pass(self, event: Tokens | Finished) -> None:
@@ -177,30 +175,29 @@ class RequestStream:
         had_ended = sample.finish_reason is not None
         sample.apply(event)
         if isinstance(event, Finished):
-            self._num_cached_tokens = max(self._num_cached_tokens or 0, event.num_cached_tokens)
+            self.num_cached_tokens = max(self.num_cached_tokens or 0, event.num_cached_tokens)
         elif sample.finish_reason is not None and not had_ended:
             self._stopped.append(event.index)
-        if sample.finish_reason is not None:
-            self._end(all(sample.finish_reason is not None for sample in self.samples))
+        if sample.finish_reason is not None and all(sample.finish_reason is not None for sample in self.samples):
+            self._end()
 
     def _best(self) -> list[Sample]:
         return sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
 
     def _fail(self, error: VllmLiteError) -> None:
         self.error = error
-        self._end(True)
+        self._end()
         for sample in self.samples:
             if sample.finish_reason is None:
                 sample.finish("error")
 
-    def _end(self, finished: bool) -> None:
-        self.finished = finished
-        if finished:
-            self.metrics = replace(self.metrics, finished_time=time.monotonic())
+    def _end(self) -> None:
+        self.finished = True
+        self.metrics = replace(self.metrics, finished_time=time.monotonic())
 
 
 class StreamFactory:
-    """Turns prompts into streams for one engine. Without a tokenizer prompts are token ids, and no text comes back."""
+    """Makes streams of prompts for one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
 
     def __init__(self, limits: Welcome, tokenizer: Tokenizer | None) -> None:
         """Raises ModelError for a tokenizer whose text cannot be streamed."""
@@ -210,7 +207,7 @@ class StreamFactory:
 
     @classmethod
     def load(cls, limits: Welcome, tokenizer: str | Path | None) -> "StreamFactory":
-        """With the tokenizer in that folder, or with the one the engine names if there is one. Raises ModelError."""
+        """Make one with the given tokenizer, or else with the one that the engine names, if any. Raises ModelError."""
         return cls(limits, load_tokenizer(tokenizer, limits.tokenizer or limits.model))
 
     def make(
@@ -220,7 +217,7 @@ class StreamFactory:
         request_id: str,
         check: Callable[[], None] = lambda: None,
     ) -> RequestStream:
-        """Check and tokenize one prompt. Raises RequestError, or what `check` raises: see read_prompt."""
+        """Check and tokenize one prompt. Raises RequestError, and what `check` raises: see read_prompt."""
         params = self._checked(SamplingParams() if params is None else params)
         checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
@@ -230,9 +227,9 @@ class StreamFactory:
     def fork(
         self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
     ) -> RequestStream:
-        """A stream that begins with all that `parent` has; `params` default to its own, with another seed.
+        """Make a stream that begins with all tokens of `parent`; `params` default to its own, with another seed.
 
-        A seed that is given counts for fork `number` 0, the next ones add 1. Raises RequestError.
+        A given seed is for fork `number` 0; fork i adds i to it. Raises RequestError.
         """
         if params is None:
             params = msgspec.structs.replace(parent.params, seed=None)
@@ -246,14 +243,14 @@ class StreamFactory:
         return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """The same in token ids. Raises RequestError."""
+        """Check the params and replace bad words by token ids. Raises RequestError."""
         check_params(params, self.tokenizer, self.limits)
         if params.bad_words and self.tokenizer is not None:
             return with_bad_word_ids(params, self.tokenizer)
         return params
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
-        """No stop string counts before the first token of its own."""
+        """Make a sample. Stop strings count from the first token that is not inherited."""
         detokenizer = None
         if self._vocabulary is not None and params.detokenize:
             detokenizer = Detokenizer(
@@ -269,7 +266,7 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """The tokenizer in the folder, or of the hub id, `wanted`; if that is None, in `default`, which may have none.
+    """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, which may have none.
 
     Raises ModelError.
     """
@@ -281,38 +278,3 @@ def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     except ModelError as error:
         logger.warning("prompts must be token ids, and no text is made: %s", error)
         return None
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """The same with a seed drawn here, so that the request repeats itself when it is sent again."""
-    if params.seed is not None or params.greedy:
-        return params
-    return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
-
-
-def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with the tokens of each bad word, as it is spelled where a text begins and behind a space. Raises
-    RequestError."""
-    known = list(params.bad_words_token_ids)
-    for word in params.bad_words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if len(tokens) > MAX_BAD_WORD_TOKENS:
-                raise RequestError(f"bad_words have at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(tokens)}")
-            if tokens:
-                known.append(tokens)
-    try:
-        return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
-    except ValueError as error:
-        raise RequestError(f"bad_words: {error}") from error
-
-
-def wire_params(params: SamplingParams) -> SamplingParams:
-    """What the engine is asked for: it draws `best_of` samples, and their logprobs, but knows nothing of ranks."""
-    if params.output_kind is not RequestOutputKind.CUMULATIVE or params.extra_args is not None:
-        params = params.clone(output_kind=RequestOutputKind.CUMULATIVE, extra_args=None)
-    if params.best_of is None:
-        return params
-    if params.best_of == params.n:
-        return msgspec.structs.replace(params, best_of=None)
-    return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)

@@ -1,4 +1,4 @@
-"""Logging: one line per fact a user wants to know, on stderr, with the process that says it."""
+"""Logging to stderr: one line for each fact that a user wants to know, with the name of the process."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ class _Json(logging.Formatter):
 def setup(process: str, level: str = "info", format: str = "text", config_file: str | None = None) -> None:  # noqa: A002
     """Send this process's records of `vllm_lite` to stderr, named `process` ("engine", "worker 0").
 
-    A `config_file`, JSON as logging.config.dictConfig takes it, has the last word. Raises ConfigError.
+    A `config_file`, JSON for logging.config.dictConfig, is applied last. Raises ConfigError.
     """
     handler = _SafeHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s {process:<8} %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -66,12 +66,12 @@ def _configure(path: str) -> None:
 
 
 def get(name: str) -> logging.Logger:
-    """The logger of a module; one that runs as `__main__` has the package's."""
+    """Get the logger of a module; a module that runs as `__main__` gets the package's."""
     return logging.getLogger("vllm_lite" if name == "__main__" else name)
 
 
 def moment(process: str, text: str) -> None:
-    """Note that `process` has done `text`, in the file that VLLM_LITE_MOMENTS names, for `vllm-lite bench startup`."""
+    """Write that `process` has done `text` to the file in VLLM_LITE_MOMENTS, for `vllm-lite bench startup`."""
     if path := os.environ.get(MOMENTS_VARIABLE):
         with suppress(OSError), open(path, "a") as file:  # one short line: writers do not mix
             file.write(f"{time.monotonic()}\t{process}\t{text}\n")

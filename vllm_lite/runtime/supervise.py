@@ -30,8 +30,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 PR_SET_PDEATHSIG = 1
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
-_TOLD = b"t"
-"""Written into the pipe before SIGTERM, so that a child knows its parent's request from its parent's death."""
+_STOP_REQUEST = b"t"
+"""The parent writes it into the pipe before SIGTERM, which distinguishes a request to stop from the parent's death."""
 _EOF_S = 1.0
 
 logger = log.get(__name__)
@@ -44,14 +44,14 @@ class Child(Protocol):
     pid: int
 
     def exited(self) -> str | None:
-        """None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
+        """Return None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
 
     def stop(self, grace_s: float) -> None:
         """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
 
 
 class ChildProcess:
-    """See spawn()."""
+    """A child in a process of its own, made by spawn()."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ChildProcess:
             payload = msgspec.msgpack.encode(settings)
             _write_all(write_end, len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
         except BrokenPipeError:
-            pass  # it died already; wait() tells how
+            pass  # it died already; wait() returns how
         code = process.wait()
         self._pipe = -1
         os.close(write_end)
@@ -114,7 +114,7 @@ class ChildProcess:
 
     def stop(self, grace_s: float) -> None:
         with suppress(OSError):  # it is gone already
-            os.write(self._pipe, _TOLD)
+            os.write(self._pipe, _STOP_REQUEST)
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
@@ -126,7 +126,7 @@ class ChildProcess:
 
 
 class ChildThread:
-    """The same entry point run by a thread of this process, for --single-process. It ends when told over its wire."""
+    """The same entry point run by a thread of this process, for --single-process. stop() sets its wakeup."""
 
     def __init__(self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None]) -> None:
         self.name = name
@@ -184,25 +184,25 @@ def run_child(
 
     `main(settings, stop)` returns the exit status. If `graceful`, SIGTERM and SIGINT set `stop` and `main` has to
     look; otherwise they end the process at once, even in native code. `cleanup(settings)` runs if the parent dies,
-    before this process ends without ceremony.
+    before this process ends at once.
     """
     read_end, parent = int(sys.argv[1]), int(sys.argv[2])
     stop = Wakeup()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was asked to tell
+    if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)
     length = int.from_bytes(_read_exactly(read_end, _LENGTH_BYTES), "little")
     if length > _MAX_SETTINGS_BYTES:
         raise SystemExit(f"settings of {length} bytes are too long")
     settings = msgspec.msgpack.decode(_read_exactly(read_end, length), type=settings_type)
 
-    told = threading.Event()
+    stop_requested = threading.Event()
 
     def watch_parent() -> None:
-        while os.read(read_end, 1) == _TOLD:
-            told.set()
+        while os.read(read_end, 1) == _STOP_REQUEST:
+            stop_requested.set()
         try:  # end of file: the parent is gone
             if cleanup is not None:
                 cleanup(settings)
@@ -212,7 +212,7 @@ def run_child(
     watch = threading.Thread(target=watch_parent, name="parent watch", daemon=True)
     watch.start()
     status = main(settings, stop)
-    if stop.is_set() and not told.is_set():  # a signal, perhaps the kernel's, which comes before the end of file
+    if stop.is_set() and not stop_requested.is_set():  # the kernel's signal may precede the end of file
         watch.join(_EOF_S)
     sys.exit(status)
 
@@ -220,7 +220,7 @@ def run_child(
 def open_standard_files() -> None:
     """Open /dev/null as stdin, stdout and stderr where those are closed.
 
-    A socket or pipe would get the number otherwise, and with it what is printed, or be replaced in a child.
+    Otherwise a socket or pipe would get the number, would receive what is printed, or be replaced in a child.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -231,12 +231,12 @@ def open_standard_files() -> None:
 
 
 def remove_dir(path: str) -> None:
-    """Remove a private run directory and the sockets in it, whether or not another process does so too."""
+    """Remove a run directory and the sockets in it. Another process may do the same at the same time."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:
-    """The parent's environment; a package imported from a checkout must be found by the child as well."""
+    """The parent's environment, extended so that the child finds a package imported from a checkout."""
     environment = dict(os.environ)
     root = str(Path(__file__).resolve().parents[2])
     if root not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:

@@ -23,7 +23,7 @@ class Wakeup:
         return self._set
 
     def clear(self) -> None:
-        """Call before looking at what the wakeup announces, or a set() in between is lost."""
+        """Call this before you look at what the wakeup announces, or a set() in between is lost."""
         self._set = False
         try:
             os.eventfd_read(self._fd)

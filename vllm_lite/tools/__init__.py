@@ -1,1 +1,1 @@
-"""What a user runs around the engine: command line, benchmarks, chat, plan, doctor. Nothing imports it."""
+"""Tools that a user runs around the engine: command line, benchmarks, chat, plan, doctor. Nothing imports them."""

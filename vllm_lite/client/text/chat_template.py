@@ -1,8 +1,8 @@
-"""A checkpoint's chat template: messages in, the text of a prompt out. The text transformers would make of them.
+"""A checkpoint's chat template: messages in, the text of a prompt out, the same text that transformers makes.
 
-The template comes with the model, so it runs in a sandbox that lets it change nothing it is given; a request cannot
-bring one. What a request may bring, values for the template's variables, is plain data. How long a template may take is
-not bounded here: the server renders in a process that is (template_process.py).
+The template comes with the model, so it runs in a sandbox that lets it change nothing it is given. A request cannot
+bring a template, only plain data for its variables. The time of a rendering is not bounded here: the server renders in
+a process whose time is (template_process.py).
 """
 
 import json
@@ -13,20 +13,48 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
+MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_TEMPLATE_BYTES = 1024 * 1024
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Variables that a template gets from the server, besides the names of special tokens."""
+"""Variables that the server sets, besides the names of special tokens."""
 
 Scalar = str | int | float | bool | None
 Message = Mapping[str, Any]
 """{"role": ..., "content": text, ...}"""
+
+
+class TemplateSource(msgspec.Struct, frozen=True):
+    """A template's Jinja text, the special tokens that it may name, and what errors call it."""
+
+    source: str
+    special_tokens: dict[str, str] = {}
+    name: str = "template"
+
+    @classmethod
+    def load(cls, folder: str | Path, template: str | Path | None = None) -> "TemplateSource | None":
+        """Find the template of the checkpoint in `folder`, or take `template`, Jinja or a file with it. The special
+        tokens are the checkpoint's. None if there is no template. Raises ModelError."""
+        folder = Path(folder)
+        config = _read_json(folder / CONFIG_FILE)
+        tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
+        if isinstance(template, str) and any(mark in template for mark in ("{{", "{%")):
+            return _checked(cls(template, tokens))
+        path = folder / TEMPLATE_FILE if template is None else Path(template)
+        if template is not None or path.is_file():
+            return _checked(cls(_read(path).decode(errors="replace"), tokens, str(path)))
+        source = _default(config.get("chat_template"))
+        return None if source is None else _checked(cls(source, tokens, str(folder / CONFIG_FILE)))
 
 
 class ChatTemplate:
@@ -43,7 +71,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
-        """The template that TemplateSource.load finds, compiled; None if there is none. Raises ModelError."""
+        """Compile the template that TemplateSource.load finds; None if there is none. Raises ModelError."""
         found = TemplateSource.load(folder, template)
         return None if found is None else cls(found.source, found.special_tokens, found.name)
 
@@ -55,18 +83,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Scalar] | None = None,
     ) -> str:
-        """The prompt for `messages`.
+        """Make the prompt for `messages`.
 
         `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
-        message, to be continued. `variables` are what the template is given besides. Raises RequestError, also with
-        what the template itself says is wrong.
+        message, to be continued. `variables` are further values for the template. Raises RequestError, also for an
+        error that the template itself raises.
         """
         variables = variables or {}
         if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
             raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
         mark = ""
         if continue_final_message:
-            mark = os.urandom(16).hex()  # nobody can have written it into a message
+            mark = os.urandom(16).hex()  # random, so that no message contains it
             messages = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
         try:
             text = self._template.render(
@@ -82,6 +110,57 @@ class ChatTemplate:
         return _cut(text, mark) if mark else text
 
 
+# ---- where it lies: in the checkpoint's folder, in a file, or in what the user wrote
+
+
+def _checked(found: TemplateSource) -> TemplateSource:
+    if len(found.source) > MAX_TEMPLATE_BYTES:
+        size, most = len(found.source), MAX_TEMPLATE_BYTES
+        raise ModelError(f"{found.name}: the chat template has {size} characters; at most {most} are read")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} for a file that does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(_read(path), type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return data
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Select the entries of a tokenizer's config that are tokens: texts, or objects that hold one."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                found[name] = token
+    return found
+
+
+def _default(template: Any) -> str | None:
+    """Select the template of a config, which has one, or several with names."""
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+# ---- what it may use, and how it is rendered
+
+
 class _Generation(Extension):
     """{% generation %} marks what an assistant wrote, for training. Here it is a block like any other."""
 
@@ -93,7 +172,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What a template may use: Jinja's own, and what transformers adds to it."""
+    """Make the sandbox: what a template may use is Jinja's own and what transformers adds to it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -112,7 +191,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML."""
+    """Replace Jinja's filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -121,7 +200,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - a model is told the local date
+    return datetime.now().strftime(form)  # noqa: DTZ005 - the prompt has the local date
 
 
 def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
@@ -129,7 +208,7 @@ def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
 
 
 def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
-    """`messages` with `mark` at the end of the last one, where the text of the prompt is to end."""
+    """Append `mark` to the last message, where the text of the prompt is to end."""
     if add_generation_prompt:
         raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
     if not messages or not isinstance(messages[-1].get("content"), str):
@@ -139,7 +218,7 @@ def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bo
 
 
 def _cut(text: str, mark: str) -> str:
-    """`text` up to `mark`. If the space behind it was trimmed away, so is what stands before it."""
+    """Cut `text` at `mark`. If the template trimmed the space behind it, the space before it is trimmed too."""
     place = text.rfind(mark)
     if place < 0:
         raise RequestError("continue_final_message: the model's chat template leaves the last message out")

@@ -1,9 +1,9 @@
-"""Token ids to text, one token at a time, ending with exactly the text that decoding them all at once gives.
+"""Token ids to text, one token at a time. The result is exactly the text that decoding them all at once gives.
 
-Two kinds of tokenizer, two small machines. A byte-level token is a string of bytes, so a stream of them is a stream
-of UTF-8. Every other token is a piece of text which depends on its place in two ways only: what comes first may lose
-its leading space, and a run of byte tokens (<0xE2> <0x82> <0xAC>) is text as a whole or, if it is not UTF-8, one
-U+FFFD for each byte. Decoders of other kinds are refused when the vocabulary is made.
+There are two kinds of tokenizer and one small machine for each. A byte-level token is a string of bytes, so a stream of
+them is a stream of UTF-8. Every other token is a piece of text that depends on its place in two ways only: the first
+one may lose its leading space, and a run of byte tokens (<0xE2> <0x82> <0xAC>) is text as a whole or, if it is not
+UTF-8, one U+FFFD for each byte. Decoders of other kinds are refused when the vocabulary is made.
 """
 
 import codecs
@@ -15,8 +15,8 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
 MAX_HELD_BYTES = 64
-"""Most byte tokens of one run that wait for its end. A longer run streams character by character: some scripts are
-nothing but byte tokens. Should it turn out not to be UTF-8 behind that point, what was shown stays."""
+"""How many byte tokens of one run may wait for its end. A longer run streams character by character, as some scripts
+consist of byte tokens only. If it proves not to be UTF-8 behind that point, the text that was shown stays."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,20 +25,21 @@ class TextStream(Protocol):
     """The text of one sequence of tokens."""
 
     def feed(self, token_id: int) -> str:
-        """Text that is certain now and was not before; "" while a character is incomplete."""
+        """Take a token. Returns the text that is certain now and was not before; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left at the end, with U+FFFD for an incomplete character."""
+        """Return the rest at the end, with U+FFFD for an incomplete character."""
 
 
 class Vocabulary(Protocol):
-    """What all streams of one tokenizer share. Filled on demand; safe in any thread, as entries never change."""
+    """The state that all streams of one tokenizer share. It is filled on demand. Any thread may use it, as entries
+    never change."""
 
     def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream: ...
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary that suits the tokenizer's decoder. Raises ModelError if no machine here does."""
+    """Make the vocabulary for the tokenizer's decoder. Raises ModelError if neither machine fits it."""
     steps = _decoder_steps(tokenizer.decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return ByteVocabulary(tokenizer)
@@ -56,7 +57,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_local(step: dict[str, Any], fused: bool) -> bool:
-    """Does this step treat every token by itself, apart from the first one and runs of bytes?"""
+    """Whether this step treats every token by itself, apart from the first one and runs of bytes."""
     match step["type"]:
         case "Fuse" | "Metaspace":
             return True
@@ -64,7 +65,7 @@ def _is_local(step: dict[str, Any], fused: bool) -> bool:
             return not fused
         case "Replace":  # behind Fuse the pattern could span tokens, unless it is one character
             return not fused or len(step["pattern"].get("String", "??")) == 1
-        case "Strip":  # of every token, or, behind Fuse, of the beginning of the text
+        case "Strip":  # strips every token or, behind Fuse, the beginning of the text
             return not fused or step["stop"] == 0
     return False
 
@@ -131,7 +132,7 @@ class ByteStream:
 class PieceVocabulary:
     """Token id -> text, for tokenizers whose decoder only looks at where the text begins and at runs of bytes.
 
-    What a token means inside a text is found by decoding it behind an anchor, an ordinary token.
+    The text of a token inside a text is found by decoding it behind an anchor, an ordinary token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -148,18 +149,18 @@ class PieceVocabulary:
         return PieceStream(self, frozenset(), frozenset() if spaces_between_special_tokens else self.special_ids)
 
     def spelling(self, token_id: int) -> str:
-        """The token as the vocabulary has it."""
+        """The token as the vocabulary spells it."""
         return self._tokenizer.token(token_id) or ""
 
     def knows(self, token_id: int) -> bool:
         return token_id in self._known or self._tokenizer.token(token_id) is not None
 
     def first_text(self, token_ids: list[int]) -> str:
-        """Text of tokens with nothing before them."""
+        """Decode tokens with nothing before them."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def later_text(self, token_ids: list[int]) -> str:
-        """Text of tokens with something before them."""
+        """Decode tokens with something before them."""
         if len(token_ids) > 1:
             return self._behind_anchor(token_ids)
         text = self._known.get(token_ids[0])
@@ -183,7 +184,7 @@ class PieceStream:
     def __init__(
         self, vocabulary: PieceVocabulary, skipped: frozenset[int], joined: frozenset[int] = frozenset()
     ) -> None:
-        """A token of `joined` behind another one is spelled without a space before it."""
+        """A token of `joined` gets no space before it if the token before it is one too."""
         self._vocabulary = vocabulary
         self._skipped = skipped
         self._joined = joined
@@ -200,7 +201,7 @@ class PieceStream:
         if value is not None:
             return self._feed_byte(token_id, value)
         if token_id in self._skipped or not self._vocabulary.knows(token_id):
-            return ""  # left out before runs are looked at, so a run goes on behind it
+            return ""  # skipped, so a run of bytes goes on behind it
         behind, self._last_joined = self._last_joined, token_id in self._joined
         if behind and self._last_joined:
             return self._vocabulary.spelling(token_id)
@@ -256,8 +257,8 @@ class Detokenizer:
     """The text of one stream, up to its stop string. `stopped` names the one that was found, `num_tokens` counts the
     tokens up to it.
 
-    A stop string counts once more than `min_tokens` tokens are there, that is, from the token that could have been the
-    end of the text. It is looked for in the text, so it may lie inside one token or across many.
+    A stop string counts once there are more than `min_tokens` tokens, that is, from the first token that may end the
+    text. It is searched in the text, so it may lie inside one token or across many.
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """New text. Tokens behind a stop string are not taken."""
+        """Take tokens and return the new text. Tokens behind a stop string are not taken."""
         pieces = []
         for token_id in token_ids:
             if self.stopped is not None:
@@ -287,7 +288,7 @@ class Detokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """The rest of the text, once no more tokens come."""
+        """Return the rest of the text, after the last token."""
         if self.stopped is not None:
             return ""
         text = self._pass(self._stream.flush())

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces: what could still become one is held back."""
+"""Finds stop strings in a text that arrives in pieces. Text that could still become one is held back."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Finds the stop string that ends first; of several that end there, the longest.
 
-    So the result depends on the text alone, not on how it was cut into pieces. One automaton (Knuth, Morris, Pratt)
-    per string: its state is the number of characters at the end of the text that begin the string, so the longest of
-    the states is what must be held back, and each character costs constant time however long the strings are.
+    So the result depends on the text alone, not on how it was cut into pieces. Each string has an automaton (Knuth,
+    Morris, Pratt). Its state is the number of characters at the end of the text that begin the string, so the longest
+    of the states must be held back, and each character costs constant time however long the strings are.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -19,7 +19,8 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, armed: bool = True) -> str:
-        """Text that is certain to be before any stop string. If not `armed`, none that ends in `text` counts."""
+        """Take text and return what is certain to stand before any stop string. If not `armed`, no stop string that
+        ends in `text` counts."""
         held = self._held + text
         for place, character in enumerate(text, len(self._held) + 1):
             match = self._step(character)
@@ -32,7 +33,7 @@ class StopStrings:
         return held[: len(held) - keep]
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return what was held back, after the last text."""
         held, self._held = self._held, ""
         return held
 
@@ -65,7 +66,7 @@ class _Automaton:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper prefix that is also its suffix."""
+    """Compute, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for place in range(1, len(stop)):

@@ -1,11 +1,11 @@
-"""A chat template in a process of its own: what a template may take is bounded by the kernel, whatever it does.
+"""Renders a chat template in a process of its own, so that the kernel bounds the time and memory that it takes.
 
-A sandbox keeps a template from reaching what it should not, but cannot tell how long a loop in a loop will take, or
-`'x' * 10**10`, or `10**10**10`, and the last two let no other thread go on. So the server renders here. Each rendering
-has so much processor time and memory; one that takes more time ends this process, and its owner starts another.
+A sandbox limits what a template can reach, but not how long a loop in a loop takes, or `'x' * 10**10`, or
+`10**10**10`, and the last two block every other thread. So the server renders here. Each rendering has a limit of
+processor time and memory; one that takes more time ends this process, and its owner starts another.
 
-Both sides speak over a socket: a length in 4 bytes, then msgpack. First comes the template, answered with Rendered or
-Refused; then each Render is answered with one of them, in order.
+Both sides use a socket and frames: a length in 4 bytes, then msgpack. The first frame is the template, answered with
+Rendered or Refused; then each Render is answered with one of them, in order.
 """
 
 import gc
@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.client.text.chat_template import ChatTemplate, Scalar
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.chat_template import ChatTemplate, Scalar, TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
@@ -39,7 +38,7 @@ class RenderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Render(msgspec.Struct, frozen=True):
-    """As ChatTemplate.render takes it. A text of more than `max_chars` is refused."""
+    """The arguments of ChatTemplate.render. A text of more than `max_chars` is refused."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -60,18 +59,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """What is sent for `message`."""
+    """Encode `message` for the socket."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
 def main(settings: RenderSettings, stop: Wakeup) -> int:
-    """Until the other end of the socket is closed."""
+    """Render until the other end of the socket is closed."""
     del stop  # a signal ends it at once
     with socket.socket(fileno=settings.fd) as wire:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         wanted = msgspec.msgpack.decode(_read(wire), type=TemplateSource)
-        _may_take(MAX_COMPILE_S)
+        _limit_cpu(MAX_COMPILE_S)
         try:
             template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
         except ModelError as error:
@@ -80,13 +79,13 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
         gc.freeze()
         wire.sendall(frame(Rendered("")))
         while data := _read(wire):
-            _may_take(MAX_CPU_S)
+            _limit_cpu(MAX_CPU_S)
             wire.sendall(_answer(template, data))
     return 0
 
 
 def _answer(template: ChatTemplate, data: bytes) -> bytes:
-    """What is sent back. It is encoded here, as that takes memory, too."""
+    """Make the frame of the answer here, as encoding takes memory too."""
     too_much = Refused(f"the model's chat template takes too much: {LIMIT}")
     try:
         asked = msgspec.msgpack.decode(data, type=Render)
@@ -108,13 +107,13 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
         return frame(Refused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}"))
 
 
-def _may_take(limit_s: float) -> None:
-    """Have the kernel end this process (SIGPROF) when it has taken so much more processor time."""
+def _limit_cpu(limit_s: float) -> None:
+    """Have the kernel end this process (SIGPROF) after `limit_s` more of processor time."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
 def _read(wire: socket.socket) -> bytes:
-    """One frame; b"" at the end."""
+    """Read one frame; b"" at the end."""
     length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
     return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library: the ids transformers.AutoTokenizer would give."""
+"""Text to token ids and back with the `tokenizers` library: the same ids as transformers.AutoTokenizer's."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from vllm_lite.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
 LONG_TEXT_CHARS = 16_384
-"""The library lets other threads go on while it encodes longer ones, so a thread is the place for them."""
+"""The library releases the GIL while it encodes longer texts."""
 SLICE_CHARS = 65_536
 CUT_TOKENS = 256
-"""A cut through a text changes tokens only near it; a slice may have at most so many more than it adds to the whole."""
+"""A cut through a text changes tokens only near it: a slice has at most so many more than it adds to the whole."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
 
@@ -36,7 +36,7 @@ class Tokenizer:
             self.decoder = msgspec.json.decode(data, type=_File).decoder
         except Exception as error:  # the library raises bare Exception for a damaged file
             raise ModelError(f"{source} cannot be read: {error}") from error
-        # A file may remember how its training batches were cut and padded; a prompt is neither.
+        # A file may contain truncation and padding for training batches; a prompt gets neither.
         self._library.no_truncation()
         self._library.no_padding()
         self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
@@ -60,9 +60,9 @@ class Tokenizer:
         return cls(data, str(file))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
-        """Token ids of `text`, with the special tokens that the file's post-processor adds unless told not to.
+        """Tokenize `text`. `add_special_tokens` adds those of the file's post-processor.
 
-        Of a longer text the last `num_kept` are kept, special tokens at both ends included where there is room.
+        At most the last `num_kept` tokens are kept, special tokens at both ends included if there is room.
         """
         encoding = self._encode(text, add_special_tokens)
         if num_kept is not None and len(encoding.ids) > num_kept:
@@ -77,7 +77,7 @@ class Tokenizer:
     def is_longer(self, text: str, num_tokens: int, check: Callable[[], None] = lambda: None) -> bool:
         """Whether `text` surely has more than `num_tokens` tokens, special ones not counted.
 
-        No more of it is looked at than that takes, slice by slice; `check` is called before each, and may raise.
+        It tokenizes slice by slice and stops as soon as it is certain; `check` is called before each, and may raise.
         """
         count = 0
         for place in range(0, len(text), SLICE_CHARS):
@@ -95,12 +95,12 @@ class Tokenizer:
         return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Decode `token_ids`. Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def spelled(self, token_id: int) -> str:
-        """Text of a single token. Remembered, as candidates of logprobs are asked for again and again."""
+        """Decode a single token. The result is cached, as candidates of logprobs recur."""
         text = self._spelled.get(token_id)
         if text is None:
             text = self._spelled[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -119,6 +119,6 @@ class Tokenizer:
         return token_id
 
     def byte_ids(self) -> dict[int, int]:
-        """Token id -> byte, of the tokens <0x00> .. <0xFF> that spell what has no token of its own."""
+        """Map token ids to bytes for the tokens <0x00> .. <0xFF>, which spell text that has no token of its own."""
         ids = {self.token_id(name): value for name, value in _BYTE_NAMES.items()}
         return {token_id: value for token_id, value in ids.items() if token_id is not None}

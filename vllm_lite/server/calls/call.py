@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 
@@ -15,40 +16,25 @@ if TYPE_CHECKING:
 
 
 class Choice:
-    """One continuation of one prompt: `news()` hands out each part of it once."""
+    """One continuation of one prompt, as a choice of the answer. `delta()` delivers each part of it once."""
 
-    __slots__ = ("_chars", "_index", "_tokens", "ended", "index", "stream")
+    __slots__ = ("_cursor", "_ranked", "index", "stream")
 
     def __init__(self, index: int, stream: RequestStream, sample_index: int) -> None:
+        """`sample_index` counts within the stream: by sample or, where samples are ranked at the end, by rank."""
         self.index = index
         self.stream = stream
-        self.ended = False
-        self._index = sample_index
-        self._chars = 0
-        self._tokens = 0
+        self._cursor = None if stream.ends_at_once else Cursor(sample_index, stream.samples[sample_index])
+        self._ranked: int | None = sample_index
 
-    def news(self) -> CompletionOutput | None:
-        """What has come since the last call: new text, tokens and logprobs, and how it ended if it has; or None.
-
-        An error is the whole call's, and told by that.
-        """
-        if self.ended:
+    def delta(self) -> CompletionOutput | None:
+        """What is new since the last call, None if nothing is. An error is the whole call's, which reports it."""
+        if self._cursor is not None:
+            return self._cursor.delta()
+        if self._ranked is None or not self.stream.finished:
             return None
-        if self.stream.ends_at_once:  # ranked when all have ended
-            if not self.stream.finished:
-                return None
-            self.ended = True
-            return self.stream.output().outputs[self._index]
-        sample = self.stream.samples[self._index]
-        chars, tokens = self._chars, self._tokens
-        self.ended = sample.finish_reason is not None
-        reason = None if sample.finish_reason == "error" else sample.finish_reason
-        if len(sample.token_ids) == tokens and reason is None:
-            return None
-        self._chars, self._tokens = len(sample.text), len(sample.token_ids)
-        logprobs = sample.logprobs[tokens:] if sample.logprobs is not None else None
-        token_ids = sample.token_ids[tokens:]
-        return CompletionOutput(self._index, sample.text[chars:], token_ids, None, logprobs, reason, sample.stop_reason)
+        rank, self._ranked = self._ranked, None
+        return self.stream.output().outputs[rank]
 
 
 class Call:
@@ -116,7 +102,7 @@ class Call:
     def news(self) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Each choice that has something new, with it."""
         for choice in self.choices:
-            if (news := choice.news()) is not None:
+            if (news := choice.delta()) is not None:
                 yield choice, news
 
     def wake(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from vllm_lite.client.text.chat_template import TemplateSource
 from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Refused, Render, Rendered, RenderSettings, frame
-from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from vllm_lite.client.generation import generation_defaults
+from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.stream import load_tokenizer
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.chat_template import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.server.calls.rendering import Renderer

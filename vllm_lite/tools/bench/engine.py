@@ -1,4 +1,4 @@
-"""`vllm-lite bench engine`: what the engine itself costs, without any model. Medians, on whatever machine this is."""
+"""`vllm-lite bench engine`: what the engine itself costs, without any model. Figures are medians on this machine."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 
 
 def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
-    """Measure everything; `report` is told what is being measured."""
+    """Measure everything; `report` is called with the name of what is being measured."""
     figures: dict[str, Any] = {}
     for name, measure in (
         ("import_s", import_s),
@@ -96,7 +96,7 @@ def _stub_config() -> ResolvedConfig:
 
 
 def engine_ready_s() -> float:
-    """From the start of an engine process, with a worker that has no model, to its answer to Hello."""
+    """Time from the start of an engine process, with a worker that has no model, to its answer to Hello."""
     times = []
     for _ in range(5):
         with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
@@ -132,7 +132,7 @@ def round_trip_us() -> float:
 
 
 def _scheduler(num_requests: int) -> Scheduler:
-    """One with `num_requests` running, each in the middle of its decode."""
+    """Make a scheduler with `num_requests` running, each in the middle of its decode."""
     pool = BlockPool(num_requests * 64 + 1)
     kv = KVCacheManager(pool, make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
     scheduler = Scheduler(kv, Options(max_num_seqs=num_requests, max_num_batched_tokens=10**9, max_model_len=900))
@@ -165,7 +165,7 @@ def schedule_update_us(num_requests: int) -> float:
 
 
 def schedule_waiting_us(policy: str, num_waiting: int) -> float:
-    """schedule() of a step with one decode, while so many requests of 100 users wait for blocks."""
+    """schedule() of a step with one decode, while `num_waiting` requests of 100 users wait for blocks."""
     kv = KVCacheManager(BlockPool(64), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
     options = Options(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1000)
     scheduler = Scheduler(kv, options, load(policy))
@@ -286,7 +286,7 @@ BUDGETS: tuple[tuple[str, str, float], ...] = (
     ("block_alloc_free_us", "", 0.4),
     ("block_touch_free_us", "", 0.24),
 )
-"""(figure, size, the most it may be): DESIGN section 10."""
+"""Each entry is a figure, its size and the most it may be."""
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -20,13 +20,13 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def run(
     model: str,
     batch: tuple[int, int, int],  # prompts, and prompt and generated tokens of each
-    num_iters: tuple[int, int],  # not measured, and measured
-    settings: dict[str, Any],  # of EngineConfig
+    num_iters: tuple[int, int],  # warm-up batches, and measured ones
+    settings: dict[str, Any],  # fields of EngineConfig
     *,
     sampling: dict[str, Any] | None = None,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Seconds of each batch, with vLLM's keys. Every prompt of every batch is random; prefixes are not cached.
+    """Measure the seconds of each batch, under vLLM's keys. All prompts are random; prefixes are not cached.
 
     `sampling` are fields of SamplingParams. Raises ConfigError for lengths that do not fit the model.
     """

@@ -1,4 +1,4 @@
-"""Where a process's time goes, step by step: functions are wrapped from outside, so that they know nothing of it."""
+"""A ledger charges the time of a process to parts, step by step. It wraps functions from outside, unknown to them."""
 
 import json
 import os
@@ -11,12 +11,12 @@ FOLDER = "STEP_LEDGER_FOLDER"
 """The environment variable that names the folder of the files."""
 
 Step = dict[str, int]
-"""Nanoseconds of each part of a step, without the parts inside it; WHOLE, REST, CPU and what else was noted."""
+"""Nanoseconds of each part of a step, without the parts inside it; also WHOLE, REST, CPU and added counts."""
 WHOLE, REST, CPU = "step", "rest", "cpu"
 
 
 class Ledger:
-    """Of one thread: wrapped functions must not be called by others."""
+    """The ledger of one thread; no other thread may call the wrapped functions."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -27,7 +27,7 @@ class Ledger:
         self._cpu_ns = time.process_time_ns()
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time is charged to `part`."""
+        """Wrap `function` so that its time is charged to `part`."""
         self._parts.add(part)
 
         def wrapped(*args: Any, **named: Any) -> Any:
@@ -50,13 +50,13 @@ class Ledger:
     def add(self, part: str, value: int) -> None:
         self._step[part] = self._step.get(part, 0) + value
 
-    def end_step(self, **notes: int) -> None:
-        """From now on it is the next step. Outside of wrapped calls."""
+    def end_step(self, **counts: int) -> None:
+        """End the step and begin the next. Call it outside of wrapped functions."""
         now_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
         step = dict.fromkeys(self._parts, 0) | self._step
         step[WHOLE], step[CPU] = now_ns - self._began_ns, cpu_ns - self._cpu_ns
         step[REST] = step[WHOLE] - self._inside[0]
-        self.steps.append(step | notes)
+        self.steps.append(step | counts)
         self._step, self._inside, self._began_ns, self._cpu_ns = {}, [0], now_ns, cpu_ns
 
     def save(self, name: str) -> None:

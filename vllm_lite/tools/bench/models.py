@@ -40,5 +40,5 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_config(name: str, folder: str) -> None:
-    """Make `folder` a checkpoint without weights, to be loaded with load_format "dummy"."""
+    """Write config.json into `folder`: a checkpoint without weights, for load_format "dummy"."""
     Path(folder, "config.json").write_text(json.dumps(RANDOM_MODELS[name]))

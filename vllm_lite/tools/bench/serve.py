@@ -1,8 +1,8 @@
-"""`vllm-lite bench serve`: load for any OpenAI-compatible server, and what it did with it.
+"""`vllm-lite bench serve`: sends load to any OpenAI-compatible server and measures how it copes.
 
 serve_datasets.py  which requests are sent
 serve_http.py      HTTP and event streams
-serve_client.py    one request, and what was seen of its answer
+serve_client.py    one request, and the times of its answer
 serve_result.py    figures and table
 serve_plot.py      the picture
 
@@ -35,7 +35,7 @@ Report = Callable[[Outcome], None]
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags of the same names say."""
+    """The flags of the same names."""
 
     dataset: DatasetOptions = DatasetOptions()
     backend: str = "openai"
@@ -51,7 +51,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     percentiles: tuple[float, ...] = (99.0,)
     goodput: dict[str, float] = {}
     sampling: dict[str, Any] = {}
-    """Whatever else a request's body says."""
+    """The other fields of a request's body."""
     headers: dict[str, str] = {}
     insecure: bool = False
     request_timeout_s: float = 6 * 3600.0
@@ -67,7 +67,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def run(options: ServeOptions) -> Run:
-    """Measure. Raises ConfigError for what cannot be asked, HttpError if nobody says which model to ask for."""
+    """Measure. Raises ConfigError for impossible options, HttpError if neither they nor the server name a model."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(options))
 
@@ -98,7 +98,7 @@ async def _run(options: ServeOptions) -> Run:
         cpu_s = time.process_time() - cpu_s
     finally:
         client.close()
-    _count_what_nobody_counted(outcomes, tokenizer)
+    _count_missing_usage(outcomes, tokenizer)
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.backend,
@@ -115,7 +115,7 @@ async def _run(options: ServeOptions) -> Run:
 
 
 def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
-    """The one that was named, or that of a model that is a folder here. Raises ModelError."""
+    """Load the tokenizer of --tokenizer, or of a model that is a local folder. Raises ModelError."""
     if options.tokenizer is not None:
         return Tokenizer.load(options.tokenizer)
     if options.model is not None and Path(options.model, TOKENIZER_FILE).is_file():
@@ -124,8 +124,8 @@ def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which requests are sent: gaps of a gamma distribution with `burstiness` as its shape
-    (1: Poisson), stretched so that the last one comes after count / rate seconds."""
+    """The seconds after the start at which requests are sent. Gaps have a gamma distribution with `burstiness` as its
+    shape (1: Poisson), stretched so that the last request is sent after count / rate seconds."""
     if rate == float("inf"):
         return [0.0] * count
     rng = random.Random(seed)
@@ -157,8 +157,8 @@ async def drive(
     return outcomes, time.perf_counter() - start_s
 
 
-def _count_what_nobody_counted(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
-    """A server that tells no usage: the text's tokens, or without a tokenizer its chunks."""
+def _count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
+    """Where a server sent no usage, count the tokens of the text or, without a tokenizer, its chunks."""
     for outcome in outcomes:
         if not outcome.error and not outcome.output_len:
             counted = tokenizer.encode(outcome.text, add_special_tokens=False) if tokenizer is not None else []
@@ -166,7 +166,7 @@ def _count_what_nobody_counted(outcomes: Sequence[Outcome], tokenizer: Tokenizer
 
 
 def _allow_sockets(count: int) -> None:
-    """Each request that runs is a connection."""
+    """Raise the limit of open files: each running request is a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count + 64:
         wanted = count + 64 if hard == resource.RLIM_INFINITY else min(count + 64, hard)
@@ -174,7 +174,7 @@ def _allow_sockets(count: int) -> None:
 
 
 def save(result: dict[str, Any], path: str, *, detailed: bool) -> None:
-    """As JSON. Raises ConfigError if it cannot be written."""
+    """Write the result as JSON. Raises ConfigError if it cannot be written."""
     kept = {name: value for name, value in result.items() if detailed or name not in DETAILS}
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -184,7 +184,7 @@ def save(result: dict[str, Any], path: str, *, detailed: bool) -> None:
 
 
 def file_name(result: dict[str, Any], label: str | None) -> str:
-    """As vLLM calls it."""
+    """The file name that vLLM's benchmark would use."""
     concurrency = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] is not None else ""
     name = str(result["model_id"]).rstrip("/").rsplit("/", 1)[-1]
     return f"{label or result['backend']}-{result['request_rate']}qps{concurrency}-{name}-{result['date']}.json"

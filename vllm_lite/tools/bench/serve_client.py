@@ -1,4 +1,4 @@
-"""One request of `bench serve`: what is asked, and what was seen of its answer and when."""
+"""One request of `bench serve`: its body, and what of the answer arrived when."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from vllm_lite.tools.bench.serve_datasets import Request
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-"""By --backend."""
+"""The path of each --backend."""
 MAX_ERROR_CHARS = 500
 
 
@@ -31,17 +31,17 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """From the request to the first chunk."""
+        """Time from the request to the first chunk."""
         return self.chunks_s[0] - self.start_s if self.chunks_s else 0.0
 
     @property
     def latency_s(self) -> float:
-        """From the request to the last chunk."""
+        """Time from the request to the last chunk."""
         return self.chunks_s[-1] - self.start_s if self.chunks_s else 0.0
 
     @property
     def itls_s(self) -> list[float]:
-        """From each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
+        """Times from each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
@@ -106,7 +106,7 @@ class _Answer:
         delta = choice.delta
         text = (choice.text if delta is None else delta.text) or ""
         if delta is not None and delta.role and not text and choice.finish_reason is None:
-            return  # it opens a chat's stream and holds no token
+            return  # the first chunk of a chat, which holds no token
         self._outcome.chunks_s.append(now_s)
         self._texts.append(text)
         if choice.finish_reason is not None:
@@ -117,7 +117,7 @@ class _Answer:
 
 
 class Api:
-    """Requests to one endpoint, which share `settings`: model, sampling and whatever else the body says."""
+    """Requests to one endpoint, which share `settings`: model, sampling and other fields of the body."""
 
     def __init__(self, client: HttpClient, endpoint: str, settings: Mapping[str, Any], *, timeout_s: float) -> None:
         self._client = client
@@ -127,7 +127,7 @@ class Api:
         self._timeout_s = timeout_s
 
     async def send(self, request: Request) -> Outcome:
-        """Never raises for what the server does: the outcome says it."""
+        """Send one request. It never raises for what the server does: the outcome holds the error."""
         outcome = Outcome(request.input_len)
         answer = _Answer(outcome)
         body = msgspec.json.encode(self.body(request))
@@ -148,7 +148,7 @@ class Api:
         return outcome
 
     def body(self, request: Request) -> dict[str, Any]:
-        """What is sent for `request`."""
+        """The JSON body of `request`."""
         if self._is_chat:
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
             limit = "max_completion_tokens"

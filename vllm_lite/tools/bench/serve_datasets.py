@@ -22,7 +22,7 @@ SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`prompt` is a text or token ids; `input_len` its tokens, 0 where nobody could count them."""
+    """`prompt` is a text or token ids; `input_len` counts its tokens, 0 if unknown for want of a tokenizer."""
 
     prompt: str | list[int]
     input_len: int
@@ -30,7 +30,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flags of the same names say."""
+    """The flags of the same names."""
 
     dataset_name: str = "random"
     dataset_path: str | None = None
@@ -75,8 +75,8 @@ class RandomPrompts:
         return self._rng.choices(self._ids, k=length)
 
     def prompt(self, ids: list[int]) -> tuple[str | list[int], int]:
-        """`ids` as a prompt, and its length. Few random ids survive being decoded: what the text's tokens lack or have
-        too many is added or cut at its end, until they are as many as `ids`; a text that never fits stays close."""
+        """Make a prompt of `ids`, and return its length. Few random ids survive decoding and encoding: tokens are added
+        or cut at the end until there are as many as `ids`; a text that never fits is close."""
         if self._tokenizer is None:
             return ids, len(ids)
         wanted = len(ids)
@@ -122,15 +122,15 @@ def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: T
         raise ConfigError(f"{num_prefixes} prefixes need at least as many prompts, got {options.num_prompts}")
     prompts = RandomPrompts(rng, tokenizer)
     prefixes = [prompts.ids(options.prefix_repetition_prefix_len) for _ in range(num_prefixes)]
-    turns = [place % num_prefixes for place in range(options.num_prompts)]
-    rng.shuffle(turns)
-    for turn in turns:
-        ids = prefixes[turn] + prompts.ids(options.prefix_repetition_suffix_len)
+    order = [place % num_prefixes for place in range(options.num_prompts)]
+    rng.shuffle(order)
+    for which in order:
+        ids = prefixes[which] + prompts.ids(options.prefix_repetition_suffix_len)
         yield Request(*prompts.prompt(ids), options.prefix_repetition_output_len)
 
 
 def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
-    """First question and first answer of each conversation, whose length is that of the output."""
+    """Take the first question of each conversation; the length of its first answer is the output length."""
     talks = _decode(options, lambda data: msgspec.json.decode(data, type=list[_Conversation]))
     if tokenizer is None and options.sharegpt_output_len is None:
         raise ConfigError(
@@ -157,7 +157,7 @@ def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer 
 
 
 def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
-    """One JSON object on each line: "prompt", a text or token ids, and "output_tokens" if they differ."""
+    """Read one JSON object a line: "prompt", a text or token ids, and perhaps "output_tokens"."""
     lines = _decode(options, lambda data: msgspec.json.Decoder(_Line).decode_lines(data))
     for line in lines[: options.num_prompts]:
         ids = line.prompt
@@ -167,7 +167,7 @@ def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | No
 
 
 def _decode(options: DatasetOptions, decode: Callable[[bytes], list[Any]]) -> list[Any]:
-    """The file. Raises ConfigError."""
+    """Read and decode the file of the dataset. Raises ConfigError."""
     if options.dataset_path is None:
         raise ConfigError(f"the dataset {options.dataset_name} is read from a file; give --dataset-path FILE")
     try:

@@ -19,11 +19,11 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 CONNECT_S = 30.0
 
 Events = Callable[[list[bytes], float], None]
-"""Takes the data of the events that one read brought, and its time (perf_counter)."""
+"""Takes the data of the events that arrived in one read, and the time of it (perf_counter)."""
 
 
 class HttpError(VllmLiteError):
-    """A request was not answered, or not with 200. `status` is 0 where there was no answer."""
+    """The request failed: no answer (`status` 0), or one that is not 200."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -118,13 +118,13 @@ class _Connection(asyncio.Protocol):
         if self._events is not None and self._parser.get_status_code() == 200:
             if events := self._reader.feed(body):
                 self._events(events, self._now_s)
-        elif len(self._body) < MAX_EVENT_BYTES:  # of more only the beginning is kept
+        elif len(self._body) < MAX_EVENT_BYTES:  # only the beginning of a longer body is kept
             self._body += body
 
     def on_message_complete(self) -> None:
         self.reusable = self._parser.should_keep_alive()
         if self._done is None or self._done.done():
-            self.reusable = False  # an answer that nobody asked for
+            self.reusable = False  # an answer without a request
         elif (status := self._parser.get_status_code()) == 200:
             self._done.set_result(bytes(self._body))
         elif status >= 200:
@@ -136,7 +136,7 @@ class HttpClient:
     """Connections to one server. `headers` are sent with every request."""
 
     def __init__(self, base_url: str, headers: dict[str, str], *, check_tls: bool = True) -> None:
-        """Raises ConfigError for a URL that is none, or a header that cannot be sent."""
+        """Raises ConfigError for a malformed URL, or a header that cannot be sent."""
         self.base_url = base_url.rstrip("/")
         parts = urlsplit(self.base_url)
         try:
@@ -192,7 +192,7 @@ class HttpClient:
         self._idle.clear()
 
     def _url(self, path: str) -> str:
-        """Base URLs are written with /v1 at their end, and without."""
+        """The path of the URL. A base URL may end with /v1 or not."""
         return self._path.removesuffix("/v1") + path if path.startswith("/v1/") else self._path + path
 
 

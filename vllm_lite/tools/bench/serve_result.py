@@ -1,4 +1,4 @@
-"""What `bench serve` makes of the outcomes: vLLM's figures under vLLM's names, and its table."""
+"""The result of `bench serve`: vLLM's figures under vLLM's names, and its table."""
 
 import math
 import statistics
@@ -76,7 +76,7 @@ def samples(served: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def percentile(ordered: Sequence[float], wanted: float) -> float:
-    """Of sorted values, interpolated between neighbours; 0 of none."""
+    """A percentile of sorted values, interpolated between neighbours; 0 if there are no values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * wanted / 100
@@ -119,7 +119,7 @@ def running_over_time(served: Sequence[Outcome]) -> list[tuple[float, int]]:
 
 
 def table(figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """For a terminal, in vLLM's arrangement. `metrics` are those whose latencies are shown."""
+    """Format the result as vLLM's table. `metrics` are those whose latencies are shown."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),

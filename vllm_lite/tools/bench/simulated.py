@@ -21,7 +21,7 @@ VOCAB_SIZE = 32_000
 
 
 class Simulation:
-    """A core, its executor and their clock. Requests come in at their times; the clock jumps to what happens next."""
+    """A core, its executor and their clock. Requests arrive at their times; the clock jumps to the next event."""
 
     def __init__(self, num_blocks: int = 20_000, cost: CostModel | None = None, **settings: Any) -> None:
         values = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | settings
@@ -54,7 +54,7 @@ class Simulation:
 
 
 def short_requests(count: int, per_s: float) -> Iterator[tuple[float, Generate]]:
-    """Prompts of 24 tokens, of which 16 are one of a hundred beginnings, and 4 tokens of output."""
+    """Yield requests with prompts of 24 tokens, the first 16 being one of 100 prefixes, and 4 tokens of output."""
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     heads = [pack_tokens([head + 1] * 16) for head in range(100)]
     for index in range(count):
@@ -63,7 +63,7 @@ def short_requests(count: int, per_s: float) -> Iterator[tuple[float, Generate]]
 
 
 def run(num_requests: int) -> dict[str, float]:
-    """Requests a second of real time, and what was simulated."""
+    """Measure requests per second of real time, and return counts of the simulation too."""
     simulation = Simulation()
     start = time.perf_counter()
     ended = sum(item.reason is not None for item in simulation.run(short_requests(num_requests, per_s=3_000.0)))

@@ -1,6 +1,6 @@
 """`vllm-lite bench startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
 
-Server, engine and workers note what they have done in a file (`runtime.log.moment`); they share the machine's clock.
+Server, engine and workers write what they have done into a file (`runtime.log.moment`), by the machine's common clock.
 """
 
 import asyncio
@@ -46,15 +46,15 @@ with LLM(**settings) as llm:
         times += [output.metrics.arrival_time, output.metrics.first_token_time]
     print(json.dumps(times))
 """
-"""What is measured in place of a server: a script as a user would write it, which tells when it was ready and, for two
-requests, when they began and had their first token."""
+"""A script as a user would write it, measured in place of a server. It prints when it was ready and, for two requests,
+when they began and had their first token."""
 SPAWNED_BY = {"engine": ("server", SPAWNS_ENGINE), "worker": ("engine", SPAWNS_WORKERS)}
-"""Where the first part of a process begins: with this part's end."""
+"""The first part of a process begins where this part of its parent ends."""
 _BAR = 40
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a process did until `end_s`, in seconds since the command, and how long it took. Processes overlap."""
+    """One thing that a process did: its end, in seconds since the command, and its duration. Processes overlap."""
 
     process: str
     what: str
@@ -63,7 +63,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """One start, in seconds since the command; `again_s` is what the same request takes to its first token later."""
+    """One start, in seconds since the command; `again_s` is the time to first token of the same request sent again."""
 
     ready_s: float
     first_token_s: float
@@ -79,7 +79,7 @@ def run(
     idle_s: float = 0.0,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Measure a start again and again, each after `idle_s` of nothing. The parts are those of the median start.
+    """Measure `num_iters` starts, each after `idle_s` of nothing. The parts are those of the median start.
 
     Raises EngineError for one that does not come up, or does not answer.
     """
@@ -102,7 +102,7 @@ def run(
 
 
 def serve_start(serve_words: Sequence[str]) -> Start:
-    """One start of a server on a free port, two requests, its end."""
+    """Start a server on a free port, send two requests, end it."""
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
         moments = Path(folder, "moments")
         with open(Path(folder, "log"), "w+") as errors:
@@ -134,7 +134,7 @@ def serve_start(serve_words: Sequence[str]) -> Start:
 
 
 def llm_start(settings: dict[str, Any]) -> Start:
-    """One start of a script that makes LLM(**settings), two requests, its end."""
+    """Run a script that makes LLM(**settings) and sends two requests."""
     request = json.dumps([settings, PROMPT.prompt, PROMPT.output_len])
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
         moments = Path(folder, "moments")
@@ -158,7 +158,7 @@ def llm_start(settings: dict[str, Any]) -> Start:
 
 
 def _wait_until_ready(process: "subprocess.Popen[str]", errors: str) -> str:
-    """The address. Raises EngineError with the last thing that the server said."""
+    """Wait for the server's address. Raises EngineError with the last line that the server wrote."""
     for line in process.stdout or ():
         if found := re.search(r"ready at (\S+),", line):
             if not found.group(1).startswith("http"):
@@ -172,7 +172,7 @@ def _last_line(said: str) -> str:
 
 
 async def _ask(url: str) -> tuple[Outcome, Outcome]:
-    """The same request twice: the first of the server's life, and a later one."""
+    """Send the same request twice: the server's first, and a later one."""
     keys = os.environ.get("VLLM_LITE_API_KEY", "").split(",")
     client = HttpClient(url, {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}, check_tls=False)
     api = Api(client, "/v1/completions", {"temperature": 0.0, "ignore_eos": True}, timeout_s=ANSWER_S)
@@ -198,14 +198,14 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def read_parts(text: str, begin_s: float) -> list[Part]:
-    """The moments that processes noted, in order of time, each with the time since the process's one before."""
-    noted = sorted(
+    """Parse the moments of all processes, in order of time, each with the time since the process's previous one."""
+    moments = sorted(
         (float(time_s) - begin_s, process, what) for time_s, process, what in map(_fields, text.splitlines())
     )
-    ends = {(process, what): time_s for time_s, process, what in noted}
+    ends = {(process, what): time_s for time_s, process, what in moments}
     before = {"server": 0.0}
     parts = []
-    for time_s, process, what in noted:
+    for time_s, process, what in moments:
         from_s = before[process] if process in before else ends.get(SPAWNED_BY[process], 0.0)
         parts.append(Part(process, what, time_s, time_s - from_s))
         before[process] = time_s

@@ -1,4 +1,4 @@
-"""A worker without a model: it keeps the whole conversation and answers every step at once with token 1."""
+"""A worker without a model: it speaks the whole protocol and answers every step at once with token 1."""
 
 from time import perf_counter
 
@@ -17,7 +17,7 @@ VOCAB_SIZE = 1000
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
-    """Serve like a real worker would; every scheduled sequence is taken to be caught up."""
+    """Serve like a real worker. Every scheduled sequence is assumed to need a sample."""
     connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
     watched = poller(connection, stop)
     send = connection.send

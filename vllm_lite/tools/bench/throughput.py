@@ -1,6 +1,6 @@
 """`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes.
 
-With a peer, both measure in turns, so that what else the machine does falls on both.
+With a peer, the two alternate, so that other load on the machine falls on both.
 """
 
 import random
@@ -29,7 +29,7 @@ class _Ours:
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
     def seconds(self, num_prompts: int) -> float:
-        """Prompts are random ids without a common prefix."""
+        """Time a batch of prompts, random ids without a common prefix."""
         vocab_size = self.llm.engine.vocab_size
         prompts = [[self.rng.randrange(5, vocab_size) for _ in range(self.input_len)] for _ in range(num_prompts)]
         start_s = time.perf_counter()
@@ -69,7 +69,7 @@ def run(
     model: str,
     num_prompts: int,
     lengths: tuple[int, int],  # prompt and generated tokens
-    settings: dict[str, Any],  # of EngineConfig
+    settings: dict[str, Any],  # fields of EngineConfig
     *,
     compare: bool = False,
     repeats: int = 3,
@@ -109,7 +109,7 @@ def run(
 
 
 def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures of all at once under the names of vLLM's benchmark, which counts prompt tokens, too."""
+    """Rename the figures of all at once as vLLM's benchmark does, which counts prompt tokens, too."""
     num_prompts = figures["num_prompts"]
     output_tok_s = figures["together_tok_s"]
     elapsed_s = num_prompts * figures["output_len"] / output_tok_s

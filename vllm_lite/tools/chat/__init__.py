@@ -1,10 +1,10 @@
-"""The command line as a client of a server: any that speaks OpenAI's API, or one of its own. No torch.
+"""`chat`, `complete` and `run-batch`: clients of a server that speaks OpenAI's API, or of a private one. No torch.
 
-api.py            one server: texts in, streams of pieces out; every way this fails as one sentence
-own.py            a server of one's own on a private socket, which ends with its process
-conversation.py   what was said, what was set; files of it
-chat.py           turns and /commands, without a terminal
-terminal.py       lines in, text out: history, Ctrl-C, pipes
-batch_file.py     OpenAI's batch files: what is asked, what was answered already
-batch.py          many requests at once, from such a file into such a file
+remote_server.py   a server: prompts in, streams of pieces out; every failure as one sentence
+private_server.py  a server on a private socket, which ends with the command that started it
+conversation.py    questions, answers and settings of a chat; files of them
+chat.py            the loop of a chat: messages and /commands, without a terminal
+terminal.py        lines in, text out: history, Ctrl-C, pipes
+batch_file.py      OpenAI's batch files: the requests, and which of them are answered already
+batch.py           many requests at once, from such a file into such a file
 """

@@ -1,4 +1,4 @@
-"""Many requests at once, from a batch file into one."""
+"""Many requests at once: from a batch file to a server, its answers into another file."""
 
 import asyncio
 import os
@@ -8,8 +8,8 @@ from typing import Any, Self
 import httpx
 
 from vllm_lite.tools.chat import batch_file
-from vllm_lite.tools.chat.api import Address, check, client_settings, lost
 from vllm_lite.tools.chat.batch_file import Bad, Request, Results
+from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
 
 BUSY = (429, 503)
 MAX_TRIES = 8
@@ -17,7 +17,7 @@ MAX_PAUSE_S = 30.0
 
 
 class Batch:
-    """One run over a batch file. What it counts is of this run, but for `num_before`."""
+    """One run over a batch file. It counts what this run did; `num_before` counts what earlier runs did."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Batch:
         progress: Callable[["Batch"], None] = lambda _: None,
         complain: Callable[[Bad], None] = lambda _: None,
     ) -> None:
-        """`progress` is called for every line that is dealt with, `complain` for those that cannot be asked."""
+        """`progress` is called after every line, `complain` for a line that is no request."""
         self.num_before = len(results.done)
         self.num_lines = 0
         self.num_answered = 0
@@ -41,8 +41,8 @@ class Batch:
     async def run(
         self, entries: Iterator[Request | Bad], http: "Server", max_concurrency: int, model: str | None = None
     ) -> None:
-        """Deal with all `entries`; `model` is asked where a body names none. Raises RemoteError when there is no
-        server any more; what was answered until then is in the file."""
+        """Send all `entries`; `model` is for bodies that name none. Raises RemoteError when the server has gone; the
+        answers until then are in the file."""
         tasks = [asyncio.ensure_future(self._work(entries, http, model)) for _ in range(max_concurrency)]
         try:
             await asyncio.gather(*tasks)
@@ -52,14 +52,14 @@ class Batch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, entries: Iterator[Request | Bad], http: "Server", model: str | None) -> None:
-        """One of many that take their entries from the same iterator."""
+        """Send entries one after the other. Several of these tasks share the iterator."""
         for entry in entries:
             if entry.custom_id not in self._already:
                 if isinstance(entry, Bad):
                     self._refuse(entry)
                 else:
                     default = {} if model is None else {"model": model}
-                    self._note(*await http.ask(entry, {**default, **entry.body}), entry)
+                    self._record(*await http.ask(entry, {**default, **entry.body}), entry)
             self.num_lines += 1
             self._progress(self)
 
@@ -69,7 +69,7 @@ class Batch:
         if entry.custom_id is not None:
             self._results.append(batch_file.failure(entry.custom_id, entry.code, entry.message))
 
-    def _note(self, status: int, request_id: str, body: Any, entry: Request) -> None:
+    def _record(self, status: int, request_id: str, body: Any, entry: Request) -> None:
         self._results.append(batch_file.answer(entry.custom_id, status, request_id, body))
         if status != httpx.codes.OK:
             self.num_failed += 1
@@ -81,12 +81,12 @@ class Batch:
 
 
 class Server:
-    """The server that answers, over as many connections as are needed. An asynchronous context."""
+    """The server, over as many connections as are needed. An asynchronous context manager."""
 
     def __init__(
         self, address: Address, api_key: str | None, timeout_s: float, why: Callable[[], str | None] = lambda: None
     ) -> None:
-        """`timeout_s` is for one answer; `why()` knows more about a server that cannot be reached."""
+        """`timeout_s` is for one answer; `why()` says why a server cannot be reached, if known."""
         self._address = address
         self._why = why
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -101,7 +101,7 @@ class Server:
         await self._http.aclose()
 
     async def ask(self, request: Request, body: dict[str, Any]) -> tuple[int, str, Any]:
-        """Status, request id and body of its answer; asked again while the server is busy. Raises RemoteError."""
+        """Return status, request id and body of the answer, retrying while the server is busy. Raises RemoteError."""
         for attempt in range(MAX_TRIES):
             try:
                 response = await self._http.post(request.url, json=body)
@@ -120,5 +120,5 @@ class Server:
 
 
 def _pause_s(response: httpx.Response, attempt: int) -> float:
-    told = response.headers.get("retry-after", "")
-    return min(float(told) if told.isdecimal() else 0.5 * 2**attempt, MAX_PAUSE_S)
+    retry_after = response.headers.get("retry-after", "")
+    return min(float(retry_after) if retry_after.isdecimal() else 0.5 * 2**attempt, MAX_PAUSE_S)

@@ -1,8 +1,8 @@
 """OpenAI's batch files. In: a line of {custom_id, method, url, body} for each request. Out: a line of {id, custom_id,
 response, error} for each answer, in the order in which they came.
 
-The output is also the state of the batch: each line is written whole, so that after any end the next run reads which
-requests are answered, cuts off a torn last line, and goes on.
+The output is also the state of the batch. A run appends whole lines; after any end the next run reads which requests
+are answered, cuts off an incomplete last line, and goes on.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from vllm_lite.errors import ConfigError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 SYNC_S = 1.0
-"""How much of a machine's, not a process's, death may cost."""
+"""At most so much work is lost when the machine dies; the death of a process loses none."""
 
 
 class Request(NamedTuple):
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A line that cannot be asked. Without a `custom_id` of its own it has no place in the output."""
+    """A line that is no valid request. Without a `custom_id` of its own it gets no line in the output."""
 
     line: int
     custom_id: str | None
@@ -39,13 +39,13 @@ class Bad(NamedTuple):
 
 
 def check_path(path: str, flag: str) -> None:
-    """Raises ConfigError for what is no local file."""
+    """Raises ConfigError for a URL, which is no local file."""
     if "://" in path:
         raise ConfigError(f"{flag} must be a file on this machine, got {path!r}; download or upload it yourself")
 
 
 def count_lines(path: str) -> int:
-    """Raises ConfigError if it cannot be read."""
+    """Count the lines that are not empty. Raises ConfigError if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             return sum(1 for line in file if line.strip())
@@ -54,7 +54,7 @@ def count_lines(path: str) -> int:
 
 
 def read(path: str) -> Iterator[Request | Bad]:
-    """What the lines say, as they are wanted."""
+    """Parse the lines one by one, as they are taken."""
     seen: set[str] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -69,7 +69,7 @@ def read(path: str) -> Iterator[Request | Bad]:
 
 
 def parse(number: int, line: bytes) -> Request | Bad:
-    """One line of the input."""
+    """Parse one line of the input."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -90,19 +90,19 @@ def parse(number: int, line: bytes) -> Request | Bad:
 
 
 def answer(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """A line of the output, for what a server said."""
+    """Make the line of the output for a server's answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": _id(), "custom_id": custom_id, "response": response, "error": None}
 
 
 def failure(custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """A line of the output, for what no server was asked."""
+    """Make the line of the output for a line that was not sent."""
     error = {"code": code, "message": message}
     return {"id": _id(), "custom_id": custom_id, "response": None, "error": error}
 
 
 def is_failure(line: dict[str, Any]) -> bool:
-    """Of a line of the output."""
+    """Whether this line of the output reports a failure."""
     return line["error"] is not None or line["response"]["status_code"] != 200
 
 
@@ -111,10 +111,10 @@ def _id() -> str:
 
 
 class Results:
-    """The output file, this process's alone while it is open. `done` are the custom_ids that it has."""
+    """The output file, locked while it is open. `done` holds the custom_ids in it."""
 
     def __init__(self, path: str, *, retry_failed: bool = False) -> None:
-        """`retry_failed` takes lines of failures out again. Raises ConfigError if it is not an output file."""
+        """`retry_failed` removes the failures. Raises ConfigError if it is not an output file."""
         self.done: set[str] = set()
         self.num_failed = 0
         self._synced_s = time.monotonic()
@@ -138,7 +138,7 @@ class Results:
         os.close(self._fd)
 
     def append(self, line: dict[str, Any]) -> None:
-        """From now on it is answered, whatever happens to this process."""
+        """Write the line. It stays written even if this process dies now."""
         data = memoryview(json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
         while data:
             data = data[os.write(self._fd, data) :]
@@ -149,7 +149,7 @@ class Results:
             self._synced_s = time.monotonic()
 
     def _scan(self, path: str) -> list[tuple[int, int]]:
-        """Read what is there, cut off what is torn. Returns where the lines are that are no failures."""
+        """Read the file, cut off an incomplete last line. Returns offset and length of each line that is no failure."""
         at = 0
         good = []
         with open(path, "rb") as file:
@@ -171,7 +171,7 @@ class Results:
         return good
 
     def _replace(self, path: str, kept: list[tuple[int, int]]) -> None:
-        """By a file of `kept` only; there is one or the other at any moment."""
+        """Replace the file by one with `kept` only, atomically."""
         self.done.clear()
         self.num_failed = 0
         new = f"{path}.new"
@@ -190,7 +190,7 @@ class Results:
 
 
 def _locked(path: str) -> int:
-    """`path`, open to be appended to. Raises ConfigError if another run has it."""
+    """Open and lock `path` for appending. Raises ConfigError if another run has locked it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

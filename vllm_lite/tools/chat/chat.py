@@ -1,4 +1,4 @@
-"""A chat: turns and /commands. What it is shown on, and who answers, are given to it."""
+"""A chat: questions, answers and /commands. The server that answers and the screen are passed to it."""
 
 import shlex
 import time
@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from vllm_lite.errors import RemoteError, VllmLiteError
-from vllm_lite.tools.chat.api import Piece
 from vllm_lite.tools.chat.conversation import Conversation
+from vllm_lite.tools.chat.remote_server import Piece
 
 END_OF_MESSAGE = "."
 COMMANDS = {
@@ -52,14 +52,14 @@ class Screen(Protocol):
         """The answer has ended; the next begins on a line of its own."""
 
     def note(self, text: str) -> None:
-        """Something that is no answer."""
+        """A remark: something that is no answer."""
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Within it Ctrl-C is one KeyboardInterrupt, however often it is pressed."""
 
 
 class Stats:
-    """Of one answer."""
+    """Counts and times of one answer."""
 
     def __init__(self) -> None:
         self.began_s = self.first_s = self.last_s = time.monotonic()
@@ -84,19 +84,19 @@ class Stats:
         prompt, count = self.usage.get("prompt_tokens", 0), self.usage.get("completion_tokens", 0)
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         known = f" ({cached} of them from the cache)" if cached is not None else ""
-        pace = f", then {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
-        return f"prompt of {prompt} tokens{known}, answer of {count}: {first}{pace}; finish reason {self.end}"
+        rate = f", then {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
+        return f"prompt of {prompt} tokens{known}, answer of {count}: {first}{rate}; finish reason {self.end}"
 
 
 class Chat:
-    """Give it lines until it says that it is over."""
+    """Takes lines of input until line() returns False."""
 
     def __init__(self, answers: Answers, screen: Screen, conversation: Conversation, *, can_retry: bool = True) -> None:
-        """Without `can_retry` there is one question, and nobody is told of commands."""
+        """Without `can_retry` there is one question, and no remark mentions commands."""
         self.conversation = conversation
         self.stats: Stats | None = None
         self.failed = False
-        """Whether anything ever went wrong: the exit status of what reads from a pipe."""
+        """Whether anything went wrong, which becomes the exit status when the input is a pipe."""
         self._answers = answers
         self._screen = screen
         self._can_retry = can_retry
@@ -104,11 +104,11 @@ class Chat:
 
     @property
     def in_message(self) -> bool:
-        """More lines of the same message are awaited."""
+        """Whether the next line belongs to the same message."""
         return self._lines is not None
 
     def line(self, text: str) -> bool:
-        """Take one line of input. False if that was the last."""
+        """Take one line of input. Returns False for /exit."""
         if self._lines is not None:
             if text != END_OF_MESSAGE:
                 self._lines.append(text)
@@ -127,7 +127,7 @@ class Chat:
         return was is not None
 
     def end(self) -> None:
-        """There is no more input: what was begun is sent."""
+        """End the input. An unfinished message is sent."""
         if self._lines is not None:
             self.line(END_OF_MESSAGE)
 
@@ -139,7 +139,7 @@ class Chat:
             self._answer()
 
     def _answer(self) -> None:
-        """To the question that waits. Whatever ends it, what was said stays said."""
+        """Stream the answer to the question that waits. However it ends, what came of it is kept."""
         self.stats = stats = Stats()
         said: list[str] = []
         problem = None
@@ -253,7 +253,7 @@ class Chat:
             self._screen.note(f"{len(turns)} questions with their answers{last}")
 
     def _path(self, text: str, command: str) -> str | None:
-        """A file's name, perhaps in quotes, perhaps below ~."""
+        """Read the name of a file, which may stand in quotes or begin with ~."""
         import os
 
         try:
@@ -272,7 +272,7 @@ def _short(text: str) -> str:
 
 
 def _with_advice(message: str) -> str:
-    """What a chat can do about it, where a server's own words are about something else."""
+    """Add what helps in a chat, where the server's own message is about something else."""
     if "chat template" in message:
         return f"{message}\na model without a chat template continues texts: try `vllm-lite complete`"
     if "that fit" in message or "context" in message:

@@ -1,4 +1,4 @@
-"""What was said and what is set, without a server and without a terminal."""
+"""The state of a chat: questions, answers and settings. It knows neither server nor terminal."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from vllm_lite.errors import ConfigError
 
 ROLES = ("user", "assistant")
 _NOT_HERE = {"n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "bad_words_token_ids"}
-"""Fields of SamplingParams that mean nothing in a chat: one answer, told as text."""
+"""Fields of SamplingParams without meaning in a chat, which has one answer, shown as text."""
 _ALSO = ("chat_template_kwargs", "reasoning_effort")
 
 
 class Conversation:
-    """Questions and answers by turns, beginning with a question; what is sampled with.
+    """The questions with their answers, and what to sample with.
 
-    `asked` is the last question while its answer is wanted, and still when there came none: what retry() asks again.
+    `asked` is the last question, as long as it has no answer; retry() asks it again.
     """
 
     def __init__(self, system: str | None = None, sampling: Mapping[str, Any] | None = None) -> None:
@@ -28,17 +28,15 @@ class Conversation:
         self.asked: str | None = None
 
     def messages(self) -> list[dict[str, str]]:
-        """All that was said, as a server takes it, with the question that waits for its answer."""
-        found = [{"role": "system", "content": self.system}] if self.system else []
-        for question, answer in self.turns:
-            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return found if self.asked is None else [*found, {"role": "user", "content": self.asked}]
+        """The messages of a request: all that was said, and the question that waits for its answer."""
+        said = self._said()
+        return said if self.asked is None else [*said, {"role": "user", "content": self.asked}]
 
     def ask(self, question: str) -> None:
         self.asked = question
 
     def answered(self, answer: str) -> None:
-        """What there is of an answer; one without a word leaves no turn, but can be tried again."""
+        """Keep an answer, whole or not. An empty one is not kept; its question can be asked again."""
         if answer and self.asked is not None:
             self.turns.append((self.asked, answer))
             self.asked = None
@@ -59,13 +57,13 @@ class Conversation:
         return question
 
     def clear(self) -> None:
-        """What is set stays."""
+        """Forget what was said, but not what is set."""
         self.turns.clear()
         self.asked = None
 
     def set(self, name: str, text: str) -> None:
-        """Sample with `text` as the value of `name`; none or nothing unsets it. Raises ConfigError."""
-        from vllm_lite.protocol.params import SamplingParams  # 20 ms, for a command that few give
+        """Set a sampling param from `text`; "none" or an empty text unsets it. Raises ConfigError."""
+        from vllm_lite.protocol.params import SamplingParams  # takes 20 ms, for a command that few use
 
         known = [*(set(SamplingParams.__struct_fields__) - _NOT_HERE), *_ALSO]
         if name not in known:
@@ -88,7 +86,7 @@ class Conversation:
     # ---- files
 
     def save(self, path: str) -> None:
-        """As JSON that a server would take as a body. Raises ConfigError; never replaces another kind of file."""
+        """Write JSON that a server would take as a body. Raises ConfigError; never replaces another kind of file."""
         if os.path.exists(path):
             try:
                 Conversation().load(path)
@@ -104,7 +102,7 @@ class Conversation:
             raise ConfigError(f"{path!r} cannot be written: {error.strerror or error}") from error
 
     def load(self, path: str) -> None:
-        """Go on with what save() has written. Raises ConfigError, and then nothing has changed."""
+        """Go on with what save() has written. Raises ConfigError, and then changes nothing."""
         try:
             given = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -121,15 +119,15 @@ class Conversation:
         self.turns = [(said[at][1], said[at + 1][1]) for at in range(0, len(said), 2)]
 
     def _said(self) -> list[dict[str, str]]:
-        waiting, self.asked = self.asked, None
-        try:
-            return self.messages()
-        finally:
-            self.asked = waiting
+        """The system prompt, and each question with its answer."""
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in self.turns:
+            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return found
 
 
 def plain(text: str) -> Any:
-    """0.7, true, ["a", "b"] as what they mean, any other text as it stands."""
+    """Read 0.7, true or ["a", "b"] as JSON, and keep any other text as it is."""
     try:
         return json.loads(text)
     except ValueError:

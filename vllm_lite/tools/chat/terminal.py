@@ -1,4 +1,4 @@
-"""Lines in, text out: a terminal with history and Ctrl-C, or a pipe, which is told answers and nothing else."""
+"""Lines in, text out: a terminal with history and Ctrl-C, or a pipe, which gets the answers and nothing else."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 
 MAX_HISTORY = 1000
 _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {13: None}
-"""What a model says must not command the terminal."""
+"""Replacements for control characters: the text of a model must not control the terminal."""
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
@@ -19,7 +19,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        """Somebody sits there: prompts and notes are shown, lines are edited and remembered."""
+        """A user sits at it: prompts and remarks are shown, lines are edited and remembered."""
         self._has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._safe_out = sys.stdout.isatty()
         self._history = _History() if self.is_interactive else None
@@ -29,12 +29,12 @@ class Terminal:
     # ---- in
 
     def read(self, prompt: str) -> str | None:
-        """The next line without its end; None if there is no more. Raises KeyboardInterrupt on a terminal."""
+        """Read a line, without its end; None at the end of input. Raises KeyboardInterrupt on a terminal."""
         if self._history is None:
             line = sys.stdin.readline()
             return line.removesuffix("\n").removesuffix("\r") if line else None
         if self._has_colors:
-            prompt = f"\x01{_BOLD}\x02{prompt}\x01{_PLAIN}\x02"  # readline does not count what stands in \1...\2
+            prompt = f"\x01{_BOLD}\x02{prompt}\x01{_PLAIN}\x02"  # readline does not count characters between \1 and \2
         try:
             line = input(prompt)
         except EOFError:
@@ -50,7 +50,7 @@ class Terminal:
             return
         shown = text.translate(_VISIBLE) if self._safe_out else text
         if dim is not self._is_dim and not self._at_line_start:
-            self._line("\n", sys.stdout)  # thoughts are set apart from what is said
+            self._line("\n", sys.stdout)  # thoughts and answer stand on lines of their own
         self._is_dim = dim
         if dim and self._has_colors:
             shown = f"{_DIM}{shown}{_PLAIN}"
@@ -58,7 +58,7 @@ class Terminal:
         self._at_line_start = text.endswith("\n")
 
     def end(self) -> None:
-        """Answers are set apart by an empty line where somebody reads them."""
+        """End an answer. On a terminal an empty line follows."""
         self._line(("" if self._at_line_start else "\n") + "\n" * self.is_interactive, sys.stdout)
         self._at_line_start = True
 
@@ -75,7 +75,7 @@ class Terminal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Only the first Ctrl-C counts: the others would meet what it began to put in order."""
+        """Within it only the first Ctrl-C counts: later ones would interrupt the cleanup that the first one began."""
         pressed = False
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -92,7 +92,7 @@ class Terminal:
 
 
 class _History:
-    """Of what was typed, over all chats of this user, in a file that only they can read."""
+    """The lines typed in all chats of this user, in a file that only they can read."""
 
     def __init__(self) -> None:
         self._path = history_path()

@@ -1,9 +1,13 @@
-"""The command line: one module for each command, imported when it is called."""
+"""The command line. Each command is the module of its name, however short, and is imported when it is called.
+
+`server_flags.py` is shared by the commands that speak to a server; `bench.py` holds all benches, and `bench_serve.py`
+the flags of the largest.
+"""
 
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -30,11 +34,11 @@ COMMANDS = {
 
 MAX_FLAGS_IN_USAGE = 12
 CLOSED_PIPE = 141
-"""What a shell says of a process whose reader has gone: 128 + SIGPIPE."""
+"""The exit status by which a shell knows a process whose reader has gone: 128 + SIGPIPE."""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Of many flags the line `usage` names only those that must be given."""
+    """Where there are many flags, the line `usage` names only those that must be given."""
 
     def add_usage(
         self,
@@ -56,7 +60,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for an error, as for every other error."""
+    """A parser whose errors are one line, like all other errors."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
@@ -65,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """The hook by which argparse refuses what is not among `choices`."""
+        """Override the hook by which argparse refuses a value that is not among `choices`."""
         choices = [str(choice) for choice in action.choices or ()]
         if choices and str(value) not in choices:
             near = get_close_matches(str(value), choices, 1)
@@ -76,13 +80,20 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
-        # Imported here, because it takes longer than all that a command without processes needs.
+        # Imported here because it takes longer than everything that a command without processes needs.
         supervise = import_module("vllm_lite.runtime.supervise")
         supervise.open_standard_files()
     words = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
-    add_commands(parser, f"{__name__}.", COMMANDS, words[:1])
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        command = add_command(parsers, name, text)
+        if name in words[:1]:
+            module = import_module(f"{__name__}.{name.replace('-', '_')}")
+            command.description = module.__doc__
+            command.set_defaults(run=getattr(module, "run", None))
+            module.add_flags(command)
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -100,28 +111,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def add_commands(
-    parser: argparse.ArgumentParser, prefix: str, commands: Mapping[str, str], wanted: Sequence[str]
-) -> None:
-    """Add `commands` to `parser`, modules whose names begin with `prefix`. Only the `wanted` ones are imported."""
-    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, text in commands.items():
-        command = parsers.add_parser(name, help=text, allow_abbrev=False)
-        if name in wanted:
-            module = import_module(f"{prefix}{name.replace('-', '_')}")
-            command.description = module.__doc__
-            command.set_defaults(run=getattr(module, "run", None), parser=command)
-            module.add_flags(command)
+def add_command(
+    parsers: "argparse._SubParsersAction[Any]",
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int] | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command without flags, of which the list of commands says `text`."""
+    command: argparse.ArgumentParser = parsers.add_parser(name, help=text, allow_abbrev=False)
+    command.set_defaults(run=run, parser=command)
+    return command
 
 
 def _reader_gone() -> int:
-    """The exit status when nobody reads stdout any more; nothing is to be written there at the end either."""
+    """Return the exit status for a closed stdout. The flush at exit must not write to it either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """What is not known is said with the nearest flag that is."""
+    """Parse `words`. The error for an unknown flag names the nearest known one."""
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         parser = getattr(arguments, "parser", parser)

@@ -1,19 +1,237 @@
 """Measure this machine, or a server."""
 
 import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from vllm_lite.tools.cli import add_commands
+from vllm_lite.config import DEMO_MODEL, EngineConfig
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.settings import add_flags as add_config_flags
+from vllm_lite.tools.cli import add_command, bench_serve
 
-COMMANDS = {
-    "serve": "a server over HTTP, ours or another: throughput and latencies under load",
-    "latency": "one batch, from its prompts to its last tokens",
-    "startup": "from the command `serve` to its first token, and where the time goes",
-    "engine": "scheduler, messages and processes, without a model",
-    "kernels": "the native CPU kernels against memory's speed and torch",
-    "step": "where the time of one decode step goes, in all processes",
-    "throughput": "many requests at once against one at a time",
-}
+Figures = dict[str, Any]
+
+
+class Bench(NamedTuple):
+    """One measurement. The docstring of `run` is what its --help says."""
+
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_commands(parser, f"{__name__}_", COMMANDS, tuple(COMMANDS))
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, bench in BENCHES.items():
+        command = add_command(parsers, name, bench.help, bench.run)
+        command.description = bench.run.__doc__
+        bench.add_flags(command)
+
+
+# ---- what several of them share
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `serve` that are about the engine."""
+    add_config_flags(parser, EngineConfig)
+
+
+def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig that were given, without the model."""
+    values = {name: getattr(arguments, name) for name in EngineConfig.__struct_fields__ if name != "model"}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _show(arguments: argparse.Namespace, figures: Figures, table: Callable[[Figures], str]) -> int:
+    print(json.dumps(figures) if arguments.json else table(figures))
+    return 0
+
+
+def _save_json(path: str | None, figures: Figures) -> None:
+    """Write the file of --output-json, if there is one. Raises ConfigError if it cannot be written."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--output-json {path} cannot be written: {error}") from error
+
+
+# ---- each of them
+
+
+def _latency_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens [32]")
+    parser.add_argument("--output-len", type=int, default=128, help="generated tokens [128]")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts that run together [8]")
+    parser.add_argument("--n", type=int, default=1, help="samples of each prompt [1]")
+    parser.add_argument("--use-beam-search", action="store_true", help="n beams instead of n samples")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches before those that are measured [10]")
+    parser.add_argument("--num-iters", type=int, default=30, help="batches [30]")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--output-json", metavar="FILE", help="write avg_latency, latencies and percentiles")
+    _add_json_flag(parser)
+    _add_engine_flags(parser)
+
+
+def _latency(arguments: argparse.Namespace) -> int:
+    """Measure how long one batch takes, from its prompts to its last tokens."""
+    from vllm_lite.tools.bench import latency
+
+    for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    figures = latency.run(
+        arguments.model or DEMO_MODEL,
+        (arguments.batch_size, arguments.input_len, arguments.output_len),
+        (max(arguments.num_iters_warmup, 0), arguments.num_iters),
+        _engine_settings(arguments),
+        sampling={"n": arguments.n, "use_beam_search": arguments.use_beam_search},
+        show_progress=not arguments.disable_tqdm,
+    )
+    _save_json(arguments.output_json, figures)
+    return _show(arguments, figures, latency.table)
+
+
+def _startup_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("serve_words", nargs="*", metavar="-- MODEL FLAGS", help="what to serve [the bundled model]")
+    parser.add_argument("--num-iters", type=int, default=3, help="starts, of which the median is shown [3]")
+    parser.add_argument("--llm", action="store_true", help="a script that makes LLM(MODEL, ...), not a server")
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=0.0,
+        help="wait before each start; a virtual machine may give free memory back to its host by then [0]",
+    )
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--output-json", metavar="FILE", help="write what --json prints")
+    _add_json_flag(parser)
+
+
+def _startup(arguments: argparse.Namespace) -> int:
+    """Measure how long `vllm-lite serve`, or a script with LLM(), takes from the command to its first token, and where
+    the time goes. What stands behind `--` goes to it: bench startup --num-iters 5 -- MODEL --dtype bfloat16"""
+    from vllm_lite.tools.bench import startup
+
+    if arguments.num_iters < 1:
+        raise ConfigError(f"--num-iters must be at least 1, got {arguments.num_iters}")
+    if arguments.idle_s < 0:
+        raise ConfigError(f"--idle-s must be at least 0, got {arguments.idle_s:g}")
+    words = arguments.serve_words
+    if arguments.llm:
+        command, measure = ["LLM", *words], partial(startup.llm_start, _llm_settings(words))
+    else:
+        command, measure = ["vllm-lite", "serve", *words], partial(startup.serve_start, words)
+    progress = not arguments.disable_tqdm
+    figures = startup.run(command, measure, arguments.num_iters, idle_s=arguments.idle_s, show_progress=progress)
+    _save_json(arguments.output_json, figures)
+    return _show(arguments, figures, startup.table)
+
+
+def _llm_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Keywords of LLM that are the same as these words of a command line."""
+    parser = argparse.ArgumentParser(
+        usage="vllm-lite bench startup --llm -- [MODEL] [FLAGS of the engine]", add_help=False
+    )
+    parser.add_argument("folder", metavar="MODEL", nargs="?", default=DEMO_MODEL)
+    _add_engine_flags(parser)
+    arguments = parser.parse_args(words)
+    return {"model": arguments.model or arguments.folder, **_engine_settings(arguments)}
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    """Measure scheduler, messages and processes, without a model."""
+    from vllm_lite.tools.bench import engine
+
+    return _show(arguments, engine.run(_report), engine.table)
+
+
+def _kernels_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", default="attention,linear,fused", help="[attention,linear,fused]")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
+    _add_json_flag(parser)
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    """Measure the native CPU kernels against memory's speed and torch."""
+    from vllm_lite.tools.bench import kernels
+
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(kernels.PARTS):
+        raise ConfigError(f"parts must be some of {', '.join(kernels.PARTS)}, got {', '.join(sorted(unknown))}")
+    if not all(number.isdecimal() and int(number) > 0 for number in arguments.threads.split(",")):
+        raise ConfigError(f"threads must be numbers like 1,2, got {arguments.threads!r}")
+    threads = [int(number) for number in arguments.threads.split(",")]
+    return _show(arguments, kernels.run(parts, threads, _report), kernels.table)
+
+
+def _step_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=1, help="sequences that decode together [1]")
+    parser.add_argument("--context", type=int, default=192, help="tokens of each, in the middle of its decoding [192]")
+    parser.add_argument("--steps", type=int, default=128, help="tokens that each generates, twice [128]")
+    _add_engine_flags(parser)
+    _add_json_flag(parser)
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    """Measure where the time of one decode step goes, in all processes."""
+    from vllm_lite.tools.bench import step
+
+    lengths = arguments.streams, arguments.context, arguments.steps
+    return _show(arguments, step.run(arguments.model or DEMO_MODEL, *lengths, _engine_settings(arguments)), step.table)
+
+
+def _throughput_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-prompts", type=int, default=32, help="[32]")
+    parser.add_argument("--input-len", "--random-input-len", type=int, default=64, help="prompt tokens [64]")
+    parser.add_argument("--output-len", "--random-output-len", type=int, default=32, help="generated tokens [32]")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
+    parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
+    parser.add_argument("--output-json", metavar="FILE", help="write the figures of all at once as vLLM names them")
+    _add_json_flag(parser)
+    _add_engine_flags(parser)
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
+    """Measure many requests at once against one at a time. --model is a folder, demo, random-100m or random-500m."""
+    from vllm_lite.tools.bench import throughput
+
+    if min(arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.repeats) < 1:
+        raise ConfigError("--num-prompts, --input-len, --output-len and --repeats must be at least 1")
+    figures = throughput.run(
+        arguments.model or DEMO_MODEL,
+        arguments.num_prompts,
+        (arguments.input_len, arguments.output_len),
+        _engine_settings(arguments),
+        compare=arguments.compare,
+        repeats=arguments.repeats,
+    )
+    _save_json(arguments.output_json, throughput.as_vllm(figures))
+    return _show(arguments, figures, throughput.table)
+
+
+BENCHES = {
+    "serve": Bench(
+        "a server over HTTP, ours or another: throughput and latencies under load",
+        bench_serve.add_flags,
+        bench_serve.run,
+    ),
+    "latency": Bench("one batch, from its prompts to its last tokens", _latency_flags, _latency),
+    "startup": Bench("from the command `serve` to its first token, and where the time goes", _startup_flags, _startup),
+    "engine": Bench("scheduler, messages and processes, without a model", _add_json_flag, _engine),
+    "kernels": Bench("the native CPU kernels against memory's speed and torch", _kernels_flags, _kernels),
+    "step": Bench("where the time of one decode step goes, in all processes", _step_flags, _step),
+    "throughput": Bench("many requests at once against one at a time", _throughput_flags, _throughput),
+}

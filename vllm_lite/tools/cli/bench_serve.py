@@ -1,5 +1,4 @@
-"""Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and result
-have the names that vLLM's benchmark gives them."""
+"""`vllm-lite bench serve`: its flags, checked, and what it prints."""
 
 import argparse
 import os
@@ -25,7 +24,7 @@ SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
     "repetition_penalty": (float, None),
     "logprobs": (int, None),
 }
-"""Fields of a request's body, their types and what is sent if nothing is said."""
+"""Fields of a request's body, with their types and defaults; None sends nothing."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +104,8 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and
+    result have the names that vLLM's benchmark gives them."""
     from vllm_lite.tools.bench import serve, serve_plot, serve_result
 
     options, metrics, metadata = _options(arguments), _names(arguments), _pairs("metadata", arguments.metadata)
@@ -143,26 +144,18 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
     if key := os.environ.get("OPENAI_API_KEY"):
         headers = {"Authorization": f"Bearer {key}", **headers}
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    return ServeOptions(
-        dataset=dataset,
-        backend=arguments.backend,
-        base_url=arguments.base_url or f"http://{host}:{arguments.port}",
-        endpoint=arguments.endpoint,
-        model=arguments.model,
-        served_model_name=arguments.served_model_name,
-        tokenizer=arguments.tokenizer,
-        request_rate=arguments.request_rate,
-        burstiness=arguments.burstiness,
-        max_concurrency=arguments.max_concurrency,
-        num_warmups=arguments.num_warmups,
-        percentiles=_percentiles(arguments.metric_percentiles),
-        goodput=_goodput(arguments.goodput),
-        sampling=sampling | _extra(arguments.extra_body),
-        headers=headers,
-        insecure=arguments.insecure,
-        request_timeout_s=arguments.request_timeout,
-        show_progress=not arguments.disable_tqdm,
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in ServeOptions.__struct_fields__}
+    changed = {
+        "dataset": dataset,
+        "base_url": arguments.base_url or f"http://{host}:{arguments.port}",
+        "percentiles": _percentiles(arguments.metric_percentiles),
+        "goodput": _goodput(arguments.goodput),
+        "sampling": sampling | _extra(arguments.extra_body),
+        "headers": headers,
+        "request_timeout_s": arguments.request_timeout,
+        "show_progress": not arguments.disable_tqdm,
+    }
+    return ServeOptions(**{**given, **changed})
 
 
 def _check_ranges(arguments: argparse.Namespace) -> None:

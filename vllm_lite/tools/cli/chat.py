@@ -4,11 +4,11 @@ a pipe are questions as well; then only the answers are printed."""
 import argparse
 from typing import TYPE_CHECKING
 
-from vllm_lite.tools.cli.remote import (
-    add_own_server_flags,
+from vllm_lite.tools.cli.server_flags import (
+    add_private_server_flags,
     add_sampling_flags,
     add_server_flags,
-    own_config,
+    private_config,
     sampling,
     server,
 )
@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and exit")
     parser.add_argument("--system-prompt", metavar="TEXT")
     add_sampling_flags(parser)
-    add_own_server_flags(parser)
+    add_private_server_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.chat.conversation import Conversation
     from vllm_lite.tools.chat.terminal import Terminal
 
-    with server(arguments, own_config(arguments)) as remote:
+    with server(arguments, private_config(arguments)) as remote:
         model = remote.model
         terminal = Terminal()
         is_quick = arguments.quick is not None
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk(chat: "Chat", terminal: "Terminal") -> int:
-    """Until the end of input. From a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
+    """Talk until the end of input. On a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
     num_interrupts = 0
     while True:
         try:

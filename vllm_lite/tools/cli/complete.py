@@ -7,21 +7,21 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from vllm_lite.errors import ConfigError
-from vllm_lite.tools.cli.remote import (
-    add_own_server_flags,
+from vllm_lite.tools.cli.server_flags import (
+    add_private_server_flags,
     add_sampling_flags,
     add_server_flags,
-    own_config,
+    private_config,
     sampling,
     server,
 )
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.api import Remote
+    from vllm_lite.tools.chat.remote_server import RemoteServer
     from vllm_lite.tools.chat.terminal import Terminal
 
 MAX_TOKENS = 256
-"""Where nothing is given: the API's own default of 16 ends before a sentence does."""
+"""The default: the API's own default of 16 ends before a sentence does."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser)
     parser.add_argument("-q", "--quick", metavar="TEXT", help="what to continue")
     add_sampling_flags(parser)
-    add_own_server_flags(parser)
+    add_private_server_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.text is not None and arguments.quick is not None:
         raise ConfigError("the text is given twice; leave out -q or TEXT")
     given = arguments.text if arguments.quick is None else arguments.quick
-    with server(arguments, own_config(arguments)) as remote:
+    with server(arguments, private_config(arguments)) as remote:
         terminal = Terminal()
         if given is None and terminal.is_interactive:
             return _lines(arguments, remote, terminal)
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _lines(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal") -> int:
+def _lines(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "Terminal") -> int:
     where = "" if arguments.folder else f" at {remote.address.shown}"
     terminal.note(f"{remote.model}{where}. Each line is continued; Ctrl-C stops that, Ctrl-D leaves.")
     while (line := terminal.read("> ")) is not None:
@@ -63,7 +63,7 @@ def _lines(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal"
     return 0
 
 
-def _complete(arguments: argparse.Namespace, remote: "Remote", terminal: "Terminal", prompt: str) -> None:
+def _complete(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "Terminal", prompt: str) -> None:
     with closing(remote.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling(arguments)})) as pieces:
         for piece in pieces:
             if piece.text:
@@ -72,5 +72,5 @@ def _complete(arguments: argparse.Namespace, remote: "Remote", terminal: "Termin
 
 
 def _piped() -> str:
-    """All of stdin, without the end of line that a shell's echo adds."""
+    """Read all of stdin, without the newline that a shell's echo adds."""
     return sys.stdin.read().removesuffix("\n")

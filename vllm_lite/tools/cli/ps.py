@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def row(instance: Instance) -> dict[str, Any]:
-    """What is told of one instance."""
+    """One instance as --json prints it."""
     record, stats = instance.record, instance.stats
     return {
         "pid": instance.process.pid,
@@ -62,7 +62,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _words(values: dict[str, Any]) -> tuple[str, ...]:
-    """A row's cells."""
+    """Format the cells of a row."""
     counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
     memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
     names = (str(values["pid"]), values["kind"], values["model"], values["state"])

@@ -16,11 +16,11 @@ from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.tools.chat import batch_file
-from vllm_lite.tools.cli.remote import add_server_flags, server
+from vllm_lite.tools.cli.server_flags import add_server_flags, server
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.api import Remote
     from vllm_lite.tools.chat.batch import Batch
+    from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             isinstance(entry, batch_file.Request) and entry.custom_id not in results.done
             for entry in batch_file.read(arguments.input_file)
         )
-        own = arguments.model is not None and has_work  # or else there is nothing to start it for
+        own = arguments.model is not None and has_work  # a server without work is not started
         with server(arguments, (lambda: _config(arguments)) if own else None) as remote:
             return _run(arguments, remote, results, num_lines, began_s)
 
@@ -63,7 +63,7 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
 
 
 def _run(
-    arguments: argparse.Namespace, remote: "Remote", results: batch_file.Results, num_lines: int, began_s: float
+    arguments: argparse.Namespace, remote: "RemoteServer", results: batch_file.Results, num_lines: int, began_s: float
 ) -> int:
     from vllm_lite.tools.chat.batch import Batch, Server
 
@@ -91,7 +91,7 @@ def _run(
 
 
 def _complaints() -> Any:
-    """Says the first lines that cannot be asked."""
+    """Make a function that reports the first bad lines."""
     count = 0
 
     def complain(entry: batch_file.Bad) -> None:
@@ -115,14 +115,14 @@ def _summary(batch: "Batch", results: batch_file.Results, num_lines: int, elapse
         *([f"{open_} open"] * (open_ > 0)),
     ]
     tokens = f"{batch.num_prompt_tokens} prompt and {batch.num_output_tokens} output tokens"
-    pace = f"{batch.num_output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
+    rate = f"{batch.num_output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
     failed = f"; {results.num_failed} failures are in the file" if results.num_failed else ""
-    return f"{', '.join(parts)} in {elapsed_s:.1f} s: {tokens}, {pace}{failed}"
+    return f"{', '.join(parts)} in {elapsed_s:.1f} s: {tokens}, {rate}{failed}"
 
 
 @contextmanager
 def _progress(num_lines: int) -> Iterator[Any]:
-    """A bar where somebody sits."""
+    """On a terminal, show a progress bar."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,7 +1,7 @@
 """A support archive without secrets: what doctor found, and what of the environment helps to understand it.
 
-Of the environment only variables of known kinds are taken, and no value of one whose name sounds secret. Then whatever
-such values, tokens of known looks, names in URLs and the home folder are found anywhere in the text is taken out.
+It takes only variables of known kinds from the environment, and no value of one whose name sounds secret. Then it
+removes those values, strings that look like tokens, names in URLs and the home folder wherever they stand in the text.
 """
 
 import io
@@ -27,12 +27,12 @@ TAKEN = re.compile(
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|DSN", re.IGNORECASE)
 LOOKS_SECRET = re.compile(r"\b(hf_\w{6,}|sk-[\w-]{6,}|gh[pousr]_\w{6,}|(?<=Bearer )\S+)|(?<=//)[^/@\s]+(?=@)")
 SHORTEST, SHORTEST_PIECE = 4, 8
-"""Characters of a secret that is looked for everywhere, and of one of several in a variable; shorter ones are words."""
+"""Fewest characters of a secret, and of one of several in a variable, that is looked for; shorter ones are words."""
 ORDINARY = {"true", "false", "none", "null", "auto"}
 
 
 class Redactor:
-    """Takes out of any text what belongs to nobody else."""
+    """Removes secrets and the home folder from any text."""
 
     def __init__(self, env: Mapping[str, str], home: Path, token_file: Path | None = None) -> None:
         values = [value for name, value in env.items() if SECRET.search(name) and not value.isdigit()]
@@ -41,7 +41,7 @@ class Redactor:
         wholes = {value.strip() for value in values}
         pieces = {piece for value in values for piece in re.split(r"[\s,;]+", value) if len(piece) >= SHORTEST_PIECE}
         found = {text for text in wholes | pieces if len(text) >= SHORTEST and text.lower() not in ORDINARY}
-        found = {text for text in found if not text.startswith("/")}  # where a secret lies is none
+        found = {text for text in found if not text.startswith("/")}  # the path of a secret is no secret
         self._secrets = sorted(found | {json.dumps(text)[1:-1] for text in found}, key=len, reverse=True)
         self._home = str(home)
 
@@ -52,13 +52,13 @@ class Redactor:
         return text.replace(self._home, "~") if len(self._home) > 1 else text
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Those that may be told."""
+        """The variables that the archive may contain."""
         taken = {name: value for name, value in sorted(env.items()) if TAKEN.match(name)}
         return {name: HIDDEN if SECRET.search(name) else self(value) for name, value in taken.items()}
 
 
 def redactor() -> Redactor:
-    """For this user's environment."""
+    """Make the redactor for this user's environment."""
     home = Path(os.environ.get("HOME") or os.path.expanduser("~"))
     hub = Path(os.environ.get("HF_HOME") or home / ".cache" / "huggingface")
     return Redactor(os.environ, home, Path(os.environ.get("HF_TOKEN_PATH") or hub / "token"))

@@ -1,4 +1,4 @@
-"""The checks of `vllm-lite doctor`. Each is a function that yields lines; one that raises is itself a line."""
+"""The checks of `vllm-lite doctor`. Each is a function that yields lines; an exception becomes a line too."""
 
 import json
 import os
@@ -24,7 +24,7 @@ PACKAGE = "vllm-lite"
 MODULES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 """Distributions whose module has another name."""
 OTHER_VARIABLES = {"VLLM_LITE_ISA", "VLLM_LITE_CACHE"}
-"""Read by parts that have no setting of that name."""
+"""Variables that are read and have no setting of that name."""
 MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 64 << 20, 256 << 20
 PROBE_S = 60.0
 IPC_BYTES = 107
@@ -41,7 +41,7 @@ class Line:
 
 
 def examine(port: int = 8000) -> list[Line]:
-    """All lines of the report."""
+    """Run all checks and return the lines of the report."""
     checks: list[tuple[str, Callable[[], Iterator[Line]]]] = [
         ("python", python),
         ("packages", packages),
@@ -62,7 +62,7 @@ def examine(port: int = 8000) -> list[Line]:
 
 
 def guarded(name: str, check: Callable[[], Iterator[Line]]) -> Iterator[Line]:
-    """The lines of a check, and one more if it raises."""
+    """Yield the lines of a check, and one more if it raises."""
     try:
         yield from check()
     except Exception as error:
@@ -87,7 +87,7 @@ def python() -> Iterator[Line]:
 
 
 def packages() -> Iterator[Line]:
-    """What is declared, in the versions that are declared; those that are there are imported, each kind in a child."""
+    """Compare the installed packages with the declared ones, and import them in a child."""
     try:
         own, declared = metadata.version(PACKAGE), metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def packages() -> Iterator[Line]:
 
 def torch_build() -> Iterator[Line]:
     if _version("torch") is None:
-        return  # told above
+        return  # packages() has reported it
     found = probe(
         "import json, torch\n"
         "cuda = torch.cuda.is_available()\n"
@@ -278,7 +278,7 @@ def model_hub() -> Iterator[Line]:
 
 
 def settings() -> Iterator[Line]:
-    """Of the environment: that each is known, and has a value that a server would take."""
+    """Check that every VLLM_LITE_ variable is known, and has a value that a server would accept."""
     from vllm_lite.errors import ConfigError
     from vllm_lite.runtime.settings import ALIASES, ENV_PREFIX
     from vllm_lite.server.config import ServeConfig
@@ -307,11 +307,11 @@ def left_overs() -> Iterator[Line]:
         yield Line("WARN", "instances", f"{len(stale)} have left files behind", "vllm-lite ps --clean")
 
 
-# ---- how it is found out
+# ---- probes and helpers
 
 
 def probe(program: str, *words: str) -> dict[str, Any]:
-    """The object that `program` prints, run in a child: what is looked at may end the process. Or {"error": why}."""
+    """Run `program` in a child, as a broken package may crash it. Returns the object it prints, or {"error": why}."""
     command = [sys.executable, "-W", "ignore", "-c", program, *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -327,7 +327,7 @@ def probe(program: str, *words: str) -> dict[str, Any]:
 
 
 def _parts(requirement: str) -> tuple[str, str, str | None]:
-    """Name, least version and extra of a requirement: 'transformers>=5; extra == "hf"'."""
+    """Split a requirement into name, least version and extra: 'transformers>=5; extra == "hf"'."""
     specifier, _, marker = requirement.partition(";")
     name = re.split(r"[<>=!~ \[(]", specifier.strip())[0]
     least = re.search(r">=\s*([\w.]+)", specifier)

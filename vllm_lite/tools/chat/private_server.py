@@ -1,4 +1,4 @@
-"""A server of one's own: started quietly, reached over a socket in a private folder, ended with its owner."""
+"""A private server: started without output, reached over a socket in a private folder, ended with its owner."""
 
 import socket
 import tempfile
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -22,11 +21,11 @@ STOP_GRACE_S = 6.0
 """More than the server takes to end its engine."""
 LOOK_S = 0.02
 _LINE = "vllm-lite: "
-"""What the last line of a server that gives up begins with."""
+"""How the last line of a server that cannot start begins."""
 
 
-class OwnServer:
-    """A context; ready when it is entered. `starting(elapsed_s)` is called again and again until then."""
+class PrivateServer:
+    """A context manager. Entering it waits until the server is ready and calls `starting(elapsed_s)` meanwhile."""
 
     def __init__(self, config: ServeConfig, starting: Callable[[float], None] = lambda _: None) -> None:
         self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
@@ -47,7 +46,7 @@ class OwnServer:
             raise
 
     def __enter__(self) -> Self:
-        """Raises EngineError with what the server says if it cannot start."""
+        """Raises EngineError with the server's own message if it cannot start."""
         try:
             self._wait_until_ready()
         except BaseException:
@@ -55,13 +54,11 @@ class OwnServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reason(self) -> str | None:
-        """Why it ended, in its own words if it had any; None while it runs."""
+        """Why it ended, with its own last message if there is one; None while it runs."""
         ended = self._child.exited()
         if ended is None:
             return None
@@ -88,7 +85,7 @@ class OwnServer:
             time.sleep(LOOK_S)
 
     def _listens(self) -> bool:
-        """It refuses connections until there is something to serve."""
+        """Whether it accepts connections, which it does once it can serve."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
                 probe.connect(self._path)
@@ -98,7 +95,7 @@ class OwnServer:
 
 
 def private(config: ServeConfig, path: str) -> ServeConfig:
-    """`config` for a socket that only this user can reach: no keys, no TLS, no patience for what runs at the end."""
+    """Change `config` for a socket that only this user can reach: no keys, no TLS, no grace period at the end."""
     return msgspec.structs.replace(
         config,
         uds=path,

@@ -1,6 +1,6 @@
 """The little language of the demo model: one grammar that both writes text and checks it.
 
-The generator fills the slots of sentence templates (``demo_plots``); the checker turns the same templates into patterns
+The generator fills the slots of sentence templates (``plots``); the checker turns the same templates into patterns
 and unifies their variables over a whole document. So agreement (a name and its pronoun, an animal and its home, the
 lost kite that is found again) is one rule: each variable must keep at least one record that explains everything read so
 far, and two variables of a document over one table (two names, two spots within a sentence) must not mean the same
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
-from demo_plots import ASK, CLOSE, HOWTOS, MEET, OPEN, SHORT, STORIES
-from demo_words import TABLES, VARIABLES, Record
+from plots import ASK, CLOSE, HOWTOS, MEET, OPEN, SHORT, STORIES
+from words import TABLES, VARIABLES, Record
 
 BOS, EOS, USER, ASSISTANT, END = "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT, END)
@@ -188,8 +188,8 @@ def write_document(rng: random.Random) -> str:
     """A training document with its special tokens: plain text, or a chat of one to four exchanges."""
     if rng.random() < 0.5:
         return f"{BOS}{write_plain(rng)}{EOS}"
-    turns = (write_exchange(rng) for _ in range(rng.choices([1, 2, 3, 4], weights=[4, 3, 2, 1])[0]))
-    return BOS + "".join(f"{USER}{ask}{END}{ASSISTANT}{answer}{END}" for ask, answer in turns) + EOS
+    exchanges = (write_exchange(rng) for _ in range(rng.choices([1, 2, 3, 4], weights=[4, 3, 2, 1])[0]))
+    return BOS + "".join(f"{USER}{ask}{END}{ASSISTANT}{answer}{END}" for ask, answer in exchanges) + EOS
 
 
 # ---- checking --------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Checker:
         """Whether the document may go on with this sentence.
 
         A refused sentence leaves no trace, unless it belongs to another plot: then that plot goes on from here, so that
-        one wrong turn counts once.
+        one wrong change of plot counts once.
         """
         places = [(place, bindings) for production, bindings in _parse(sentence) for place in production.places]
         later = [state.follow(*place, bindings) for state in self.states for place, bindings in places]

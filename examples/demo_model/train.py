@@ -1,6 +1,6 @@
-"""Train the demo model that ships with the package, from text that the grammar next to this script writes.
+"""Train the demo model that ships with the package, from text that `grammar.py` writes.
 
-    python scripts/train_demo_model.py            # writes vllm_lite/demo_model/, under 25 minutes on one core
+    python examples/demo_model/train.py            # writes vllm_lite/demo_model/, under 25 minutes on one core
 
 Nothing is downloaded. The text is generated while training runs and never repeats. The result is an ordinary Hugging
 Face checkpoint (Llama architecture, bf16 safetensors) with a byte-level BPE tokenizer and a chat template. At the end
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from demo_grammar import (
+from grammar import (
     ASSISTANT,
     BOS,
     END,
@@ -42,7 +42,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
 HELD_OUT_SEED = 10**9  # far from every training seed
-DEFAULT_OUT = Path(__file__).resolve().parent.parent / "vllm_lite" / "demo_model"
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "vllm_lite" / "demo_model"
 
 # A system message is left out: the model has seen none and is too small to obey one.
 CHAT_TEMPLATE = (
@@ -319,7 +319,7 @@ README = """# The demo model
 
 A very small Llama (grouped-query attention, bf16) that tells small stories, explains simple how-tos and answers a few
 questions, so that everything can be tried without downloading anything. It knows nothing else: it learned from text
-that `scripts/train_demo_model.py` generates from its own grammar, and that script reproduces it.
+that `examples/demo_model/train.py` generates from its own grammar, and that script reproduces it.
 
 Byte-level BPE; BOS is added by the tokenizer; accented letters and emoji are split into bytes on purpose. The chat
 template is `<|user|>...<|end|><|assistant|>...<|end|>`; system messages are ignored. Licence: Apache-2.0.

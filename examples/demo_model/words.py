@@ -1,7 +1,7 @@
 """The vocabulary of the demo model's little language: tables of records with several forms.
 
 A name comes with its pronouns, an animal with its home and sound, so one record, once
-chosen, decides every form that a text may show of it. The sentences that use these tables are in ``demo_plots``.
+chosen, decides every form that a text may show of it. The sentences that use these tables are in ``plots``.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
-from vllm_lite.tools.chat import api
-from vllm_lite.tools.chat.api import Address, Piece, Remote, client_settings, pieces
+from vllm_lite.tools.chat import remote_server
+from vllm_lite.tools.chat.remote_server import Address, Piece, RemoteServer, client_settings, pieces
 
 DONE = "data: [DONE]"
 
 
-def remote(handler: Callable[[httpx.Request], httpx.Response], **settings: object) -> Remote:
-    made = Remote("http://server:1", "secret", **settings)  # type: ignore[arg-type]
+def remote(handler: Callable[[httpx.Request], httpx.Response], **settings: object) -> RemoteServer:
+    made = RemoteServer("http://server:1", "secret", **settings)  # type: ignore[arg-type]
     made._http = httpx.Client(transport=httpx.MockTransport(handler), **client_settings(made.address, made.api_key))
     return made
 
@@ -171,8 +171,8 @@ def test_closing_a_stream_closes_its_connection() -> None:
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_LITE_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert api.key_from_environment() is None
+    assert remote_server.key_from_environment() is None
     monkeypatch.setenv("OPENAI_API_KEY", "a")
-    assert api.key_from_environment() == "a"
+    assert remote_server.key_from_environment() == "a"
     monkeypatch.setenv("VLLM_LITE_API_KEY", "b")
-    assert api.key_from_environment() == "b"
+    assert remote_server.key_from_environment() == "b"

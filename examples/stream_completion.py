@@ -1,4 +1,4 @@
-"""Stream one completion from a running engine: python scripts/client_example.py ipc:///path/to/socket "A prompt" """
+"""Stream one completion from a running engine: examples/stream_completion.py ipc:///path/to/socket "A prompt" """
 
 import argparse
 import asyncio
@@ -37,7 +37,7 @@ def main() -> int:
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
         asyncio.run(stream(args.address, args.prompt, params))
     except (VllmLiteError, ValueError) as error:
-        sys.exit(f"client_example: {error}")
+        sys.exit(f"stream_completion: {error}")
     except KeyboardInterrupt:  # leaving the stream has aborted the request
         return 130
     return 0

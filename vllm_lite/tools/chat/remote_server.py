@@ -1,11 +1,10 @@
-"""One OpenAI-compatible server: texts in, streams of pieces out; every way this fails as one sentence."""
+"""One OpenAI-compatible server: prompts in, streams of pieces out. Every failure becomes one sentence."""
 
 import json
 import os
 import ssl
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -16,12 +15,12 @@ from vllm_lite.errors import ConfigError, RemoteError
 DEFAULT_URL = "http://localhost:8000"
 CONNECT_S = 10.0
 SILENCE_S = 600.0
-"""How long a server may say nothing at all; ours says something every 15 s."""
+"""How long a server may send nothing at all; ours sends something every 15 s."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Piece(NamedTuple):
-    """What came last; `usage` comes once, with the end."""
+    """A new piece of an answer. `usage` comes once, with the end."""
 
     text: str = ""
     thought: str = ""
@@ -30,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a server is. `base` ends before /v1; `uds` is the path of its Unix socket, if that is how it is reached."""
+    """The address of a server. `base` ends before /v1; `uds` is the path of its Unix socket, if it has one."""
 
     base: str
     uds: str | None
@@ -38,7 +37,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Of http://HOST:PORT, with or without /v1, or unix:PATH. Raises ConfigError."""
+        """Read http://HOST:PORT, with or without /v1, or unix:PATH. Raises ConfigError."""
         if url.startswith("unix:"):
             return cls("http://localhost", url.removeprefix("unix:"), url)
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -57,12 +56,12 @@ class Address(NamedTuple):
 
 
 def client_settings(address: Address, api_key: str | None, silence_s: float = SILENCE_S) -> dict[str, Any]:
-    """What httpx.Client and AsyncClient have in common, but for their transport."""
+    """The arguments that httpx.Client and AsyncClient share, without their transport."""
     secure = address.base.startswith("https:")
     return {
         "base_url": address.base,
         "timeout": httpx.Timeout(silence_s, connect=CONNECT_S),
-        # a bare context trusts nobody, and costs nothing where there is no TLS
+        # a bare context trusts no certificate, and costs nothing where there is no TLS
         "verify": ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         "trust_env": not address.is_local,  # no proxy stands between this machine and itself
         "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -73,8 +72,8 @@ def key_from_environment() -> str | None:
     return os.environ.get("VLLM_LITE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
 
-class Remote:
-    """A server, spoken to from one thread. Raises RemoteError from every method that asks it something."""
+class RemoteServer:
+    """A server, used by one thread. Every method that sends a request raises RemoteError."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Remote:
         model: str | None = None,
         why: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`model` is by default the server's first; `why()` knows more about a server that cannot be reached."""
+        """`model` is by default the server's first; `why()` says why a server cannot be reached, if known."""
         self.address = Address.parse(url)
         self.api_key = api_key
         self.why = why
@@ -94,14 +93,12 @@ class Remote:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     @property
     def model(self) -> str:
-        """Its name; asks the server the first time if none was given."""
+        """The name of the model. The first call asks the server if none was given."""
         if self._model is None:
             with self._failures():
                 response = self._http.get("/v1/models")
@@ -114,11 +111,11 @@ class Remote:
         return self._model
 
     def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
-        """The answer to `messages`. Closing the iterator aborts it on the server."""
+        """Stream the answer to `messages`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
 
     def complete(self, prompt: str, sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
-        """What follows `prompt`. Closing the iterator aborts it on the server."""
+        """Stream the continuation of `prompt`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/completions", {"prompt": prompt, **sampling})
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
@@ -137,10 +134,10 @@ class Remote:
 
 
 def pieces(lines: Iterable[str]) -> Iterator[Piece]:
-    """Of the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
+    """Parse the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
     for line in lines:
         if not line.startswith("data:"):
-            continue  # a comment, or what separates events
+            continue  # a comment, or the empty line between events
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
@@ -172,14 +169,14 @@ def check(address: Address, status: int, body: bytes) -> None:
 
 
 def message_of(body: Any) -> str:
-    """Of an error in OpenAI's shape, or one that resembles it."""
+    """Find the message of an error that has OpenAI's shape, or a similar one."""
     error = body.get("error", body) if isinstance(body, dict) else body
     found = error.get("message", error) if isinstance(error, dict) else error
     return found if isinstance(found, str) else json.dumps(found)
 
 
 def lost(address: Address, error: httpx.HTTPError, why: str | None) -> RemoteError:
-    """`error` as a sentence that says what to do."""
+    """Explain `error` in a sentence that says what to do."""
     if why is not None:
         return RemoteError(why)
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):

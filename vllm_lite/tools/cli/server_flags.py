@@ -1,4 +1,4 @@
-"""What commands that speak to a server share: which server, and what to sample with."""
+"""Flags of the commands that speak to a server: which server, and what to sample with."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from vllm_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_lite.server.config import ServeConfig
-    from vllm_lite.tools.chat.api import Remote
+    from vllm_lite.tools.chat.remote_server import RemoteServer
 
 SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
 
@@ -28,39 +28,39 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
 
 
-def add_own_server_flags(parser: argparse.ArgumentParser) -> None:
+def add_private_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings of a server of its own, as for serve")
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given."""
+    """The sampling params that were given."""
     values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager
-def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["Remote"]:
-    """The server that is running, or with `load` one of our own that ends with the block. Raises VllmLiteError."""
-    from vllm_lite.tools.chat.api import DEFAULT_URL, Remote, key_from_environment
+def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["RemoteServer"]:
+    """The server that is running or, with `load`, a private one that ends with the block. Raises VllmLiteError."""
+    from vllm_lite.tools.chat.remote_server import DEFAULT_URL, RemoteServer, key_from_environment
 
     if load is None:
         key = arguments.api_key or key_from_environment()
-        with Remote(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
+        with RemoteServer(arguments.url or DEFAULT_URL, key, arguments.model_name) as remote:
             yield remote
         return
     if arguments.url is not None:
         raise ConfigError("give either a model, for a server of its own, or --url of one that is running")
-    from vllm_lite.tools.chat.own import OwnServer
+    from vllm_lite.tools.chat.private_server import PrivateServer
 
     config = load()
     with ExitStack() as stack:
         with _starting(config.model) as show:
-            own = stack.enter_context(OwnServer(config, show))
-        yield stack.enter_context(Remote(own.url, None, arguments.model_name, own.reason))
+            own = stack.enter_context(PrivateServer(config, show))
+        yield stack.enter_context(RemoteServer(own.url, None, arguments.model_name, own.reason))
 
 
-def own_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
-    """For a command that takes MODEL."""
+def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
+    """How to load the config of a private server; None if no MODEL is given."""
     if arguments.folder is None:
         if arguments.config is not None:
             raise ConfigError("--config is for a server of its own; give a model as well")
@@ -76,7 +76,7 @@ def own_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | N
 
 @contextmanager
 def _starting(model: str) -> Iterator[Callable[[float], None]]:
-    """A line that counts the seconds where somebody sits."""
+    """On a terminal, show a line that counts the seconds."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

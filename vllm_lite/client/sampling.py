@@ -1,0 +1,75 @@
+"""Sampling params on their way to the engine: a checkpoint's defaults, a seed, bad words as tokens, the wire's form."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError, RequestError
+from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams
+from vllm_lite.runtime import log
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+logger = log.get(__name__)
+
+
+def generation_defaults(folder: str | Path) -> dict[str, Any]:
+    """The fields of SamplingParams that the checkpoint in `folder` recommends in its generation_config.json.
+
+    Empty if it has no such file. Raises ModelError.
+    """
+    path = Path(folder) / GENERATION_CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        found = {name: given[name] for name in _NAMES if given.get(name) is not None}
+        if "max_new_tokens" in found:
+            found["max_tokens"] = found.pop("max_new_tokens")
+        SamplingParams(**found)
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError, TypeError) as error:
+        raise ModelError(f"{path}: {error}; correct it, or ignore it with generation_config 'vllm'") from error
+    if found:
+        logger.info("sampling defaults of the model: %s (generation_config 'vllm' ignores them)", found)
+    return found
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Draw the seed here if the user gave none, so that a request that is sent again repeats itself."""
+    if params.seed is not None or params.greedy:
+        return params
+    return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+
+
+def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Replace each bad word by its token ids, both as a text begins with it and as it follows a space.
+
+    Raises RequestError.
+    """
+    known = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(tokens) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(f"bad_words have at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(tokens)}")
+            if tokens:
+                known.append(tokens)
+    try:
+        return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
+    except ValueError as error:
+        raise RequestError(f"bad_words: {error}") from error
+
+
+def wire_params(params: SamplingParams) -> SamplingParams:
+    """The params that the engine gets: it draws `best_of` samples and their logprobs; the client ranks them."""
+    if params.output_kind is not RequestOutputKind.CUMULATIVE or params.extra_args is not None:
+        params = params.clone(output_kind=RequestOutputKind.CUMULATIVE, extra_args=None)
+    if params.best_of is None:
+        return params
+    if params.best_of == params.n:
+        return msgspec.structs.replace(params, best_of=None)
+    return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
