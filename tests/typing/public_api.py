@@ -40,7 +40,7 @@ def offline(llm: LLM, text: TextPrompt, tokens: TokensPrompt) -> None:
 
 
 async def online(client: AsyncClient) -> None:
-    assert_type(await AsyncClient.connect("ipc:///engine", timeout_s=5.0), AsyncClient)
+    assert_type(await AsyncClient.connect("ipc:///engine"), AsyncClient)
     stream = client.generate("a text", SamplingParams(n=2), request_id="r")
     assert_type(stream, AsyncGenerator[RequestOutput, None])
     async for output in stream:
