@@ -22,8 +22,8 @@ from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, NgramDrafter, num_kept
-from vllm_lite.worker.sampling.prompt_scores import score
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
+from vllm_lite.worker.sampling.logprobs import score
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ModelRunner:
         model: Model,
         cache_engine: CacheEngine,
         backend: AttentionBackend,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
@@ -99,14 +99,13 @@ class ModelRunner:
         if inputs.scoring is None:
             return self.forward.logits(inputs), None
         hidden = self.eager.hidden(inputs)
-        num_samples = len(hidden) - len(inputs.scoring.places)
+        num_samples = len(hidden) - len(inputs.scoring.positions)
         prompts = score(self.model, hidden[num_samples:], inputs.scoring)
         return self.model.logits(hidden[:num_samples]), prompts
 
     def _draft(self) -> None:
-        if self.drafter is not None:
-            for handle, max_drafts in self.batch.max_drafts.items():
-                self.batch.draft(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
+        if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
+            self.batch.add_drafts(self.drafter.propose(batch))
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: "Progress") -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
@@ -145,7 +144,7 @@ def warm_up_step(
     num_seqs = min(num_tokens, limits.max_num_seqs)
     num_sampling = num_seqs if num_sampling is None else num_sampling
     inputs = padding_step(num_tokens, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_sampling)
-    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0, 0)] * num_sampling, ROW_PARAMS)
+    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)] * num_sampling, ROW_PARAMS)
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 

@@ -1,8 +1,7 @@
 """From logits to tokens. A draw depends on its logits and on (seed, child, position) alone: never on batch or row.
 
-First the logprobs are taken, of the logits as the model made them. Then rules change logits (logit_rules.py), in this
-order, which is vLLM's: allowed ids, bad words, stop ids before min_tokens; logit_bias; repetition, frequency and
-presence penalty. Then temperature and filters, below.
+First the logprobs are taken, of the logits as the model made them. Then rules change logits: logit_rules.py says in
+which order. Then temperature and filters, below.
 
 Random rows are drawn by the Gumbel-max trick: the token with the largest `logit / temperature + noise` is a draw from
 the softmax. The noise of a token is a function of exactly four integers, so that a resubmitted, preempted or
@@ -61,22 +60,22 @@ from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
-from vllm_lite.protocol.params import GREEDY_BELOW, Sampling
-from vllm_lite.worker.sampling.logit_edits import NEVER, LogitEdits, Pairs
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.logprobs import report
+from vllm_lite.worker.sampling.masks import NEVER
 
 NO_LOGPROBS = -1
 ROW_PARAMS = np.dtype(
     [
-        ("temperature", np.float32),
+        ("temperature", np.float32),  # 0 = greedy
         ("top_k", np.int32),  # 0 = off
         ("top_p", np.float32),  # 1 = off
         ("min_p", np.float32),  # 0 = off
         ("seed", np.uint64),
         ("child", np.uint32),
         ("logprobs", np.int16),  # how many of the most likely tokens to report, NO_LOGPROBS = no logprobs at all
-        ("num_prompt", np.int32),
-        ("rules", np.int32),  # slot in the RuleBook, 0 = no rules
+        ("rules", np.int32),  # entry in the RuleBook, 0 = no rules
     ]
 )
 """What the sampler knows of one sequence; arrays of it have one record per row."""
@@ -92,14 +91,13 @@ CACHED_ENTRIES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """What the sampler is told of the sequences that sample, in the order of the rows of logits."""
+    """What the sampler knows of the sequences that sample, in the order of the rows of logits."""
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
-    banned: Pairs | None = None  # samples and token ids, both [num_banned]
     edits: LogitEdits | None = None
     plain: bool = False
-    """`is_plain(params)`, known beforehand."""
+    """`is_plain(params)`, known beforehand, and there are no edits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class Sampled:
 
     tokens: NDArray[np.int64]  # [num_samples]
     failed: dict[int, str]  # sample -> reason
-    logprobs: list[TokenLogprobs | None] | None  # [num_samples], or None if nobody asked
+    logprobs: list[TokenLogprobs | None] | None  # [num_samples], or None if no row wants them
 
 
 class Sampler:
@@ -129,14 +127,11 @@ class Sampler:
     ) -> Sampled:
         """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
-        if inputs.plain and inputs.banned is None and inputs.edits is None:
+        if inputs.plain:
             picked = self._pick_best(logits)
             return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
-        if inputs.banned is not None:
-            samples, ids = (self._index(array) for array in inputs.banned)
-            logits[samples, ids] = NEVER
         if inputs.edits is not None:
             inputs.edits.apply(logits)
         picked = self.pick(logits, draw_records(params, inputs.positions, self.vocab_size))
@@ -150,10 +145,10 @@ class Sampler:
         return Sampled(picked.tokens, failed, logprobs)
 
     def _pick_best(self, logits: torch.Tensor) -> Picked:
-        """Of each row the best token. The result is overwritten by the next one of the same logits."""
+        """Take each row's best token. The next call with the same logits overwrites the result."""
         if self.device.type != "cpu" or not cpu.available():
             return self.pick(logits, np.zeros(len(logits), DRAW))
-        if self._best_of is None or self._best_of.logits is not logits:  # decode steps come with the same memory
+        if self._best_of is None or self._best_of.logits is not logits:  # decode steps reuse the same memory
             self._best_of = native.BestOf(logits)
         return self._best_of()
 
@@ -174,7 +169,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_rows, vocab]
         draws: NDArray[np.void],  # DRAW [num_rows]
     ) -> Picked:
-        """The same in plain torch: the reference of all others."""
+        """Do the same in plain torch: the reference of all other implementations."""
         tokens = _argmax(logits)  # int64 [num_rows]
         best = logits.gather(1, tokens[:, None])  # [num_rows, 1], NaN if the row has one
         limits = np.full(len(draws), np.inf, np.float32)
@@ -215,8 +210,8 @@ class Sampler:
         within_k = nearest.gather(1, k - 1).masked_fill_(k == self.vocab_size, torch.inf)
         sums = masses(nearest).cumsum(1)
         wanted = (p * sums.gather(1, k - 1).double()).ceil().long()
-        place = (sums < wanted).sum(1, keepdim=True).clamp_(max=nearest.shape[1] - 1)  # where a row is not finite
-        return torch.where(p < 1, nearest.gather(1, place), within_k)
+        rank = (sums < wanted).sum(1, keepdim=True).clamp_(max=nearest.shape[1] - 1)  # for a row that is not finite
+        return torch.where(p < 1, nearest.gather(1, rank), within_k)
 
     def _index(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -225,7 +220,7 @@ class Sampler:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
 
 
-def row_params(sampling: Sampling, num_prompt: int, rules: int) -> tuple[Any, ...]:
+def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
     """`sampling` as one record of ROW_PARAMS."""
     return (
         sampling.temperature,
@@ -235,14 +230,13 @@ def row_params(sampling: Sampling, num_prompt: int, rules: int) -> tuple[Any, ..
         sampling.seed,
         sampling.child,
         NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
-        num_prompt,
         rules,
     )
 
 
 def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
-    """Whether every row takes its best token, and nobody wants logprobs."""
-    return bool((params["temperature"] < GREEDY_BELOW).all() and (params["logprobs"] == NO_LOGPROBS).all())
+    """Whether every row takes its best token, and no row wants logprobs."""
+    return bool((params["temperature"] == 0).all() and (params["logprobs"] == NO_LOGPROBS).all())
 
 
 def draw_records(
@@ -250,15 +244,14 @@ def draw_records(
     positions: NDArray[np.int64],  # [num_samples]
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
-    """What kernels are told of each row; whatever filters nothing is off."""
-    if params["temperature"].max(initial=0) < GREEDY_BELOW:
+    """What kernels need to know of each row; a filter that keeps every token is off."""
+    if not params["temperature"].any():
         return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
-    for name in ("seed", "child", "top_p"):
+    for name in ("temperature", "seed", "child", "top_p"):
         draws[name] = params[name]
     draws["position"] = positions
-    temperature, top_k = params["temperature"], params["top_k"]
-    draws["temperature"] = np.where(temperature >= GREEDY_BELOW, temperature, 0)
+    top_k = params["top_k"]
     draws["top_k"] = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     with np.errstate(divide="ignore"):
         draws["max_distance"] = np.abs(np.log(params["min_p"].astype(np.float64)))
