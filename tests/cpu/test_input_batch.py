@@ -122,7 +122,7 @@ def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, child=3, logprobs=2)
     run(batch, new_request(1, [11, 12], sampling=hot), new_request(2, [21]))
     run(batch, Preempt(1), Continue(2, 1, []))
-    assert (batch.num_rows, batch.num_preempted) == (1, 1)
+    assert batch.num_rows == 1
     inputs = run(batch, Resume(1, 0, 0, 3, [[8]]))
     assert inputs.input_ids.tolist() == [11, 12, 9]
     assert inputs.block_tables[0].tolist() == [[8]], "the old blocks are forgotten"

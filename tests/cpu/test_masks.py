@@ -16,7 +16,7 @@ from tests.cpu.test_model_runner_drafts import Parrot
 from tests.driver import GREEDY, Driver, make_prompt, new_request
 from tests.parity_mask import ParityMask
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, LogitRules, Preempt, Resume
-from vllm_lite.worker.sampling.masks import ALL_BITS, MaskSource, SequenceMask, StepMasks
+from vllm_lite.worker.sampling.masks import ALL_BITS, MaskSource, SequenceMask, TokenMasks
 from vllm_lite.worker.sampling.sampler import ALL_BANNED
 
 MASKED = msgspec.structs.replace(GREEDY, rules=LogitRules())
@@ -113,7 +113,7 @@ def test_bits_are_tokens(vocab_size: int) -> None:
             row[token // 32] |= np.uint32(1 << token % 32)
     logits = torch.ones(4, vocab_size)
     logits[2, 3] = math.nan
-    StepMasks(np.array([3, 0]), bitmasks).apply(logits)
+    TokenMasks(np.array([3, 0]), bitmasks).apply(logits)
     assert (torch.isinf(logits[[3, 0]]).numpy() == ~allowed).all()
     assert not torch.isinf(logits[1:3]).any()
     assert math.isnan(logits[2, 3])
@@ -121,7 +121,7 @@ def test_bits_are_tokens(vocab_size: int) -> None:
 
 def test_a_mask_hides_no_fault_of_the_model() -> None:
     logits = torch.full((1, 5), math.nan)
-    StepMasks(np.array([0]), np.array([[1]], np.uint32)).apply(logits)
+    TokenMasks(np.array([0]), np.array([[1]], np.uint32)).apply(logits)
     assert logits.isnan().all()
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.params import Sampling
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.batch import DecodeRows
 from vllm_lite.protocol.step import (
     BlockIds,
     Continue,
@@ -30,7 +31,7 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
-from vllm_lite.worker.batch.steady import steady_decode
+from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
 from vllm_lite.worker.sampling.drafter import DraftBatch
@@ -78,15 +79,12 @@ class InputBatch:
         self._max_drafts: dict[Handle, int] = {}  # how many drafts this step takes, of the sequences that may have any
         self._num_drafts: dict[Handle, int] = {}
         counts = self.num_tokens, self.num_computed, self.num_cached
-        self._steady = steady_decode(self.token_ids, counts, self.block_tables, self.table_lens, block_size)
+        arrays = self.token_ids, counts, self.block_tables, self.table_lens, block_size
+        self._steady = SteadyDecode(DecodeRows(*arrays) if cpu.available() else None)
 
     @property
     def num_rows(self) -> int:
         return len(self._resident)
-
-    @property
-    def num_preempted(self) -> int:
-        return len(self._sequences) - len(self._resident)
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
         """The tokens known of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError if there is none.
@@ -111,7 +109,8 @@ class InputBatch:
             match entry:
                 case Continue():
                     row = self._row(entry.handle, "Continue")
-                    self._append_blocks(row, entry.new_block_ids)
+                    if entry.new_block_ids:
+                        self._append_blocks(row, entry.new_block_ids)
                     self._schedule(entry.handle, entry.num_tokens)
                     continue
                 case NewRequest():
@@ -216,10 +215,9 @@ class InputBatch:
 
     def _row(self, handle: Handle, what: str) -> int:
         sequence = self._sequences.get(handle)
-        if sequence is None or sequence.row == NO_ROW:
-            state = "unknown" if sequence is None else "preempted"
-            raise ProtocolError(f"{what} of handle {handle}, which is {state}")
-        return sequence.row
+        if sequence is not None and (row := sequence.row) != NO_ROW:
+            return row
+        raise ProtocolError(f"{what} of handle {handle}, which is {'preempted' if sequence else 'unknown'}")
 
     def _new_sequence(self, handle: Handle, sampling: Sampling, num_prompt: int) -> SequenceState:
         if handle in self._sequences:

@@ -4,13 +4,11 @@ Most steps are steady. To make their inputs anew with numpy takes longer than al
 the same is kept, and two native calls compute the numbers that change.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.batch import DecodeRows
 from vllm_lite.protocol.step import Handle
-from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.sampling.sampler import SampleInputs, is_plain
 
 
@@ -73,14 +71,3 @@ class SteadyDecode:
         """The prepared step has run and gave each sequence one token: [num_seqs]."""
         if self._rows is not None:
             self._rows.commit(len(inputs.handles), sampled)
-
-
-def steady_decode(
-    token_ids: Int32s,  # of a batch: [max_rows, max_tokens]
-    counts: tuple[Int64s, Int64s, Int64s],  # num_tokens, num_computed, num_cached: [max_rows] each
-    tables: Sequence[Int32s],  # per KV group: [max_rows, table_width]
-    table_lens: Int32s,  # [max_rows, num_groups]
-    block_size: int,
-) -> SteadyDecode:
-    """On the arrays of a batch, which stay where they are."""
-    return SteadyDecode(DecodeRows(token_ids, counts, tables, table_lens, block_size) if cpu.available() else None)

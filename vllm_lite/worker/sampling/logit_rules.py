@@ -1,22 +1,30 @@
 """The rules that some sequences have for their logits, and what they change in one step.
 
-The order of the rules is vLLM's: allowed ids, masks, bad words and stop ids before min_tokens rule tokens out; then
+The order of the rules is vLLM's: allowed ids, masks, bad words, and stop ids before min_tokens rule tokens out; then
 logit_bias is added; then penalties apply (penalties.py). Most sequences have no rules and cost nothing. The others have
 an entry in the RuleBook for as long as they have a row. What their rules say of a step is put together once for as long
 as the same sequences sample; what differs from step to step is worked out for all of them at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.worker.sampling.masks import NEVER, MaskSourceOf, SequenceMask, StepMasks, masks_of_step
+from vllm_lite.worker.sampling.masks import (
+    NEVER,
+    MaskSourceOf,
+    SequenceMask,
+    TokenMasks,
+    Uint32s,
+    bitmask_of,
+    masks_of_step,
+)
 from vllm_lite.worker.sampling.penalties import Float32s, Int64s, Penalties, TokenCounts, penalties
 
 Pairs = tuple[Int64s, Int64s]
@@ -24,24 +32,27 @@ Pairs = tuple[Int64s, Int64s]
 
 NO_RULES = LogitRules()
 ANY_TOKEN = -1
+ALWAYS = np.iinfo(np.int64).max
+
+Part = TypeVar("Part")
+Joined = TypeVar("Joined")
 
 
 # ---- one step
 
 
-class Held:
-    """Arrays that are the same for many steps: they are brought to the logits' device once."""
+class Bias:
+    """What is added to some logits, the same for many steps: it is brought to the logits' device once."""
 
-    __slots__ = ("_arrays", "_tensors")
+    def __init__(self, samples: Int64s, ids: Int64s, values: Float32s) -> None:  # [num_pairs] each, no pair twice
+        self._arrays = samples, ids, values
+        self._tensors: list[torch.Tensor] = []
 
-    def __init__(self, *arrays: NDArray[Any]) -> None:
-        self._arrays = arrays
-        self._tensors: tuple[torch.Tensor, ...] | None = None
-
-    def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self._tensors is None:
-            self._tensors = tuple(torch.from_numpy(array).to(logits.device) for array in self._arrays)
-        return self._tensors
+    def apply(self, logits: torch.Tensor) -> None:
+        if not self._tensors:
+            self._tensors = [torch.from_numpy(array).to(logits.device) for array in self._arrays]
+        samples, ids, values = self._tensors
+        logits[samples, ids] += values
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +64,44 @@ class LogitEdits:
 
     banned: Pairs | None = None
     """What becomes minus infinity; a pair may occur twice."""
-    allowed: Held | None = None
-    """Samples [n], and what is added to all their logits: 0 or minus infinity, float32 [n, vocab]."""
-    masks: StepMasks | None = None
-    bias: Held | None = None
-    """Samples, token ids, and what is added: [num_pairs] each, no pair twice."""
+    allowed: TokenMasks | None = None
+    masks: TokenMasks | None = None
+    bias: Bias | None = None
     penalties: Penalties | None = None
 
     def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
         if self.banned is not None:
             logits[tuple(torch.from_numpy(array).to(logits.device) for array in self.banned)] = NEVER
-        if self.allowed is not None:
-            logits.index_add_(0, *self.allowed.on(logits))
-        if self.masks is not None:
-            self.masks.apply(logits)
-        if self.bias is not None:
-            samples, ids, values = self.bias.on(logits)
-            logits[samples, ids] += values
-        if self.penalties is not None:
-            self.penalties.apply(logits)
+        for change in (self.allowed, self.masks, self.bias, self.penalties):
+            if change is not None:
+                change.apply(logits)
 
 
 # ---- one sequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """Words that must not be completed, token by token."""
+class _Bans:
+    """Tokens that must not come next: a bad word's last one where the output ends with the rest of the word, stop ids
+    before min_tokens."""
 
-    prefixes: NDArray[np.int32]  # [num_words, longest], all but the last, at the end of the row; before them ANY_TOKEN
-    lengths: Int64s  # [num_words], how many these are
-    lasts: Int64s  # [num_words]
+    prefixes: NDArray[np.int32]  # [n, longest], the rest of each word, at the end of the row; before it ANY_TOKEN
+    since: Int64s  # [n], the least position at which the token is banned: the output has room for the prefix
+    until: Int64s  # [n], the position from which on it is allowed
+    tokens: Int64s  # [n]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """The rules of one sequence, in the form in which those of several are put together. It keeps them while it is
-    preempted; a fork has its own."""
+    """The rules of one sequence, None where it has none of a kind, in the form in which those of several are put
+    together. The sequence keeps them while it is preempted; a fork has its own."""
 
     num_prompt: int
-    min_tokens_until: int  # length of the sequence from which on one of `stops` may come
-    stops: Int64s
-    allowed: Int64s
-    bias: tuple[Int64s, Float32s]
-    words: _Words
-    weights: tuple[float, float, float] | None  # presence, frequency and repetition penalty
+    allowed: Uint32s | None  # bitmask
     mask: SequenceMask | None
+    bans: _Bans | None
+    bias: tuple[Int64s, Float32s] | None  # token ids and values
+    weights: tuple[float, float, float] | None  # presence, frequency and repetition penalty
 
 
 def read_rules(
@@ -108,28 +111,32 @@ def read_rules(
     if not sampling.is_ruled:
         return None
     rules = sampling.rules or NO_RULES
-    bias_ids, bias_values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
-    stops = np.array(sampling.stop_ids if sampling.min_tokens_until else (), np.int64)
+    source = mask_source_of(sampling) if mask_source_of is not None else None
+    ids, values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
     weights = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
-    source = mask_source_of(sampling) if mask_source_of else None
     return SequenceRules(
-        num_prompt=num_prompt,
-        min_tokens_until=sampling.min_tokens_until,
-        stops=stops[stops < vocab_size],
-        allowed=np.frombuffer(rules.allowed, "<u4").astype(np.int64),
-        bias=(np.array(bias_ids, np.int64), np.array(bias_values, np.float32)),
-        words=_read_words(rules.bad_words),
+        num_prompt,
+        allowed=bitmask_of(np.frombuffer(rules.allowed, "<u4"), vocab_size) if rules.allowed else None,
+        mask=SequenceMask(source, num_prompt) if source is not None else None,
+        bans=_read_bans(sampling, rules.bad_words, num_prompt, vocab_size),
+        bias=(np.array(ids, np.int64), np.array(values, np.float32)) if ids else None,
         weights=weights if rules.penalises else None,
-        mask=None if source is None else SequenceMask(source, num_prompt),
     )
 
 
-def _read_words(words: Sequence[tuple[int, ...]]) -> _Words:
+def _read_bans(
+    sampling: Sampling, bad_words: tuple[tuple[int, ...], ...], num_prompt: int, vocab_size: int
+) -> _Bans | None:
+    stops = [(token,) for token in sampling.stop_ids if token < vocab_size] if sampling.min_tokens_until else []
+    words = [*stops, *bad_words]
+    if not words:
+        return None
     lengths = np.array([len(word) - 1 for word in words], np.int64)
-    prefixes = np.full((len(words), lengths.max(initial=0)), ANY_TOKEN, np.int32)
+    prefixes = np.full((len(words), lengths.max()), ANY_TOKEN, np.int32)
     for prefix, word in zip(prefixes, words, strict=True):
         prefix[len(prefix) - len(word) + 1 :] = word[:-1]
-    return _Words(prefixes, lengths, np.array([word[-1] for word in words], np.int64))
+    until = np.array([sampling.min_tokens_until] * len(stops) + [ALWAYS] * len(bad_words), np.int64)
+    return _Bans(prefixes, num_prompt + lengths, until, np.array([word[-1] for word in words], np.int64))
 
 
 # ---- the sequences that have a row
@@ -140,11 +147,10 @@ class _Table:
     """What the rules of a step's samples say, as long as the samples are of the same sequences."""
 
     entries: Int64s  # [num_samples]
-    allowed: Held | None
-    bias: Held | None
-    stops: tuple[Pairs, Int64s] | None  # and the length from which on each may come
-    words: tuple[Int64s, Int64s, _Words] | None  # samples and where their output begins [num_words]
+    allowed: TokenMasks | None
     masks: list[tuple[int, int, SequenceMask]]  # first sample, number of samples, mask
+    bans: tuple[Int64s, _Bans] | None  # samples [n]
+    bias: Bias | None
     penalised: tuple[Int64s, Float32s] | None  # samples [n], weights [3, n]
 
 
@@ -153,7 +159,6 @@ class RuleBook:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_tokens: int) -> None:
         self._sizes = max_num_seqs + 1, vocab_size, max_tokens
-        self._vocab_size = vocab_size
         self._free = list(range(max_num_seqs, 0, -1))
         self._used: dict[int, SequenceRules] = {}  # by entry
         self._penalised = np.zeros(max_num_seqs + 1, np.bool_)
@@ -207,33 +212,26 @@ class RuleBook:
         rows: Int64s,  # [num_samples]
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
     ) -> LogitEdits | None:
-        """What the rules change in one step's logits."""
+        """What the rules change in one step's logits; None if no sequence has rules."""
         if not entries.any():
             return None
         table = self._table
         if table is None or not np.array_equal(table.entries, entries):
             table = self._table = self._tabulate(entries)
-        banned = []
-        if table.stops is not None:
-            (samples, ids), until = table.stops
-            early = until > positions[samples]
-            banned.append((samples[early], ids[early]))
-        if table.words is not None:
-            samples, starts, words = table.words
-            same = _begun(words, positions[samples], starts, rows[samples], token_ids)
-            banned.append((samples[same], words.lasts[same]))
-        masks = masks_of_step(table.masks, positions, rows, token_ids, self._vocab_size) if table.masks else None
-        penalised = None
+        banned = masks = penalised = None
+        if table.bans is not None:
+            samples, bans = table.bans
+            apply = _banned(bans, positions[samples], rows[samples], token_ids)
+            banned = (samples[apply], bans.tokens[apply]) if apply.any() else None
+        if table.masks:
+            masks = masks_of_step(table.masks, positions, rows, token_ids, self._sizes[1])
         if table.penalised is not None and self._counts is not None:
             samples, weights = table.penalised
             penalised = penalties(self._counts.of(entries[samples]), samples, weights)
-        return LogitEdits(_joined(banned), table.allowed, masks, table.bias, penalised)
+        return LogitEdits(banned, table.allowed, masks, table.bias, penalised)
 
     def _tabulate(self, entries: Int64s) -> _Table:
         ruled = [(sample, self._used[entry]) for sample, entry in enumerate(entries.tolist()) if entry]
-        biased = _stacked([(sample, rules.bias[0]) for sample, rules in ruled])
-        stops = _stacked([(sample, rules.stops) for sample, rules in ruled])
-        until = [rules.min_tokens_until for _, rules in ruled for _ in rules.stops]
         masks = []
         for mask, group in groupby(ruled, key=lambda sample_and_rules: sample_and_rules[1].mask):
             if mask is not None:
@@ -241,83 +239,55 @@ class RuleBook:
                 masks.append((samples[0], len(samples), mask))
         return _Table(
             entries,
-            allowed=_allowed(ruled, self._vocab_size),
-            bias=None if biased is None else Held(*biased, np.concatenate([rules.bias[1] for _, rules in ruled])),
-            stops=None if stops is None else (stops, np.array(until, np.int64)),
-            words=_stacked_words(ruled),
-            masks=masks,
-            penalised=_stacked_weights(ruled),
+            _put_together(ruled, lambda rules: rules.allowed, lambda at, bits: TokenMasks(at, np.array(bits))),
+            masks,
+            _put_together(ruled, lambda rules: rules.bans, _join_bans),
+            _put_together(ruled, lambda rules: rules.bias, _join_biases),
+            _put_together(ruled, lambda rules: rules.weights, lambda at, weights: (at, np.array(weights, "f4").T)),
         )
 
 
-_Ruled = list[tuple[int, SequenceRules]]
-"""Samples beside the rules of their sequences."""
-
-
-def _stacked(parts: Iterable[tuple[int, Int64s]]) -> Pairs | None:
-    """Samples beside their token ids; None if there are none."""
-    some = [(sample, ids) for sample, ids in parts if len(ids)]
-    if not some:
+def _put_together(
+    ruled: list[tuple[int, SequenceRules]],  # samples and the rules of their sequences
+    kind: Callable[[SequenceRules], Part | None],
+    join: Callable[[Int64s, list[Part]], Joined],  # takes samples [n] and the part of each
+) -> Joined | None:
+    """Join the parts of one kind; None if no sample has one."""
+    parts = [(sample, part) for sample, rules in ruled if (part := kind(rules)) is not None]
+    if not parts:
         return None
-    samples = np.array([sample for sample, _ in some], np.int64)
-    return np.repeat(samples, [len(ids) for _, ids in some]), np.concatenate([ids for _, ids in some])
+    return join(np.array([sample for sample, _ in parts], np.int64), [part for _, part in parts])
 
 
-def _stacked_weights(ruled: _Ruled) -> tuple[Int64s, Float32s] | None:
-    """Penalised samples beside their penalties; None if there are none."""
-    some = [(sample, rules.weights) for sample, rules in ruled if rules.weights is not None]
-    if not some:
-        return None
-    samples, weights = zip(*some, strict=True)
-    return np.array(samples, np.int64), np.array(weights, np.float32).T
+def _join_biases(samples: Int64s, parts: list[tuple[Int64s, Float32s]]) -> Bias:
+    ids, values = zip(*parts, strict=True)
+    return Bias(np.repeat(samples, [len(some) for some in ids]), np.concatenate(ids), np.concatenate(values))
 
 
-def _allowed(ruled: _Ruled, vocab_size: int) -> Held | None:
-    """What is added to samples that have allowed tokens, see LogitEdits; None if there are none."""
-    some = [(sample, rules.allowed) for sample, rules in ruled if len(rules.allowed)]
-    if not some:
-        return None
-    added = np.full((len(some), vocab_size), NEVER, np.float32)
-    for row, (_, ids) in zip(added, some, strict=True):
-        row[ids] = 0
-    return Held(np.array([sample for sample, _ in some], np.int64), added)
-
-
-def _stacked_words(ruled: _Ruled) -> tuple[Int64s, Int64s, _Words] | None:
-    """All words, with prefixes as long as the longest of all, beside their samples and where the output of each begins;
-    None if there are none."""
-    pairs = _stacked([(sample, rules.words.lasts) for sample, rules in ruled])
-    if pairs is None:
-        return None
-    samples, lasts = pairs
-    prefixes = np.full((len(lasts), max(rules.words.prefixes.shape[1] for _, rules in ruled)), ANY_TOKEN, np.int32)
+def _join_bans(samples: Int64s, parts: list[_Bans]) -> tuple[Int64s, _Bans]:
+    """All bans, with prefixes as long as the longest of all, beside their samples."""
+    samples = np.repeat(samples, [len(part.tokens) for part in parts])
+    prefixes = np.full((len(samples), max(part.prefixes.shape[1] for part in parts)), ANY_TOKEN, np.int32)
     first = 0
-    for _, rules in ruled:
-        count, width = rules.words.prefixes.shape
-        prefixes[first : first + count, prefixes.shape[1] - width :] = rules.words.prefixes
+    for part in parts:
+        count, width = part.prefixes.shape
+        prefixes[first : first + count, prefixes.shape[1] - width :] = part.prefixes
         first += count
-    starts = np.array([rules.num_prompt for _, rules in ruled for _ in rules.words.lasts], np.int64)
-    return samples, starts, _Words(prefixes, np.concatenate([rules.words.lengths for _, rules in ruled]), lasts)
+    since, until, tokens = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("since", "until", "tokens")
+    )
+    return samples, _Bans(prefixes, since, until, tokens)
 
 
-def _begun(
-    words: _Words,
-    ends: Int64s,  # [num_words], where in its sequence the next token of each sample will be
-    starts: Int64s,  # [num_words], where the output of each begins
-    rows: Int64s,  # [num_words]
+def _banned(
+    bans: _Bans,
+    positions: Int64s,  # [n], of the token that each ban's sample is about to become
+    rows: Int64s,  # [n]
     token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
-) -> NDArray[np.bool_]:  # [num_words]
-    """Whether the output ends with all of the word but its last token."""
-    longest = words.prefixes.shape[1]
-    columns = np.maximum(ends[:, None] - longest + np.arange(longest), 0)
+) -> NDArray[np.bool_]:  # [n]
+    """Which bans apply."""
+    longest = bans.prefixes.shape[1]
+    columns = np.maximum(positions[:, None] - longest + np.arange(longest), 0)
     tokens = token_ids[rows[:, None], columns]
-    same = ((tokens == words.prefixes) | (words.prefixes == ANY_TOKEN)).all(axis=1)
-    begun: NDArray[np.bool_] = same & (ends - words.lengths >= starts)
-    return begun
-
-
-def _joined(banned: Sequence[Pairs]) -> Pairs | None:
-    """All pairs in one; None if there is none."""
-    if not sum(len(samples) for samples, _ in banned):
-        return None
-    return np.concatenate([samples for samples, _ in banned]), np.concatenate([ids for _, ids in banned])
+    same: NDArray[np.bool_] = ((tokens == bans.prefixes) | (bans.prefixes == ANY_TOKEN)).all(axis=1)
+    return same & (bans.since <= positions) & (positions < bans.until)

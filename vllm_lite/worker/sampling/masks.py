@@ -6,8 +6,7 @@ cost nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -80,20 +79,34 @@ class SequenceMask:
         self._source.rollback(num_drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class StepMasks:
-    """The masks of a step's samples that have one."""
+class TokenMasks:
+    """Which tokens some samples may become, as bitmasks. They are brought to the logits' device once."""
 
-    samples: Int64s  # [n]
-    bitmasks: Uint32s  # [n, ceil(vocab / 32)]
+    def __init__(
+        self,
+        samples: Int64s,  # [n]
+        bitmasks: Uint32s,  # [n, ceil(vocab / 32)]
+    ) -> None:
+        self._samples = samples
+        self._bitmasks = bitmasks
+        self._added: tuple[torch.Tensor, torch.Tensor] | None = None  # samples [n], 0 or minus infinity [n, vocab]
 
     def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
         """Add minus infinity to the logits of what is ruled out, so that a NaN of the model stays visible."""
-        words = torch.from_numpy(self.bitmasks.view(np.int32)).to(logits.device)
-        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1  # [n, words, 32]
-        allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
-        added = torch.zeros(allowed.shape, device=logits.device).masked_fill_(~allowed, NEVER)
-        logits.index_add_(0, torch.from_numpy(self.samples).to(logits.device), added)
+        if self._added is None:
+            words = torch.from_numpy(self._bitmasks.view(np.int32)).to(logits.device)
+            bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1  # [n, words, 32]
+            banned = bits.flatten(1)[:, : logits.shape[1]] == 0
+            added = torch.zeros(banned.shape, device=logits.device).masked_fill_(banned, NEVER)
+            self._added = torch.from_numpy(self._samples).to(logits.device), added
+        logits.index_add_(0, *self._added)
+
+
+def bitmask_of(ids: NDArray[Any], vocab_size: int) -> Uint32s:  # [ceil(vocab / 32)]
+    """The bitmask that allows these token ids and no others."""
+    allowed = np.zeros(32 * -(-vocab_size // 32), np.bool_)
+    allowed[ids] = True
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 def masks_of_step(
@@ -102,7 +115,7 @@ def masks_of_step(
     rows: Int64s,  # [num_samples]
     token_ids: Int32s,  # [max_rows, max_tokens]
     vocab_size: int,
-) -> StepMasks:
+) -> TokenMasks:
     samples = np.concatenate([np.arange(first, first + count) for first, count, _ in masked])
     bitmasks = np.full((len(samples), -(-vocab_size // 32)), ALL_BITS, np.uint32)
     start = 0
@@ -110,4 +123,4 @@ def masks_of_step(
         tokens = token_ids[rows[first], : positions[first + count - 1]]
         mask.fill(tokens, bitmasks[start : start + count])
         start += count
-    return StepMasks(samples, bitmasks)
+    return TokenMasks(samples, bitmasks)
