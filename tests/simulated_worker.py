@@ -182,7 +182,7 @@ class SimulatedWorker:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
         for _ in range(max_drafts):
-            right = next_token(tokens, self.vocab_size, history.sampling.child)
+            right = next_token(tokens, self.vocab_size, history.sampling.sample)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
 
@@ -205,7 +205,7 @@ class SimulatedWorker:
             return []
         sampled = []
         for draft in [*drafts, None]:
-            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.child))
+            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.sample))
             history.tokens.append(sampled[-1])
             if draft != sampled[-1]:
                 break

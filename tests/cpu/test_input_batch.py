@@ -119,7 +119,7 @@ def test_a_finished_row_is_filled_by_the_last() -> None:
 
 def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     batch = new_batch()
-    hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, child=3, logprobs=2)
+    hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, sample=3, logprobs=2)
     run(batch, new_request(1, [11, 12], sampling=hot), new_request(2, [21]))
     run(batch, Preempt(1), Continue(2, 1, []))
     assert batch.num_rows == 1
@@ -133,7 +133,7 @@ def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
 def test_a_fork_is_the_first_part_of_its_parent() -> None:
     batch = new_batch((None, None))
     run(batch, new_request(1, [11, 12, 13, 14, 15], num_tokens=5, block_ids=[[3, 5, 7], [4, 6, 8]]))
-    warm = Sampling(0.7, 5, 0.9, 0.1, 8, child=4)
+    warm = Sampling(0.7, 5, 0.9, 0.1, 8, sample=4)
     inputs = run(batch, Continue(1, 1, []), Fork(1, 2, warm, 5, 4, 5), Fork(1, 3, GREEDY, 4, 3, 0), Continue(2, 1, []))
     assert inputs.input_ids.tolist() == [9, 15]
     assert inputs.slot_mapping[1].tolist() == [25, -1], "the child's last token is cached"
@@ -142,7 +142,7 @@ def test_a_fork_is_the_first_part_of_its_parent() -> None:
     inputs = run(batch, ReplaceBlock(2, 1, 1, 20), Continue(2, 1, []), Continue(3, 1, []))
     assert [slots.tolist() for slots in inputs.slot_mapping] == [[21, 15], [81, 19]]
     assert inputs.input_ids.tolist() == [9, 14]
-    assert batch.params["child"].tolist() == [0, 4, 0, 0]
+    assert batch.params["sample"].tolist() == [0, 4, 0, 0]
     run(batch, ReplaceBlock(1, 0, 0, 21), Continue(1, 1, []))
     assert batch.block_tables[0][:2, 0].tolist() == [21, 3], "each has a table of its own"
 

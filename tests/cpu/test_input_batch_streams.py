@@ -265,7 +265,7 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
 def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
     """`samples`: whose, and the length before it."""
     assert got.params["seed"].tolist() == [sequence.sampling.seed for sequence, _ in samples]
-    assert got.params["child"].tolist() == [sequence.sampling.child for sequence, _ in samples]
+    assert got.params["sample"].tolist() == [sequence.sampling.sample for sequence, _ in samples]
     assert got.params["top_k"].tolist() == [max(sequence.sampling.top_k, 0) for sequence, _ in samples]
     assert got.positions.tolist() == [length for _, length in samples]
     logits = torch.randn(len(samples), VOCAB, generator=torch.Generator().manual_seed(len(samples)))

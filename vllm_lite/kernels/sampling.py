@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 DRAW = np.dtype(
     [
         ("seed", np.uint64),
-        ("child", np.uint32),
+        ("sample", np.uint32),
         ("position", np.uint32),
         ("temperature", np.float32),  # 0 = greedy, and nothing else of the record counts
         ("top_k", np.int32),  # 1 to the size of the vocabulary, which is off

@@ -16,6 +16,7 @@ from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.batch import DecodeRows
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     BlockIds,
     Continue,

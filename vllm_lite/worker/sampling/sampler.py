@@ -1,4 +1,4 @@
-"""From logits to tokens. A draw depends on its logits and on (seed, child, position) alone: never on batch or row.
+"""From logits to tokens. A draw depends on its logits and on (seed, sample, position) alone: never on batch or row.
 
 First the logprobs are taken, of the logits as the model made them. Then rules change logits: logit_rules.py says in
 which order. Then temperature and filters, below.
@@ -11,7 +11,7 @@ differently batched request repeats itself. The same function runs on every devi
     mix(h, k)    = rotl(h ^ scramble(k), 13) * 5 + 0xe6546b64
     finish(h)    = h ^= h >> 16, h *= 0x85ebca6b, h ^= h >> 13, h *= 0xc2b2ae35, h ^= h >> 16
     h0           = low32(seed) ^ 0x9e3779b9
-    hash         = finish(mix(mix(mix(mix(h0, high32(seed)), child), position), token))
+    hash         = finish(mix(mix(mix(mix(h0, high32(seed)), sample), position), token))
     v            = (float32(hash & 0x7fffffff) + 0.5) * float32(0x1.fffffep-32)
     noise        = -log(-log1p(-v))
 
@@ -73,7 +73,7 @@ ROW_PARAMS = np.dtype(
         ("top_p", np.float32),  # 1 = off
         ("min_p", np.float32),  # 0 = off
         ("seed", np.uint64),
-        ("child", np.uint32),
+        ("sample", np.uint32),
         ("logprobs", np.int16),  # how many of the most likely tokens to report, NO_LOGPROBS = no logprobs at all
         ("rules", np.int32),  # entry in the RuleBook, 0 = no rules
     ]
@@ -178,7 +178,7 @@ class Sampler:
             draws, rows = draws[random], self._index(random)
             distances = best[rows].sub(logits[rows]).div_(self._column(draws["temperature"])).abs_()
             limit = self._limits(distances, draws)
-            keys = row_keys(draws["seed"], draws["child"], draws["position"])
+            keys = row_keys(draws["seed"], draws["sample"], draws["position"])
             scores = gumbel_noise(self._column(keys.view(np.int32)), self._token_keys)
             tokens[rows] = _argmax(scores.sub_(distances).masked_fill_(distances > limit, NEVER))
             limits[random] = limit.squeeze(1).numpy(force=True)
@@ -228,7 +228,7 @@ def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
         sampling.top_p,
         sampling.min_p,
         sampling.seed,
-        sampling.child,
+        sampling.sample,
         NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
         rules,
     )
@@ -248,7 +248,7 @@ def draw_records(
     if not params["temperature"].any():
         return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
-    for name in ("temperature", "seed", "child", "top_p"):
+    for name in ("temperature", "seed", "sample", "top_p"):
         draws[name] = params[name]
     draws["position"] = positions
     top_k = params["top_k"]
@@ -280,12 +280,12 @@ def scramble(keys: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def row_keys(
     seed: NDArray[np.uint64],  # [n]
-    child: NDArray[np.uint32],  # [n]
+    sample: NDArray[np.uint32],  # [n]
     position: NDArray[np.uint32],  # [n]
 ) -> NDArray[np.uint32]:  # [n]
     """The hash's state before the token id is mixed in: everything that is the same for a whole row."""
     state = seed.astype(np.uint32) ^ np.uint32(0x9E3779B9)
-    for keys in ((seed >> np.uint64(32)).astype(np.uint32), child, position):
+    for keys in ((seed >> np.uint64(32)).astype(np.uint32), sample, position):
         state = state ^ scramble(keys)
         state = (state << np.uint32(13) | state >> np.uint32(19)) * np.uint32(5) + np.uint32(0xE6546B64)
     return state
