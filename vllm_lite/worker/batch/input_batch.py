@@ -93,8 +93,8 @@ class InputBatch:
         `what`: what asks, for the error.
         """
         sequence = self._sequences.get(handle)
-        if sequence is not None and sequence.parked_tokens is not None:
-            return sequence.parked_tokens
+        if sequence is not None and sequence.preempted_tokens is not None:
+            return sequence.preempted_tokens
         row = self._row(handle, what)
         return self.token_ids[row, : self.num_tokens[row]]
 
@@ -145,9 +145,9 @@ class InputBatch:
 
     def _resume(self, entry: Resume) -> None:
         sequence = self._sequences.get(entry.handle)
-        if sequence is None or sequence.parked_tokens is None:
+        if sequence is None or sequence.preempted_tokens is None:
             raise ProtocolError(f"Resume of handle {entry.handle}, which is not preempted")
-        tokens, sequence.parked_tokens = sequence.parked_tokens, None
+        tokens, sequence.preempted_tokens = sequence.preempted_tokens, None
         self._start(sequence, tokens, entry)
 
     def _start(self, sequence: SequenceState, tokens: NDArray[Any], entry: NewRequest | Resume) -> None:
@@ -205,12 +205,12 @@ class InputBatch:
 
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
-        self._resident[row].parked_tokens = self.tokens_of(handle).copy()
+        self._resident[row].preempted_tokens = self.tokens_of(handle).copy()
         self._remove_row(row)
 
     def _finish(self, handle: Handle) -> None:
         sequence = self._sequences.get(handle)
-        if sequence is None or sequence.parked_tokens is None:
+        if sequence is None or sequence.preempted_tokens is None:
             self._remove_row(self._row(handle, "Finish"))
         del self._sequences[handle]
 
@@ -419,18 +419,19 @@ class InputBatch:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the bookkeeping contradicts itself. For tests, and for when the worker is idle."""
-        resident = [(row, s) for row, s in enumerate(self._resident) if s.row == row and self._sequences[s.handle] is s]
-        without_row = sum(s.row == NO_ROW and s.parked_tokens is not None for s in self._sequences.values())
-        if not len(resident) == len(self._resident) == len(self._sequences) - without_row <= self.max_num_seqs:
-            raise RuntimeError(f"sequences are not in their rows: {self._resident} of {self._sequences}")
-        entries = self.params["rules"][: len(resident)].tolist()
+        num_preempted = sum(sequence.row == NO_ROW for sequence in self._sequences.values())
+        if len(self._resident) + num_preempted != len(self._sequences):
+            raise RuntimeError(f"{self._resident} have rows, {num_preempted} of {self._sequences} have none")
+        entries = self.params["rules"][: len(self._resident)].tolist()
         if sorted(filter(None, entries)) != sorted(self.rules.entries):
-            raise RuntimeError(f"entries in use: {self.rules.entries}, {entries}")
-        for row, sequence in resident:
-            for problem in self._row_problems(row):
+            raise RuntimeError(f"rules in use: {self.rules.entries}, {entries}")
+        for row, sequence in enumerate(self._resident):
+            for problem in self._row_problems(row, sequence):
                 raise RuntimeError(f"handle {sequence.handle} in row {row}: {problem}")
 
-    def _row_problems(self, row: int) -> Iterator[str]:
+    def _row_problems(self, row: int, sequence: SequenceState) -> Iterator[str]:
+        if sequence.row != row or sequence.preempted_tokens is not None:
+            yield f"the sequence is elsewhere: {sequence}"
         num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
         if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
             yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"

@@ -25,4 +25,4 @@ class SequenceState:
     """What changes its logits, and what its rules remember of the tokens it generated."""
     prompt_scoring: PromptScoring | None = None
     row: int = NO_ROW
-    parked_tokens: Int32s | None = None  # [num_tokens], while it is preempted
+    preempted_tokens: Int32s | None = None  # [num_tokens], while it is preempted

@@ -190,7 +190,7 @@ def check_free(memory: DeviceMemory, utilization: float) -> int:
 
 
 class Baseline(NamedTuple):
-    """What is known before the largest step runs."""
+    """What is known before the largest step runs; MemoryProfile has the same fields."""
 
     initial_used_bytes: int
     weights_bytes: int
@@ -213,14 +213,11 @@ def profile_memory(
         total_bytes=total,
         utilization=utilization,
         block_bytes=block_bytes,
-        initial_used_bytes=baseline.initial_used_bytes,
-        weights_bytes=baseline.weights_bytes,
         peak_framework_bytes=peak_framework,
         used_at_step_bytes=used_at_step,
         used_bytes=total - memory.free_bytes(),
         framework_bytes=memory.allocated_bytes(),
-        scratch_bytes=baseline.scratch_bytes,
-        graph_bytes=baseline.graph_bytes,
+        **baseline._asdict(),
     )
 
 

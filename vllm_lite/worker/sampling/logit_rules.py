@@ -16,16 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.worker.sampling.masks import (
-    NEVER,
-    MaskSourceOf,
-    SequenceMask,
-    TokenMasks,
-    Uint32s,
-    bitmask_of,
-    masks_of_step,
-)
-from vllm_lite.worker.sampling.penalties import Float32s, Int64s, Penalties, TokenCounts, penalties
+from vllm_lite.worker.sampling.masks import NEVER, MaskSourceOf, SequenceMask, TokenMasks, bitmask_of, masks_of_step
+from vllm_lite.worker.sampling.penalties import Float32s, Int64s, Penalties, TokenCounts
 
 Pairs = tuple[Int64s, Int64s]
 """Samples and token ids, both [num_pairs]."""
@@ -97,7 +89,7 @@ class SequenceRules:
     together. The sequence keeps them while it is preempted; a fork has its own."""
 
     num_prompt: int
-    allowed: Uint32s | None  # bitmask
+    allowed: NDArray[np.uint32] | None  # bitmask
     mask: SequenceMask | None
     bans: _Bans | None
     bias: tuple[Int64s, Float32s] | None  # token ids and values
@@ -227,7 +219,7 @@ class RuleBook:
             masks = masks_of_step(table.masks, positions, rows, token_ids, self._sizes[1])
         if table.penalised is not None and self._counts is not None:
             samples, weights = table.penalised
-            penalised = penalties(self._counts.of(entries[samples]), samples, weights)
+            penalised = self._counts.penalties(entries[samples], samples, weights)
         return LogitEdits(banned, table.allowed, masks, table.bias, penalised)
 
     def _tabulate(self, entries: Int64s) -> _Table:

@@ -7,7 +7,7 @@ tokens, whatever the size of the vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,6 @@ from numpy.typing import NDArray
 
 Float32s = NDArray[np.float32]
 Int64s = NDArray[np.int64]
-
-
-class Counted(NamedTuple):
-    """The different tokens of some sequences, those of one side by side."""
-
-    owners: Int64s  # [num_pairs], index among the sequences asked for
-    ids: Int64s  # [num_pairs]
-    counts: NDArray[np.int32]  # [num_pairs], how often the token was generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +31,6 @@ class Penalties:
         samples, ids, repetition, deduction = (torch.from_numpy(array).to(logits.device) for array in arrays)
         before = logits[samples, ids]
         logits[samples, ids] = torch.where(before > 0, before / repetition, before * repetition) - deduction
-
-
-def penalties(
-    counted: Counted,  # of n samples
-    samples: Int64s,  # [n], their rows of logits
-    weights: Float32s,  # [3, n]: presence, frequency and repetition penalty
-) -> Penalties:
-    owners, ids, counts = counted
-    presence, frequency, repetition = weights
-    deduction = frequency[owners] * counts.astype(np.float32) + presence[owners] * (counts > 0)
-    return Penalties(samples[owners], ids, repetition[owners], deduction)
 
 
 class TokenCounts:
@@ -93,9 +74,22 @@ class TokenCounts:
             self._columns[new_entries, new_tokens] = columns[new] = ends + 1
         self._counts[entries, columns - 1] += 1
 
-    def of(self, entries: Int64s) -> Counted:  # [n]
+    def of(self, entries: Int64s) -> tuple[Int64s, Int64s, NDArray[np.int32]]:
+        """The different tokens of some sequences, those of one side by side: the index of their sequence in `entries`,
+        their ids, and how often they were generated, [num_pairs] each."""
         lengths = self._lengths[entries]
         width = int(lengths.max(initial=0))
         held = np.arange(width) < lengths[:, None]
         owners = np.repeat(np.arange(len(entries)), lengths)
-        return Counted(owners, self._ids[entries, :width][held].astype(np.int64), self._counts[entries, :width][held])
+        return owners, self._ids[entries, :width][held].astype(np.int64), self._counts[entries, :width][held]
+
+    def penalties(
+        self,
+        entries: Int64s,  # [n]
+        samples: Int64s,  # [n], the rows of logits of these sequences
+        weights: Float32s,  # [3, n]: presence, frequency and repetition penalty
+    ) -> Penalties:
+        owners, ids, counts = self.of(entries)
+        presence, frequency, repetition = weights
+        deduction = frequency[owners] * counts.astype(np.float32) + presence[owners] * (counts > 0)
+        return Penalties(samples[owners], ids, repetition[owners], deduction)
