@@ -15,7 +15,8 @@ import torch
 from tests.cpu.test_model_runner_drafts import Parrot
 from tests.driver import GREEDY, Driver, make_prompt, new_request
 from tests.parity_mask import ParityMask
-from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, LogitRules, Preempt, Resume
+from vllm_lite.protocol.params import LogitRules
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, Resume
 from vllm_lite.worker.sampling.masks import ALL_BITS, MaskSource, SequenceMask, TokenMasks
 from vllm_lite.worker.sampling.sampler import ALL_BANNED
 

@@ -1,4 +1,4 @@
-"""What the sampling kernels of every device share. vllm_lite/worker/sampling/sampler.py defines what they compute."""
+"""The record and the result of the sampling kernels of all devices, which worker/sampling/sampler.py defines."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ DRAW = np.dtype(
 
 
 class Picked(NamedTuple):
-    """What became of each row."""
+    """Holds the result of each row."""
 
     tokens: NDArray[np.int64]  # [num_rows], within the vocabulary, also where the row is not finite
     best: NDArray[np.float32]  # [num_rows], the largest logit; NaN if one of them is

@@ -43,7 +43,7 @@ from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, row_para
 
 
 class InputBatch:
-    """Rows for at most `max_num_seqs` resident sequences. Preempted sequences have no row, and there is no limit."""
+    """Holds at most `max_num_seqs` sequences in rows, and any number of preempted ones, which have no row."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class InputBatch:
         return len(self._resident)
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
-        """The tokens known of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError if there is none.
+        """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError if it is unknown.
 
-        `what`: what asks, for the error.
+        `what` names the caller in the error.
         """
         sequence = self._sequences.get(handle)
         if sequence is not None and sequence.preempted_tokens is not None:
@@ -288,7 +288,7 @@ class InputBatch:
     # ---- build: the forward pass's inputs
 
     def draft_batch(self) -> DraftBatch | None:
-        """The sequences for which this step takes drafts; None if there are none."""
+        """Return the sequences that take drafts in this step; None if there are none."""
         handles = list(self._max_drafts)
         if not handles:
             return None
@@ -304,7 +304,7 @@ class InputBatch:
             self._num_drafts[handle] = count
 
     def build(self) -> StepInputs:
-        """The inputs of what `apply` scheduled. Raises ProtocolError if a sequence has not the tokens or the blocks."""
+        """Make the inputs of what `apply` scheduled. Raises ProtocolError if a sequence lacks tokens or blocks."""
         if (steady := self._steady.prepare(self._scheduled)) is not None:
             return steady
         handles = list(self._scheduled)
@@ -345,7 +345,7 @@ class InputBatch:
         )
 
     def _drafts_of(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
-        """How many tokens of each sequence are drafts; None, which spares much, if nothing was drafted."""
+        """Count each sequence's drafts; None, which spares much, if nothing was drafted."""
         if not any(self._num_drafts.values()):
             return None
         return np.array([self._num_drafts.get(handle, 0) for handle in handles], np.int64)
@@ -362,7 +362,7 @@ class InputBatch:
             )
 
     def _slots(self, table: Int32s, rows: Int64s, positions: Int64s, written: NDArray[np.bool_]) -> Int64s:
-        """The slot of each token: block id * block size + offset, PAD_SLOT where nothing is written. [num_tokens]"""
+        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. [num_tokens]"""
         block_index, offsets = np.divmod(positions, self.block_size)
         blocks = table[rows, block_index]
         lost = written & (blocks == NULL_BLOCK)
@@ -375,7 +375,7 @@ class InputBatch:
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
-        """What the sampler needs for the sequences that are caught up in this step. Ask before `commit`."""
+        """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`."""
         if inputs.samples is not None:
             return inputs.samples
         rows = inputs.rows[inputs.sampling]
@@ -393,8 +393,10 @@ class InputBatch:
     # ---- commit: what came out
 
     def commit(self, inputs: StepInputs, sampled: Int64s, num_kept: Int64s | None = None) -> None:
-        """The step has run. Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if
-        nothing was drafted) are its tokens; drafts before the last of these have proved right, so they are computed.
+        """Take over what the step sampled.
+
+        Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if nothing was drafted)
+        are its tokens; drafts before the last of these have proved right, so they are computed.
         """
         if self.rules.counts_tokens:  # nothing was drafted for those whose tokens count
             self.rules.count(self.params["rules"][inputs.rows[inputs.sampling]], sampled[inputs.sample_starts])

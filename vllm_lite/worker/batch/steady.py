@@ -13,7 +13,7 @@ from vllm_lite.worker.sampling.sampler import SampleInputs, is_plain
 
 
 class SteadyDecode:
-    """The buffers of steady steps, which the InputBatch owns.
+    """Keeps the buffers of steady steps for the InputBatch that owns it.
 
     `learn` a step of pure decoding; `prepare` fills the buffers for each step like it, until a sequence comes, leaves
     or changes: then `invalidate`.
@@ -49,12 +49,12 @@ class SteadyDecode:
         )
 
     def invalidate(self) -> None:
-        """A sequence came, left or was changed: no step is steady before one is learned."""
+        """Forget the example, because a sequence came, left or was changed."""
         self._inputs = None
 
     def prepare(self, scheduled: dict[Handle, int]) -> StepInputs | None:
-        """The inputs of a step that computes `scheduled` tokens of each sequence, in this order. None if the step is
-        not like the one that was learned, or if a sequence cannot decode."""
+        """Fill the inputs of a step that computes `scheduled` tokens of each sequence, in this order. None if the step
+        is not like the one that was learned, or if a sequence cannot decode."""
         inputs, rows = self._inputs, self._rows
         if inputs is None or rows is None or scheduled != self._scheduled or list(scheduled) != inputs.handles:
             return None
@@ -68,6 +68,6 @@ class SteadyDecode:
         return inputs
 
     def commit(self, inputs: StepInputs, sampled: Int64s) -> None:
-        """The prepared step has run and gave each sequence one token: [num_seqs]."""
+        """Append the token that the prepared step sampled for each sequence; sampled: [num_seqs]."""
         if self._rows is not None:
             self._rows.commit(len(inputs.handles), sampled)

@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's inputs, sequences in the order of their entries, tokens of one sequence side by side."""
+    """Holds one step's inputs: sequences in the order of their entries, tokens of one sequence side by side."""
 
     handles: list[Handle]
     rows: Int64s  # [num_seqs], rows of the batch
@@ -73,14 +73,14 @@ class StepInputs:
 
     @property
     def drafts(self) -> Int64s:  # [num_samples]
-        """What was drafted for each sample; NO_DRAFT at the last of each sequence."""
+        """The token that was drafted where each sample is; NO_DRAFT at the last sample of each sequence."""
         drafts = np.append(self.input_ids, NO_DRAFT)[self.sample_tokens + 1]
         drafts[self.sample_starts + self.num_samples - 1] = NO_DRAFT
         return drafts
 
 
 def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
-    """`num_tokens` tokens spread over new sequences that write nothing and read the null block.
+    """Make a step of `num_tokens` tokens, spread over new sequences that write nothing and read the null block.
 
     The first `num_sampling` of them want a token. For warming up and for profiling memory: a step of this size that
     touches no sequence's KV.

@@ -18,7 +18,7 @@ from vllm_lite.protocol.step import BlockOp
 
 
 class Run(NamedTuple):
-    """`length` ops of one kind whose sources and destinations are both consecutive: one copy.
+    """Joins `length` ops of one kind whose sources and destinations are both consecutive: one copy.
 
     `src` and `dst` count from the beginning of their tiers.
     """
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 def stages(
     program: Iterable[Run],  # of length 1
 ) -> list[list[Run]]:
-    """The runs of each stage, joined as far as ids are consecutive."""
+    """Cut a program into stages, whose runs are joined as far as ids are consecutive."""
     found: list[list[Run]] = []
     read: dict[tuple[bool, int], int] = {}  # (in the host tier, block) -> number of stages up to its last reader
     written: dict[tuple[bool, int], int] = {}  # likewise up to its last writer
@@ -74,7 +74,7 @@ def pairs_of(runs: Iterable[Run]) -> torch.Tensor:  # int64 [n, 2], (source, des
 
 
 class Pools(NamedTuple):
-    """The memory of both tiers, [num_blocks, ...] each, contiguous."""
+    """Holds the memory of both tiers, [num_blocks, ...] each, contiguous."""
 
     device: torch.Tensor
     host: torch.Tensor
@@ -129,7 +129,7 @@ behind all that is on the other by now."""
 
 
 class Streams(Protocol):
-    """The stream of the forward passes, and one for either direction between the tiers: a bus carries both at once."""
+    """Has the stream of the forward passes, and one for each direction between the tiers, as a bus carries both."""
 
     def current(self) -> Stream: ...
 

@@ -38,7 +38,7 @@ MEASURING_S = 0.01
 
 
 class CacheEngine:
-    """The device pool, the host swap pool, and the only code that moves blocks between and within them."""
+    """Owns the device pool and the host swap pool; no other code moves blocks between and within them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CacheEngine:
         self.mover = make_mover(Pools(self.pool, self.host_pool))
 
     def layer_views(self) -> list[torch.Tensor]:
-        """Each layer's strided view of the pool, in order: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+        """Make each layer's strided view of the pool, in order: [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th part of a block.
         """
@@ -146,7 +146,7 @@ class CacheEngine:
 
 
 def make_mover(pools: Pools) -> Mover:
-    """The best mover for the device of `pools`."""
+    """Choose the best mover for the device of `pools`."""
     if pools.device.is_cuda:
         return CudaMover(pools, CudaStreams(pools.device.device), default_launcher())
     return NativeMover(pools) if cpu.available() else TorchMover(pools)

@@ -30,7 +30,7 @@ logger = log.get(__name__)
 
 
 class DeviceMemory(Protocol):
-    """The figures of a device and of the framework's allocator on it, in bytes."""
+    """Reports the memory of a device and of the framework's allocator on it, in bytes."""
 
     def total_bytes(self) -> int:
         """The memory of the whole device."""
@@ -56,7 +56,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The figures of the driver and of torch's allocator."""
+    """Reports what the driver and torch's allocator say."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,7 +84,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """What was measured, and what follows from it, in bytes."""
+    """Holds what was measured, in bytes, and computes what follows from it."""
 
     total_bytes: int
     utilization: float
@@ -190,7 +190,7 @@ def check_free(memory: DeviceMemory, utilization: float) -> int:
 
 
 class Baseline(NamedTuple):
-    """What is known before the largest step runs; MemoryProfile has the same fields."""
+    """Holds what is known before the largest step runs; MemoryProfile has the same fields."""
 
     initial_used_bytes: int
     weights_bytes: int
@@ -222,7 +222,7 @@ def profile_memory(
 
 
 def blocks_for(num_tokens: int, groups: Sequence[KVGroup], block_size: int, chunk: int) -> int:
-    """Blocks that one sequence of `num_tokens` needs at once, the null block included, `chunk` tokens a step."""
+    """Count the blocks that one sequence needs at once, the null block included; a step computes `chunk` tokens."""
     whole = -(-num_tokens // block_size)
     windows = [group.window for group in groups]
     return 1 + sum(whole if w is None else min(whole, -(-(w - 1 + chunk) // block_size) + 1) for w in windows)

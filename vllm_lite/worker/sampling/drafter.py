@@ -23,7 +23,7 @@ NO_DRAFT = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The sequences that take drafts in one step; each lacks only its last token's KV."""
+    """Names the sequences that take drafts in one step; each lacks only its last token's KV."""
 
     handles: list[Handle]
     tokens: list[Int32s]  # of each: [num_tokens], views of the persistent batch
@@ -31,10 +31,10 @@ class DraftBatch:
 
 
 class Drafter(Protocol):
-    """One way to draft. It is called once a step, before the forward pass."""
+    """Proposes the tokens that follow. It is called once a step, before the forward pass."""
 
     def propose(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """The drafts of each sequence, in the order of the batch: at most `max_drafts` of them, none if it has none."""
+        """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none."""
         ...
 
 
@@ -54,7 +54,7 @@ class NgramDrafter:
         tokens: Int32s,  # [num_tokens]
         max_drafts: int,
     ) -> Int32s:  # [max_drafts], or [0] if nothing is found
-        """What followed the most recent occurrence of the longest of the last n tokens that occurs before.
+        """Return what followed the most recent occurrence of the longest suffix that occurs before.
 
         Where the occurrence ends so close to the end that too little follows, the draft goes on with itself: a
         sequence that repeats p tokens is drafted to repeat them for ever.
@@ -78,6 +78,6 @@ def num_kept(
     drafts: NDArray[np.int64],  # [num_samples], the draft for the same position; NO_DRAFT at the last of each sequence
     starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one
 ) -> NDArray[np.int64]:  # [num_seqs]
-    """How many samples of each sequence are its tokens: up to and with the first that was not drafted."""
+    """Count the samples of each sequence that are its tokens: up to and with the first that was not drafted."""
     surprises = np.flatnonzero(sampled != drafts)
     return surprises[np.searchsorted(surprises, starts)] - starts + 1

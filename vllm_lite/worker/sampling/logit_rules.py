@@ -34,7 +34,7 @@ Joined = TypeVar("Joined")
 
 
 class Bias:
-    """What is added to some logits, the same for many steps: it is brought to the logits' device once."""
+    """Adds values to some logits. It is the same for many steps, so it is brought to the logits' device once."""
 
     def __init__(self, samples: Int64s, ids: Int64s, values: Float32s) -> None:  # [num_pairs] each, no pair twice
         self._arrays = samples, ids, values
@@ -49,13 +49,13 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What one step changes in its logits, in the order of the fields.
+    """Changes the logits of one step, in the order of the fields.
 
     A logit that is minus infinity before one of the changes stays so; so does one that is not a number, unless banned.
     """
 
     banned: Pairs | None = None
-    """What becomes minus infinity; a pair may occur twice."""
+    """These logits become minus infinity; a pair may occur twice."""
     allowed: TokenMasks | None = None
     masks: TokenMasks | None = None
     bias: Bias | None = None
@@ -74,8 +74,8 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class _Bans:
-    """Tokens that must not come next: a bad word's last one where the output ends with the rest of the word, stop ids
-    before min_tokens."""
+    """Names tokens that must not come next: a bad word's last one where the output ends with the rest of the word, and
+    stop ids before min_tokens."""
 
     prefixes: NDArray[np.int32]  # [n, longest], the rest of each word, at the end of the row; before it ANY_TOKEN
     since: Int64s  # [n], the least position at which the token is banned: the output has room for the prefix
@@ -85,7 +85,7 @@ class _Bans:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """The rules of one sequence, None where it has none of a kind, in the form in which those of several are put
+    """Holds one sequence's rules, None for each kind that it lacks, in the form in which those of several are put
     together. The sequence keeps them while it is preempted; a fork has its own."""
 
     num_prompt: int
@@ -99,7 +99,7 @@ class SequenceRules:
 def read_rules(
     sampling: Sampling, num_prompt: int, vocab_size: int, mask_source_of: MaskSourceOf | None
 ) -> SequenceRules | None:
-    """The rules of a new sequence; None if it has none."""
+    """Read the rules of a new sequence; None if it has none."""
     if not sampling.is_ruled:
         return None
     rules = sampling.rules or NO_RULES
@@ -136,7 +136,7 @@ def _read_bans(
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What the rules of a step's samples say, as long as the samples are of the same sequences."""
+    """Holds what the rules of a step's samples say, for as long as the samples are of the same sequences."""
 
     entries: Int64s  # [num_samples]
     allowed: TokenMasks | None
@@ -147,7 +147,7 @@ class _Table:
 
 
 class RuleBook:
-    """The rules of the sequences that have a row. Entry 0 is that of all sequences without rules."""
+    """Holds the rules of the sequences that have a row. Entry 0 is shared by all sequences without rules."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_tokens: int) -> None:
         self._sizes = max_num_seqs + 1, vocab_size, max_tokens
@@ -165,7 +165,7 @@ class RuleBook:
         return set(self._used)
 
     def add(self, rules: SequenceRules | None, tokens: NDArray[Any]) -> int:  # tokens: [num_tokens]
-        """A sequence gets a row, with all its tokens. Returns its entry, 0 if it has no rules."""
+        """Enter a sequence that gets a row, with all its tokens. Returns its entry, 0 if it has no rules."""
         if rules is None:
             return 0
         entry = self._free.pop()
@@ -180,7 +180,7 @@ class RuleBook:
         return entry
 
     def remove(self, entry: int) -> None:
-        """The sequence has lost its row."""
+        """Free the entry of a sequence that has lost its row."""
         if entry == 0:
             return
         del self._used[entry]
@@ -192,7 +192,7 @@ class RuleBook:
             self.counts_tokens = bool(self._penalised.any())
 
     def count(self, entries: Int64s, tokens: Int64s) -> None:  # both [num_sampling]
-        """Sequences have got their next tokens."""
+        """Count the next token of each of these sequences."""
         if self._counts is not None:
             (penalised,) = self._penalised[entries].nonzero()
             self._counts.add(entries[penalised], tokens[penalised])
@@ -204,7 +204,7 @@ class RuleBook:
         rows: Int64s,  # [num_samples]
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
     ) -> LogitEdits | None:
-        """What the rules change in one step's logits; None if no sequence has rules."""
+        """Work out what the rules change in one step's logits; None if no sequence has rules."""
         if not entries.any():
             return None
         table = self._table
@@ -257,7 +257,7 @@ def _join_biases(samples: Int64s, parts: list[tuple[Int64s, Float32s]]) -> Bias:
 
 
 def _join_bans(samples: Int64s, parts: list[_Bans]) -> tuple[Int64s, _Bans]:
-    """All bans, with prefixes as long as the longest of all, beside their samples."""
+    """Stack all bans beside their samples, with prefixes as long as the longest of all."""
     samples = np.repeat(samples, [len(part.tokens) for part in parts])
     prefixes = np.full((len(samples), max(part.prefixes.shape[1] for part in parts)), ANY_TOKEN, np.int32)
     first = 0
@@ -277,7 +277,7 @@ def _banned(
     rows: Int64s,  # [n]
     token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
 ) -> NDArray[np.bool_]:  # [n]
-    """Which bans apply."""
+    """Find the bans that apply."""
     longest = bans.prefixes.shape[1]
     columns = np.maximum(positions[:, None] - longest + np.arange(longest), 0)
     tokens = token_ids[rows[:, None], columns]

@@ -28,7 +28,7 @@ def report(
     tokens: torch.Tensor,  # int64 [num_wanted]
     num_top: NDArray[Any],  # int [num_wanted]
 ) -> list[TokenLogprobs]:
-    """Each token's logprob and rank, and the `num_top` most likely tokens in its place, most likely first."""
+    """Report each token's logprob and rank, and the `num_top` most likely tokens at its position, likeliest first."""
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = ((logprobs > chosen).sum(1) + 1).tolist()
     values, ids = logprobs.topk(min(int(num_top.max()), logprobs.shape[1]), dim=1)
@@ -44,7 +44,7 @@ def report(
 
 @dataclass(slots=True)
 class PromptScoring:
-    """How far one sequence's prompt has its logprobs. The first token of a prompt never has one."""
+    """Remembers how far one sequence's prompt has its logprobs. The first token of a prompt never has one."""
 
     num_prompt: int
     num_top: int
@@ -53,7 +53,7 @@ class PromptScoring:
 
 
 class Piece(NamedTuple):
-    """The prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
+    """Names the prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
 
     handle: Handle
     scoring: PromptScoring
@@ -66,14 +66,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepScoring:
-    """The prompt tokens that get their logprobs in one step."""
+    """Names all prompt tokens that get their logprobs in one step."""
 
     pieces: list[Piece]
     positions: Int64s  # [num_scored], index among the step's tokens of the token before each
     targets: Int64s  # [num_scored], the tokens themselves
 
     def commit(self) -> None:
-        """The step has run."""
+        """Remember what the step has scored."""
         for piece in self.pieces:
             piece.scoring.num_scored = piece.end
 
@@ -111,7 +111,7 @@ def score(
     hidden: torch.Tensor,  # [num_scored, hidden_size]
     scoring: StepScoring,
 ) -> list[tuple[Handle, PromptLogprobs]]:
-    """Logits are made of some rows at a time: those of a whole prompt would take more memory than the model."""
+    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model."""
     vocab_size = model.spec.vocab_size
     targets = torch.from_numpy(scoring.targets).to(hidden.device)
     counts = [piece.num_tokens for piece in scoring.pieces]

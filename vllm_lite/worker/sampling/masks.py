@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.protocol.step import Sampling
+from vllm_lite.protocol.params import Sampling
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -23,7 +23,7 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class MaskSource(Protocol):
-    """Follows the output of one sequence. Its state is a function of the sampling params and of the tokens accepted."""
+    """Follows the output of one sequence. Its state must depend on sampling params and accepted tokens alone."""
 
     def accept(self, token: int) -> bool:
         """Go on by one generated token. Returns False, and changes nothing, if the token may not come here."""
@@ -46,7 +46,7 @@ MaskSourceOf = Callable[[Sampling], MaskSource | None]
 
 
 class SequenceMask:
-    """A sequence's source, and how many of the sequence's tokens it has accepted.
+    """Keeps a sequence's source up to date with the sequence's tokens.
 
     The source accepts tokens late, when the next mask is wanted, and no draft stays accepted. So it never has to take
     back a token that the engine replaced, and a preempted sequence keeps it as it is.
@@ -54,7 +54,7 @@ class SequenceMask:
 
     def __init__(self, source: MaskSource, num_prompt: int) -> None:
         self._source = source
-        self._num_accepted = num_prompt  # of all tokens; the prompt's are none of the source's business
+        self._num_accepted = num_prompt  # of the sequence's tokens; the source never gets those of the prompt
         self._is_lost = False  # the sequence has a token that the source refuses
 
     def fill(self, tokens: Int32s, bitmasks: Uint32s) -> None:
@@ -80,7 +80,7 @@ class SequenceMask:
 
 
 class TokenMasks:
-    """Which tokens some samples may become, as bitmasks. They are brought to the logits' device once."""
+    """Limits some samples to the tokens in their bitmasks, which are brought to the logits' device once."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TokenMasks:
 
 
 def bitmask_of(ids: NDArray[Any], vocab_size: int) -> Uint32s:  # [ceil(vocab / 32)]
-    """The bitmask that allows these token ids and no others."""
+    """Make the bitmask that allows these token ids and no others."""
     allowed = np.zeros(32 * -(-vocab_size // 32), np.bool_)
     allowed[ids] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
@@ -116,6 +116,7 @@ def masks_of_step(
     token_ids: Int32s,  # [max_rows, max_tokens]
     vocab_size: int,
 ) -> TokenMasks:
+    """Ask the sources for the masks of one step."""
     samples = np.concatenate([np.arange(first, first + count) for first, count, _ in masked])
     bitmasks = np.full((len(samples), -(-vocab_size // 32)), ALL_BITS, np.uint32)
     start = 0

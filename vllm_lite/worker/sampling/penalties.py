@@ -19,7 +19,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What a step's penalised samples lose, for each of their different tokens."""
+    """Changes the logits of a step's penalised samples, for each of their different tokens."""
 
     samples: Int64s  # [num_pairs]
     ids: Int64s  # [num_pairs]
@@ -34,8 +34,8 @@ class Penalties:
 
 
 class TokenCounts:
-    """One entry for each penalised sequence that has a row. All entries together are large, but a page of them that
-    nobody writes takes no memory."""
+    """Counts the tokens of each penalised sequence that has a row, in one entry. All entries together are large, but a
+    page of them that is never written takes no memory."""
 
     def __init__(self, num_entries: int, vocab_size: int, max_tokens: int) -> None:
         width = min(vocab_size, max_tokens)
@@ -62,7 +62,7 @@ class TokenCounts:
         entries: Int64s,  # [n], all different
         tokens: Int64s,  # [n]
     ) -> None:
-        """Each sequence has generated one more token."""
+        """Count one more generated token of each sequence."""
         columns = self._columns[entries, tokens]
         (new,) = np.nonzero(columns == 0)
         if len(new):
@@ -75,8 +75,8 @@ class TokenCounts:
         self._counts[entries, columns - 1] += 1
 
     def of(self, entries: Int64s) -> tuple[Int64s, Int64s, NDArray[np.int32]]:
-        """The different tokens of some sequences, those of one side by side: the index of their sequence in `entries`,
-        their ids, and how often they were generated, [num_pairs] each."""
+        """List the different tokens of some sequences, those of one side by side: the index of their sequence in
+        `entries`, their ids, and how often they were generated, [num_pairs] each."""
         lengths = self._lengths[entries]
         width = int(lengths.max(initial=0))
         held = np.arange(width) < lengths[:, None]

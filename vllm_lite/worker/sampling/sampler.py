@@ -91,7 +91,7 @@ CACHED_ENTRIES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """What the sampler knows of the sequences that sample, in the order of the rows of logits."""
+    """Holds what the sampler needs to know of the samples, in the order of the rows of logits."""
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
@@ -102,7 +102,7 @@ class SampleInputs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The result, row by row. The token of a failed row means nothing."""
+    """Holds the result, row by row. The token of a failed row means nothing."""
 
     tokens: NDArray[np.int64]  # [num_samples]
     failed: dict[int, str]  # sample -> reason
@@ -125,7 +125,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_samples, vocab]; rules write into it
         inputs: SampleInputs,
     ) -> Sampled:
-        """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
+        """Sample one token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
         if inputs.plain:
             picked = self._pick_best(logits)
@@ -189,7 +189,7 @@ class Sampler:
         distances: torch.Tensor,  # float32 [n, vocab]
         draws: NDArray[np.void],  # DRAW [n]
     ) -> torch.Tensor:  # float32 [n, 1]
-        """The greatest distance that passes a row's filters. Only rows with top_k or top_p are sorted."""
+        """Compute the greatest distance that passes each row's filters. Only rows with top_k or top_p are sorted."""
         limits = self._column(draws["max_distance"])
         ordered = np.flatnonzero((draws["top_k"] < self.vocab_size) | (draws["top_p"] < 1))
         if len(ordered):
@@ -204,7 +204,7 @@ class Sampler:
         top_k: NDArray[np.int32],  # [n], 1 to vocab
         top_p: NDArray[np.float32],  # [n]
     ) -> torch.Tensor:  # float32 [n, 1]
-        """within_p of each row."""
+        """Compute within_p of each row, as the head of this file defines it."""
         nearest = _smallest(distances, int(top_k.max()))  # [n, width], ascending
         k, p = self._column(top_k.astype(np.int64)), self._column(top_p.astype(np.float64))
         within_k = nearest.gather(1, k - 1).masked_fill_(k == self.vocab_size, torch.inf)
@@ -221,7 +221,7 @@ class Sampler:
 
 
 def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
-    """`sampling` as one record of ROW_PARAMS."""
+    """Write `sampling` as one record of ROW_PARAMS."""
     return (
         sampling.temperature,
         max(sampling.top_k, 0),
@@ -244,7 +244,7 @@ def draw_records(
     positions: NDArray[np.int64],  # [num_samples]
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
-    """What kernels need to know of each row; a filter that keeps every token is off."""
+    """Make the kernels' record of each row; a filter that keeps every token is off."""
     if not params["temperature"].any():
         return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
@@ -259,7 +259,7 @@ def draw_records(
 
 
 def masses(distances: torch.Tensor) -> torch.Tensor:  # float32 [...] -> int64 [...]
-    """e^-distance in units of 2^-40."""
+    """Compute e^-distance in units of 2^-40."""
     y = distances.clamp(max=28.0).mul_(-LOG2_E)
     n = y.round()
     f = y.sub_(n)
@@ -283,7 +283,7 @@ def row_keys(
     sample: NDArray[np.uint32],  # [n]
     position: NDArray[np.uint32],  # [n]
 ) -> NDArray[np.uint32]:  # [n]
-    """The hash's state before the token id is mixed in: everything that is the same for a whole row."""
+    """Compute the hash's state before the token id is mixed in: everything that is the same for a whole row."""
     state = seed.astype(np.uint32) ^ np.uint32(0x9E3779B9)
     for keys in ((seed >> np.uint64(32)).astype(np.uint32), sample, position):
         state = state ^ scramble(keys)
@@ -297,7 +297,7 @@ def token_hash(
     out: torch.Tensor,  # int32 [n, vocab], the hash, to be read as unsigned
     scratch: torch.Tensor,  # int32 [n, vocab]
 ) -> None:
-    """The last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so each shift is masked."""
+    """Do the last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so each shift is masked."""
 
     def shifted_right(bits: int) -> torch.Tensor:
         return torch.bitwise_right_shift(out, bits, out=scratch).bitwise_and_((1 << (32 - bits)) - 1)
@@ -314,7 +314,7 @@ def gumbel_noise(
     row_keys: torch.Tensor,  # int32 [n, 1]
     token_keys: torch.Tensor,  # int32 [vocab]
 ) -> torch.Tensor:  # float32 [n, vocab]
-    """The noise of every token in every row, as many rows at a time as a cache holds (2 to 3 times faster)."""
+    """Make the noise of every token in every row, as many rows at a time as a cache holds (2 to 3 times faster)."""
     num_rows, vocab_size = len(row_keys), len(token_keys)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=token_keys.device)
     at_once = max(1, CACHED_ENTRIES // vocab_size)
@@ -336,14 +336,14 @@ def _signed(constant: int) -> int:
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:  # [n, vocab] -> int64 [n]
-    """The first largest of each row; the first NaN, if there is one."""
+    """Find the first largest of each row; the first NaN, if there is one."""
     if scores.device.type != "cpu":
         return scores.argmax(1)
     return torch.from_numpy(scores.numpy().argmax(1))
 
 
 def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -> [n, count]
-    """The `count` smallest values of each row, ascending."""
+    """Find the `count` smallest values of each row, ascending."""
     if scores.device.type != "cpu":
         return scores.topk(count, dim=1, largest=False).values
     values = scores.numpy()
@@ -353,7 +353,7 @@ def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -
 
 
 def _failures(best: NDArray[np.float32]) -> dict[int, str]:
-    """Rows that cannot be sampled, by their largest logit."""
+    """Find the rows that cannot be sampled, by their largest logit."""
     if np.isfinite(best).all():
         return {}
     bad = np.flatnonzero(~np.isfinite(best)).tolist()
