@@ -4,7 +4,6 @@ contents; the parts are CacheEngine, InputBatch, the model, the attention backen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,12 +21,10 @@ from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
 from vllm_lite.worker.sampling.logprobs import score
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
-
-if TYPE_CHECKING:
-    from vllm_lite.worker.process import Progress
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
@@ -107,7 +104,7 @@ class ModelRunner:
         if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
             self.batch.add_drafts(self.drafter.propose(batch))
 
-    def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: "Progress") -> None:
+    def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
         limits = self.limits
         graphs = DecodeGraphs(
@@ -193,7 +190,7 @@ def _answer(
 class ObservedBackend:
     """An attention backend that advances `progress` in each layer; everything else is `inner`'s."""
 
-    def __init__(self, inner: AttentionBackend, progress: "Progress") -> None:
+    def __init__(self, inner: AttentionBackend, progress: Progress) -> None:
         self.inner = inner
         self.progress = progress
         self.graph_safe = inner.graph_safe

@@ -1,7 +1,6 @@
 """A worker without its process: loads its shard, says what fits, and runs steps. Told everything, deciding nothing."""
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,11 +27,9 @@ from vllm_lite.worker.memory.profile import (
     warn_if_short,
 )
 from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits, warm_up_step
+from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
 from vllm_lite.worker.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from vllm_lite.worker.process import Progress
 
 LOG_EVERY_S = 5.0
 
@@ -42,7 +39,7 @@ logger = log.get(__name__)
 class Worker:
     """`load`, then `start`, then `execute` step after step."""
 
-    def __init__(self, config: ResolvedConfig, rank: int, progress: "Progress", device: Device | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None) -> None:
         self.config = config
         self.rank = rank
         self.progress = progress
@@ -215,7 +212,7 @@ class Worker:
 class _LoadReport:
     """Turns bytes loaded into heartbeat progress, and into a line in the log every few seconds."""
 
-    def __init__(self, progress: "Progress") -> None:
+    def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.next_line_s = time.monotonic() + LOG_EVERY_S
 

@@ -59,22 +59,16 @@ class CacheEngine:
         else:
             self.pool = _device_zeros((num_blocks, *block), dtype, device)
             self.host_pool = self._locked(_host_zeros((num_host_blocks, *block), dtype))
-        device_ids, host_ids = range(num_blocks), range(num_blocks, num_blocks + num_host_blocks)
-        self._tiers: dict[int, tuple[range, range]] = {  # the ids that an op may read and write
-            BlockOp.COPY: (device_ids, device_ids),
-            BlockOp.SWAP_OUT: (device_ids, host_ids),
-            BlockOp.SWAP_IN: (host_ids, device_ids),
-        }
         self.mover = make_mover(Pools(self.pool, self.host_pool))
 
     def layer_views(self) -> list[torch.Tensor]:
-        """Make each layer's strided view of the pool, in order: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
-        A block belongs to one group at a time, so the n-th layers of all groups share the n-th part of a block.
+        A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
         views: dict[int, torch.Tensor] = {}
         for group in self.spec.kv_groups:
-            views |= {layer: self.pool[:, index] for index, layer in enumerate(group.layers)}
+            views |= {layer: self.pool[:, place] for place, layer in enumerate(group.layers)}
         return [views[layer] for layer in range(self.spec.num_layers)]
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
@@ -116,9 +110,15 @@ class CacheEngine:
 
     def _check(self, index: int, op: int, src: int, dst: int) -> Run:
         """Turn one op into a run of length 1, with ids that count from the beginning of their tiers' pools."""
-        if op not in self._tiers:
+        device, host = range(self.num_blocks), range(self.num_blocks, self.num_blocks + self.num_host_blocks)
+        if op == BlockOp.COPY:
+            sources, destinations = device, device
+        elif op == BlockOp.SWAP_OUT:
+            sources, destinations = device, host
+        elif op == BlockOp.SWAP_IN:
+            sources, destinations = host, device
+        else:
             raise ProtocolError(f"block op {index}: {op} is none of {', '.join(f'{o} {o.name}' for o in BlockOp)}")
-        sources, destinations = self._tiers[op]
         for what, block, allowed in (("source", src, sources), ("destination", dst, destinations)):
             if block not in allowed or (what == "destination" and block == NULL_BLOCK):
                 first = max(allowed.start, 1) if what == "destination" else allowed.start
