@@ -26,9 +26,9 @@ Slot = tuple[int, tuple[int, ...]]
 """What one position of a block holds: the group, and the whole prefix it was computed from."""
 
 
-def next_token(tokens: abc.Sequence[int], vocab_size: int, child: int = 0) -> int:
+def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0) -> int:
     """What the simulated model says after `tokens`; samples of one prompt differ."""
-    data = b"".join(token.to_bytes(4, "little") for token in (child, *tokens))
+    data = b"".join(token.to_bytes(4, "little") for token in (sample, *tokens))
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
 
 
