@@ -149,11 +149,10 @@ def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [nu
     """How many samples of each sequence are its tokens."""
     if not inputs.drafted:
         return inputs.num_samples
-    drafts, places = inputs.drafts, inputs.sample_places
-    for (
-        sample
-    ) in sampled.failed:  # behind a draft it is not taken: the next step comes to it again, without a draft before
-        if places[sample]:
+    drafts, num_before = inputs.drafts, inputs.num_drafts_before
+    # A failed draft position is rejected; the next step samples it again, undrafted.
+    for sample in sampled.failed:
+        if num_before[sample]:
             drafts[sample - 1] = NO_DRAFT
     return num_kept(sampled.tokens, drafts, inputs.sample_starts)
 
@@ -167,14 +166,14 @@ def _answer(
 ) -> ModelOutput:
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
     if len(kept) < len(tokens):
-        chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
+        chosen = np.flatnonzero(inputs.num_drafts_before < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
     drafted = inputs.num_samples - 1
     failed = []
     if sampled.failed:
-        sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
-        failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
+        sequences, num_before = np.repeat(inputs.sampling, inputs.num_samples), inputs.num_drafts_before
+        failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if num_before[i] == 0]
     return ModelOutput(
         step.generation,
         step.step,

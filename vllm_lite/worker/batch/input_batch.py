@@ -384,7 +384,7 @@ class InputBatch:
         params = self.params[rows]
         positions = self.num_tokens[rows]
         if inputs.drafted:
-            positions += inputs.sample_places
+            positions += inputs.num_drafts_before
         samples = SampleInputs(params, positions, self.rules.edits(params["rules"], positions, rows, self.token_ids))
         if not inputs.is_steady:
             self._steady.learn(inputs, samples)
@@ -414,9 +414,9 @@ class InputBatch:
             return
         num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[rows] -= num_samples - num_kept
-        kept = inputs.sample_places < np.repeat(num_kept, num_samples)
+        kept = inputs.num_drafts_before < np.repeat(num_kept, num_samples)
         sample_rows = np.repeat(rows, num_kept)
-        self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.sample_places[kept]] = sampled[kept]
+        self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.num_drafts_before[kept]] = sampled[kept]
         self.num_tokens[rows] += num_kept
 
     def check_integrity(self) -> None:

@@ -51,7 +51,7 @@ class StepInputs:
         return np.cumsum(self.num_samples) - self.num_samples
 
     @property
-    def sample_places(self) -> Int64s:  # [num_samples]
+    def num_drafts_before(self) -> Int64s:  # [num_samples]
         """How many drafts of its sequence stand before each sample."""
         if not self.drafted:
             return np.zeros(len(self.sampling), np.int64)
@@ -61,7 +61,7 @@ class StepInputs:
     def sample_tokens(self) -> Int64s:  # [num_samples]
         """Index of each sample's token among the step's tokens."""
         ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
-        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_places
+        return np.repeat(ends - self.num_samples, self.num_samples) + self.num_drafts_before
 
     @property
     def wanted(self) -> Int64s | None:  # [num_samples + num_scored]
