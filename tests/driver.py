@@ -22,7 +22,7 @@ from vllm_lite.protocol.step import (
     SchedulerOutput,
 )
 from vllm_lite.worker.device import Device
-from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.process import Progress
 from vllm_lite.worker.worker import Worker
 
 GENERATION, NUM_BLOCKS, BLOCK = 3, 40, 16

@@ -116,10 +116,10 @@ class Rig:
         raise AssertionError("requests are left that make no progress")
 
 
-def expected(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset(), child: int = 0) -> list[int]:
+def expected(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset(), sample: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens, VOCAB, child))
+        tokens.append(next_token(tokens, VOCAB, sample))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]

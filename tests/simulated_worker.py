@@ -26,9 +26,9 @@ Slot = tuple[int, tuple[int, ...]]
 """What one position of a block holds: the group, and the whole prefix it was computed from."""
 
 
-def next_token(tokens: abc.Sequence[int], vocab_size: int, child: int = 0) -> int:
+def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0) -> int:
     """What the simulated model says after `tokens`; samples of one prompt differ."""
-    data = b"".join(token.to_bytes(4, "little") for token in (child, *tokens))
+    data = b"".join(token.to_bytes(4, "little") for token in (sample, *tokens))
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
 
 
@@ -182,7 +182,7 @@ class SimulatedWorker:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
         for _ in range(max_drafts):
-            right = next_token(tokens, self.vocab_size, history.sampling.child)
+            right = next_token(tokens, self.vocab_size, history.sampling.sample)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
 
@@ -205,7 +205,7 @@ class SimulatedWorker:
             return []
         sampled = []
         for draft in [*drafts, None]:
-            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.child))
+            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.sample))
             history.tokens.append(sampled[-1])
             if draft != sampled[-1]:
                 break

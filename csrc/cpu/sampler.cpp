@@ -41,9 +41,9 @@ uint32_t mix(uint32_t state, uint32_t key) {
 }
 
 // The hash's state before the token id is mixed in, the same for a whole row.
-uint32_t row_state(uint64_t seed, uint32_t child, uint32_t position) {
+uint32_t row_state(uint64_t seed, uint32_t sample, uint32_t position) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-  return mix(mix(mix(low ^ 0x9e3779b9u, high), child), position);
+  return mix(mix(mix(low ^ 0x9e3779b9u, high), sample), position);
 }
 
 uint32_t bits_of(float x) {
@@ -245,7 +245,7 @@ struct Row {
     *limit = INFINITY;
     if (draw.temperature == 0 || !std::isfinite(best)) return greedy(best);
     scale = {best, draw.temperature};
-    const uint32_t state = row_state(draw.seed, draw.child, draw.position);
+    const uint32_t state = row_state(draw.seed, draw.sample, draw.position);
     if (draw.top_k < vocab || draw.top_p < 1 || draw.max_distance < INFINITY) {
       *limit = filter(draw);
       each([&](Part& part) {
@@ -306,9 +306,9 @@ VLLM_LITE_API void vllm_lite_sample(const float* logits, int64_t stride, int32_t
 }
 
 // For tests: the hash and the noise of tokens [0, vocab) of one row.
-VLLM_LITE_API void vllm_lite_noise(uint64_t seed, uint32_t child, uint32_t position, int32_t vocab, uint32_t* hashes,
+VLLM_LITE_API void vllm_lite_noise(uint64_t seed, uint32_t sample, uint32_t position, int32_t vocab, uint32_t* hashes,
                                    float* noise) {
-  VLLM_LITE_DISPATCH(noise_of)(row_state(seed, child, position), vocab, hashes, noise);
+  VLLM_LITE_DISPATCH(noise_of)(row_state(seed, sample, position), vocab, hashes, noise);
 }
 
 // Raised with every change of a signature in this folder; vllm_lite/kernels/cpu/library.py refuses another one.

@@ -9,7 +9,7 @@
 // The same record as DRAW in vllm_lite/kernels/sampling.py.
 struct Draw {
   uint64_t seed;
-  uint32_t child;
+  uint32_t sample;
   uint32_t position;
   float temperature;  // 0 = greedy
   int32_t top_k;      // 1 to vocab, which is off

@@ -11,7 +11,7 @@
 
 struct Draw {  // the same record as DRAW in vllm_lite/kernels/sampling.py
   uint64 seed;
-  uint32 child, position;
+  uint32 sample, position;
   float temperature;   // 0: greedy, and nothing else of the record counts
   int top_k;           // vocab: off
   float top_p;         // 1: off
@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32 finish(uint32 h) {
   return h ^ h >> 16;
 }
 // The state before the token id is mixed in, the same for a whole row.
-__device__ __forceinline__ uint32 row_state(uint64 seed, uint32 child, uint32 position) {
-  return mix(mix(mix(uint32(seed) ^ 0x9e3779b9u, uint32(seed >> 32)), child), position);
+__device__ __forceinline__ uint32 row_state(uint64 seed, uint32 sample, uint32 position) {
+  return mix(mix(mix(uint32(seed) ^ 0x9e3779b9u, uint32(seed >> 32)), sample), position);
 }
 __device__ __forceinline__ float gumbel_noise(uint32 hash) {
   const float v = (float(hash & 0x7fffffff) + 0.5f) * __uint_as_float(0x2fffffff);  // 0x1.fffffep-32
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float limit = INFINITY;
   if (fabsf(row.best) < INFINITY && draw.temperature > 0.f) {  // the same for all threads of the block
     limit = fminf(filter<N>(row, draw, shared), draw.max_distance);
-    const uint32 state = row_state(draw.seed, draw.child, draw.position);
+    const uint32 state = row_state(draw.seed, draw.sample, draw.position);
     best = {-INFINITY, 0};
     for_tokens<N>(row.logits, vocab, [&](float logit, int token) {
       const float distance = distance_of(logit, row.best, row.temperature);
@@ -293,10 +293,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // For tests: hash and noise of the tokens of one row; mass of some distances.
-__global__ void noise_row(uint64 seed, uint32 child, uint32 position, int vocab, uint32* hashes, float* noise) {
+__global__ void noise_row(uint64 seed, uint32 sample, uint32 position, int vocab, uint32* hashes, float* noise) {
   const int token = blockIdx.x * blockDim.x + threadIdx.x;
   if (token >= vocab) return;
-  hashes[token] = finish(mix(row_state(seed, child, position), uint32(token)));
+  hashes[token] = finish(mix(row_state(seed, sample, position), uint32(token)));
   noise[token] = gumbel_noise(hashes[token]);
 }
 

@@ -65,14 +65,14 @@ class FakeStream:
 class FakeStreams:
     def __init__(self):
         self.forward = FakeStream(["the forward pass before"])
-        self.lanes = {SWAP_OUT: FakeStream(), SWAP_IN: FakeStream()}
+        self.streams_of = {SWAP_OUT: FakeStream(), SWAP_IN: FakeStream()}
         self.active = self.forward
 
     def current(self):
         return self.forward
 
-    def lane(self, op):
-        return self.lanes[op]
+    def of_op(self, op):
+        return self.streams_of[op]
 
     @contextmanager
     def use(self, stream):
@@ -82,7 +82,7 @@ class FakeStreams:
 
 
 class TracedMover(CudaMover):
-    """Writes down what every op runs behind: (op, src, dst), set of the indices of ops in `trace`."""
+    """Records what every op runs behind: (op, src, dst), set of the indices of ops in `trace`."""
 
     def __init__(self, pools):
         self.streams = FakeStreams()

@@ -119,21 +119,21 @@ def test_a_finished_row_is_filled_by_the_last() -> None:
 
 def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     batch = new_batch()
-    hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, child=3, logprobs=2)
+    hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, sample=3, logprobs=2)
     run(batch, new_request(1, [11, 12], sampling=hot), new_request(2, [21]))
     run(batch, Preempt(1), Continue(2, 1, []))
-    assert (batch.num_rows, batch.num_parked) == (1, 1)
+    assert batch.num_rows == 1
     inputs = run(batch, Resume(1, 0, 0, 3, [[8]]))
     assert inputs.input_ids.tolist() == [11, 12, 9]
     assert inputs.block_tables[0].tolist() == [[8]], "the old blocks are forgotten"
     params = batch.sample_inputs(inputs).params[0]
-    assert params.tolist() == pytest.approx((0.7, 5, 0.9, 0.1, 2**63 + 5, 3, 2, 2, 0))
+    assert params.tolist() == pytest.approx((0.7, 5, 0.9, 0.1, 2**63 + 5, 3, 2, 0))
 
 
 def test_a_fork_is_the_first_part_of_its_parent() -> None:
     batch = new_batch((None, None))
     run(batch, new_request(1, [11, 12, 13, 14, 15], num_tokens=5, block_ids=[[3, 5, 7], [4, 6, 8]]))
-    warm = Sampling(0.7, 5, 0.9, 0.1, 8, child=4)
+    warm = Sampling(0.7, 5, 0.9, 0.1, 8, sample=4)
     inputs = run(batch, Continue(1, 1, []), Fork(1, 2, warm, 5, 4, 5), Fork(1, 3, GREEDY, 4, 3, 0), Continue(2, 1, []))
     assert inputs.input_ids.tolist() == [9, 15]
     assert inputs.slot_mapping[1].tolist() == [25, -1], "the child's last token is cached"
@@ -142,7 +142,7 @@ def test_a_fork_is_the_first_part_of_its_parent() -> None:
     inputs = run(batch, ReplaceBlock(2, 1, 1, 20), Continue(2, 1, []), Continue(3, 1, []))
     assert [slots.tolist() for slots in inputs.slot_mapping] == [[21, 15], [81, 19]]
     assert inputs.input_ids.tolist() == [9, 14]
-    assert batch.params["child"].tolist() == [0, 4, 0, 0]
+    assert batch.params["sample"].tolist() == [0, 4, 0, 0]
     run(batch, ReplaceBlock(1, 0, 0, 21), Continue(1, 1, []))
     assert batch.block_tables[0][:2, 0].tolist() == [21, 3], "each has a table of its own"
 
@@ -161,9 +161,11 @@ def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> Non
     ruled = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=4, stop_ids=(5,))
     run(batch, new_request(1, [11, 12]), new_request(2, [21], sampling=ruled, block_ids=[[7, 8]]))
     batch.apply([Draft(1, 3, []), Draft(2, 2, [])])
-    assert batch.max_drafts == {1: 3, 2: 2}
-    batch.draft(1, ids(31, 32, 33))
-    batch.draft(2, ids(41, 42))
+    drafting = batch.draft_batch()
+    assert drafting is not None
+    assert (drafting.handles, drafting.max_drafts) == ([1, 2], [3, 2])
+    assert [tokens.tolist() for tokens in drafting.tokens] == [[11, 12, 9], [21, 9]]
+    batch.add_drafts([ids(31, 32, 33), ids(41, 42)])
     inputs = batch.build()
     assert inputs.input_ids.tolist() == [9, 31, 32, 33, 9, 41, 42]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 1, 2, 3]
@@ -172,8 +174,9 @@ def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> Non
     assert inputs.drafts.tolist() == [31, 32, 33, NO_DRAFT, 41, 42, NO_DRAFT]
     samples = batch.sample_inputs(inputs)
     assert samples.positions.tolist() == [3, 4, 5, 6, 2, 3, 4]
-    assert samples.banned is not None
-    assert [array.tolist() for array in samples.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
+    assert samples.edits is not None
+    assert samples.edits.banned is not None
+    assert [array.tolist() for array in samples.edits.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
     sampled = np.array([31, 32, 0, 1, 40, 42, 43])
     batch.commit(inputs, sampled, num_kept(sampled, inputs.drafts, inputs.sample_starts))
     batch.check_integrity()
@@ -213,7 +216,8 @@ def test_stop_ids_are_banned_until_the_minimal_length() -> None:
     for entry in (new_request(1, [11, 12], sampling=ruled), Preempt(1), Resume(1, 0, 0, 3, [[4]]), Continue(1, 1, [])):
         inputs = run(batch, entry, *([new_request(2, [7], block_ids=[[9]])] if isinstance(entry, NewRequest) else []))
         if len(inputs.sampling):
-            batch_banned = batch.sample_inputs(inputs).banned
+            edits = batch.sample_inputs(inputs).edits
+            batch_banned = edits and edits.banned
             banned.append(batch_banned and tuple(array.tolist() for array in batch_banned))
     # Asked for after the commit, a sequence is one token longer: lengths 3, 4 and 5 here.
     assert banned == [([0, 0], [5, 6]), None, None]
@@ -289,7 +293,7 @@ def test_a_draft_of_a_sequence_that_lacks_more_is_refused() -> None:
 
 def test_check_integrity_sees_a_wrong_map_a_wrong_count_and_a_shared_block() -> None:
     def damage_map(batch: InputBatch) -> None:
-        batch._rows[1], batch._rows[2] = batch._rows[2], batch._rows[1]
+        batch._resident.reverse()
 
     def damage_count(batch: InputBatch) -> None:
         batch.num_computed[0] = 9

@@ -1,13 +1,16 @@
 """InputBatch against a naive model that keeps a Python list per sequence: random streams of entries, exact arrays."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from tests.parity_mask import ParityMask
 from tests.plain_rules import changed
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import Sampling, SamplingParams
@@ -26,7 +29,7 @@ from vllm_lite.protocol.step import (
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.sampling.drafter import num_kept
-from vllm_lite.worker.sampling.logit_edits import NEVER
+from vllm_lite.worker.sampling.masks import NEVER
 from vllm_lite.worker.sampling.sampler import SampleInputs
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK = 4, 24, 50, 4
@@ -51,6 +54,17 @@ class Naive:
     def penalised(self) -> bool:
         rules = self.params.logit_rules()
         return rules is not None and rules.penalises
+
+    def masked(self, length: int) -> NDArray[np.bool_]:
+        """What its mask, if it has one, rules out at `length`: odd tokens behind an odd one."""
+        if not has_mask(self.sampling):
+            return np.zeros(VOCAB, np.bool_)
+        output = (self.tokens + self.drafts)[self.num_prompt : length]
+        confirmed = len(self.tokens) - self.num_prompt
+        broken = [at for at, pair in enumerate(pairwise(output)) if pair[0] % 2 and pair[1] % 2]
+        if broken:  # by a token of the sequence: it has failed; by a draft: the sample does not count
+            return np.full(VOCAB, broken[0] + 1 < confirmed)
+        return np.arange(VOCAB) % 2 == 1 if output and output[-1] % 2 else np.zeros(VOCAB, np.bool_)
 
     def needs(self, end: int) -> int:
         return -(-end // BLOCK) - len(self.blocks[0])
@@ -251,7 +265,7 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
 def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
     """`samples`: whose, and the length before it."""
     assert got.params["seed"].tolist() == [sequence.sampling.seed for sequence, _ in samples]
-    assert got.params["child"].tolist() == [sequence.sampling.child for sequence, _ in samples]
+    assert got.params["sample"].tolist() == [sequence.sampling.sample for sequence, _ in samples]
     assert got.params["top_k"].tolist() == [max(sequence.sampling.top_k, 0) for sequence, _ in samples]
     assert got.positions.tolist() == [length for _, length in samples]
     logits = torch.randn(len(samples), VOCAB, generator=torch.Generator().manual_seed(len(samples)))
@@ -260,8 +274,7 @@ def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
         tokens = (sequence.tokens + sequence.drafts)[:length]
         prompt, output = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
         row[:] = changed(row, sequence.params, prompt, output, STOPS)
-    if got.banned is not None:
-        logits[tuple(map(torch.from_numpy, got.banned))] = NEVER
+        row[sequence.masked(length)] = NEVER
     if got.edits is not None:
         got.edits.apply(logits)
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-6, atol=1e-6)
@@ -280,8 +293,12 @@ def sample(stream: Stream, sequence: Naive) -> list[int]:
     return sampled
 
 
+def has_mask(sampling: Sampling) -> bool:
+    return sampling.is_ruled and sampling.seed % 2 == 0
+
+
 def new_batch(num_groups: int) -> InputBatch:
-    return InputBatch(
+    batch = InputBatch(
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_LEN,
         vocab_size=VOCAB,
@@ -289,6 +306,8 @@ def new_batch(num_groups: int) -> InputBatch:
         num_blocks=10_000,
         windows=[None] * num_groups,
     )
+    batch.mask_source_of = lambda sampling: ParityMask(VOCAB) if has_mask(sampling) else None
+    return batch
 
 
 @settings(max_examples=200, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -298,9 +317,10 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
     for _ in range(data.draw(st.integers(1, 10))):
         entries, scheduled = stream.step()
         batch.apply(entries)
-        assert not any(stream.sequences[handle].penalised for handle in batch.max_drafts)
-        for handle in batch.max_drafts:
-            batch.draft(handle, np.array(stream.sequences[handle].drafts, np.int32))
+        if (drafting := batch.draft_batch()) is not None:
+            sequences = [stream.sequences[handle] for handle in drafting.handles]
+            assert not any(sequence.penalised for sequence in sequences)
+            batch.add_drafts([np.array(sequence.drafts, np.int32) for sequence in sequences])
         inputs = batch.build()
         expect(stream, scheduled, inputs, batch)
         for handle, count in scheduled:
@@ -313,4 +333,4 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
         batch.check_integrity()
         for handle, sequence in stream.sequences.items():
             assert batch.tokens_of(handle).tolist() == sequence.tokens
-        assert batch.num_rows + batch.num_parked == len(stream.sequences)
+        assert batch.num_rows == sum(not sequence.parked for sequence in stream.sequences.values())

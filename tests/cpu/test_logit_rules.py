@@ -4,6 +4,7 @@ tests/cpu/test_input_batch_streams.py holds them against a plain model for whate
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,9 @@ import torch
 from tests.cpu.test_sampler import CPU, NUM_DRAWS, chi_squared, filtered, many_seeds
 from tests.plain_rules import changed
 from vllm_lite.protocol.params import Sampling, SamplingParams
-from vllm_lite.worker.sampling.logit_edits import NEVER
-from vllm_lite.worker.sampling.logit_rules import RuleBook
+from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
+from vllm_lite.worker.sampling.penalties import TokenCounts
 from vllm_lite.worker.sampling.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
-from vllm_lite.worker.sampling.token_counts import TokenCounts
 
 VOCAB = 40
 STOPS = (1, 2)
@@ -42,12 +42,12 @@ def inputs_of(
     tokens = np.array([prompt + output], np.int32)
     book = RuleBook(1, vocab_size, 100)
     sampling = wire(params, len(prompt))
-    slot = book.add(sampling, tokens[0], len(prompt))
+    entry = book.add(read_rules(sampling, len(prompt), vocab_size, None), tokens[0])
     rows = np.zeros(count, np.int64)
-    draws = np.array([row_params(sampling, len(prompt), slot)] * count, ROW_PARAMS)
+    draws = np.array([row_params(sampling, entry)] * count, ROW_PARAMS)
     draws["seed"] = many_seeds(count)
     positions = np.full(count, tokens.shape[1])
-    return SampleInputs(draws, positions, *book.of_step(draws["rules"], positions, rows, tokens))
+    return SampleInputs(draws, positions, book.edits(draws["rules"], positions, rows, tokens))
 
 
 def after_rules(logits: torch.Tensor, prompt: list[int], output: list[int], **fields: Any) -> torch.Tensor:
@@ -55,8 +55,6 @@ def after_rules(logits: torch.Tensor, prompt: list[int], output: list[int], **fi
     params = SamplingParams(**fields)
     inputs = inputs_of(prompt, output, params, len(logits), 1)
     row = logits.clone()[None]
-    if inputs.banned is not None:
-        row[tuple(map(torch.from_numpy, inputs.banned))] = NEVER
     if inputs.edits is not None:
         inputs.edits.apply(row)
     np.testing.assert_allclose(row[0], changed(logits.numpy(), params, prompt, output, STOPS), rtol=1e-6, atol=1e-6)
@@ -180,23 +178,24 @@ def test_draws_follow_the_softmax_that_rules_and_filters_leave(rules: dict[str, 
     assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
 
 
-def test_a_slot_has_the_rules_of_its_last_sequence() -> None:
-    """Who takes another's place in a step takes its slot as well."""
+def test_an_entry_has_the_rules_of_its_last_sequence() -> None:
+    """A sequence that comes in the step in which another leaves gets its entry as well."""
     book, tokens = RuleBook(1, VOCAB, 100), np.array([PROMPT], np.int32)
     for token in (3, 4, 5):
         rules: list[dict[str, Any]] = [{"logit_bias": {token: 1.0}}, {"frequency_penalty": 1.0}, {"min_tokens": 2}]
         for fields in rules:
-            slot = book.add(wire(SamplingParams(**fields), 5), tokens[0], 5)
-            assert slot == 1
-            book.count(np.array([slot]), np.array([token]))
-            banned, edits = book.of_step(np.array([slot]), np.array([5]), np.array([0]), tokens)
+            entry = book.add(read_rules(wire(SamplingParams(**fields), 5), 5, VOCAB, None), tokens[0])
+            assert entry == 1
+            book.count(np.array([entry]), np.array([token]))
+            edits = book.edits(np.array([entry]), np.array([5]), np.array([0]), tokens)
+            assert edits is not None
             row = torch.zeros(1, VOCAB)
-            if edits is not None:
-                edits.apply(row)
+            banned = edits.banned
+            replace(edits, banned=None).apply(row)
             expected = {"logit_bias": {token: 1.0}, "frequency_penalty": {token: -1.0}, "min_tokens": {}}
             assert {at: row[0, at].item() for at in row[0].nonzero().flatten().tolist()} == expected[next(iter(fields))]
             assert (banned is not None) == ("min_tokens" in fields)
-            book.remove(slot)
+            book.remove(entry)
 
 
 def test_a_rule_hides_no_fault_of_the_model() -> None:
@@ -217,6 +216,6 @@ def test_counts_of_the_longest_sequence_of_different_tokens() -> None:
     owners, ids, numbers = counts.of(np.array([0, 1]))
     assert (owners.tolist(), sorted(ids.tolist()), numbers.tolist()) == ([1] * 9, list(range(9)), [2] * 9)
     counts.clear(1)
-    assert not len(counts.of(np.array([1])).ids)
+    assert not len(counts.of(np.array([1]))[1])
     counts.start(1, np.array([8]), 0)
     assert [part.tolist() for part in counts.of(np.array([1]))] == [[0], [8], [1]]

@@ -79,7 +79,7 @@ def test_a_fork_with_a_copy_of_the_shared_tail(driver: Driver, oracle: Any, copi
     replaced = ReplaceBlock(1, 0, 1, 7)
     driver.run(Fork(0, 1, GREEDY, 21, 20, 20), replaced, Continue(0, 1, []), Continue(1, 1, []), ops=ops)
     for child in (2, 3, 4):  # their last token is cached: nothing is written
-        warm = msgspec.structs.replace(WARM, child=child)
+        warm = msgspec.structs.replace(WARM, sample=child)
         driver.run(Fork(0, child, warm, 21, 20, 21), Continue(child, 1, []))
     driver.decode(1, 0, count=9)
     want = expected(oracle, prompt, 10)
@@ -186,7 +186,7 @@ def test_a_seed_draws_the_same_whatever_happens_around_it(tiny_checkpoint: Path)
         driver.decode(5, count=7)
 
     def as_another_child(driver: Driver) -> None:
-        driver.run(new_request(5, prompt, [1, 2, 3], sampling=msgspec.structs.replace(WARM, child=1)))
+        driver.run(new_request(5, prompt, [1, 2, 3], sampling=msgspec.structs.replace(WARM, sample=1)))
         driver.decode(5, count=9)
 
     results = []

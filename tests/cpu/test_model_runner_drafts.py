@@ -11,21 +11,27 @@ import torch
 from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish
+from vllm_lite.worker.sampling.drafter import DraftBatch, Int32s
 
 
 class Parrot:
-    """Guesses what it was told the sequence will say, wrong in some places."""
+    """Drafts the tokens that the test expects of a sequence, wrong at some positions."""
 
     def __init__(self, tokens: list[int], wrong: tuple[int, ...] = ()) -> None:
-        self.tokens = [token + 1 if place in wrong else token for place, token in enumerate(tokens)]
+        self.tokens = [token + 1 if position in wrong else token for position, token in enumerate(tokens)]
+        self.num_calls = 0
 
-    def propose(self, tokens: Any, max_drafts: int) -> Any:
-        return np.array(self.tokens[len(tokens) :][:max_drafts], np.int32)
+    def propose(self, batch: DraftBatch) -> list[Int32s]:
+        self.num_calls += 1
+        return [
+            np.array(self.tokens[len(tokens) :][:max_drafts], np.int32)
+            for tokens, max_drafts in zip(batch.tokens, batch.max_drafts, strict=True)
+        ]
 
 
 def speculate(driver: Driver, parrot: Parrot, prompt: list[int], sampling: Sampling, max_drafts: int = 4) -> list[int]:
     """20 tokens of a sequence beside another one, 1 to 5 a step: how many each step gave."""
-    driver.worker.runner.drafter = parrot  # type: ignore[assignment]
+    driver.worker.runner.drafter = parrot
     driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4], sampling=sampling))
     steps = []
     while len(driver.got[0]) < 20:
@@ -51,13 +57,20 @@ def test_drafts_change_how_many_steps_but_no_token(tiny_checkpoint: Path, sampli
         assert driver.got[1] == company[: len(driver.got[1])], "its neighbour notices nothing"
 
 
-def test_it_is_told_how_much_was_drafted(tiny_checkpoint: Path) -> None:
+def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:
     prompt = make_prompt(30, seed=11)
     driver = Driver(tiny_checkpoint)
-    driver.worker.runner.drafter = Parrot([*prompt, 0, 0, 0, 0])  # type: ignore[assignment]
+    driver.worker.runner.drafter = Parrot([*prompt, 0, 0, 0, 0])
     driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4]))
     assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).drafted == (1, 3), "whether it was right or not"
     assert driver.run(Continue(0, 1, []), Continue(1, 1, [])).drafted is None
+
+
+def test_the_drafter_is_asked_once_for_a_whole_step(driver: Driver) -> None:
+    driver.run(new_request(0, make_prompt(5, seed=1), [1, 2]), new_request(1, make_prompt(6, seed=2), [3, 4]))
+    driver.worker.runner.drafter = parrot = Parrot([9] * 40)
+    assert driver.run(Draft(1, 2, []), Draft(0, 3, [])).drafted == (2, 5)
+    assert parrot.num_calls == 1
 
 
 def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> None:
@@ -71,7 +84,7 @@ def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> No
         reports.append([report for output in outputs for report in output.logprobs or []])
         tokens = driver.got.pop(0)
         driver.run(Finish(0))
-        driver.worker.runner.drafter = Parrot(prompt + tokens + [0] * 9, wrong=(33, 34))  # type: ignore[assignment]
+        driver.worker.runner.drafter = Parrot(prompt + tokens + [0] * 9, wrong=(33, 34))
     plain, speculated = reports
     for one, other in zip(plain, speculated, strict=True):  # 3 from the first step, 1 from the second
         assert one is not None
@@ -80,14 +93,14 @@ def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> No
         assert [token for token, _ in other.top] == [token for token, _ in one.top]
 
 
-def test_what_is_not_finite_behind_a_draft_fails_when_its_turn_comes(
+def test_what_is_not_finite_behind_a_draft_fails_in_the_step_that_reaches_it(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(30, seed=11)
     speculate(driver, Parrot([]), prompt, GREEDY)
     tokens = driver.got[0]
     driver.run(Finish(0), Finish(1))
-    driver.worker.runner.drafter = Parrot(prompt + tokens)  # type: ignore[assignment]
+    driver.worker.runner.drafter = Parrot(prompt + tokens)
     driver.got = {}
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
     logits = driver.worker.model.logits
@@ -114,7 +127,7 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
     plain = driver.got.pop(0)
     assert plain[:2] == free[:2]
     assert plain[2] != free[2], "banned at length 22, allowed from 23 on"
-    driver.worker.runner.drafter = Parrot(prompt + plain)  # type: ignore[assignment]
+    driver.worker.runner.drafter = Parrot(prompt + plain)
     driver.run(Finish(0), new_request(1, prompt, [3, 4], sampling=ruled))
     assert driver.run(Draft(1, 3, [])).counts == [4]
     assert driver.got[1] == plain

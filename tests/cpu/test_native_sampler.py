@@ -26,14 +26,14 @@ CPU = torch.device("cpu")
 ROWS_OF_NOISE = [(0, 0, 0), (1, 0, 5), (2**32, 1, 5), (2**64 - 1, 2**32 - 1, 2**31), (0xDEADBEEF12345678, 3, 77)]
 
 
-def defined_hash(seed: int, child: int, position: int, token: int) -> int:
+def defined_hash(seed: int, sample: int, position: int, token: int) -> int:
     """The hash as the sampler's docstring has it, in plain integers."""
 
     def rotl(x: int, bits: int) -> int:
         return (x << bits | x >> (32 - bits)) & 0xFFFFFFFF
 
     h = seed & 0xFFFFFFFF ^ 0x9E3779B9
-    for key in (seed >> 32, child, position, token):
+    for key in (seed >> 32, sample, position, token):
         scrambled = rotl(key * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
         h = (rotl(h ^ scrambled, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
     h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
@@ -49,7 +49,7 @@ def exact_noise(hashes: NDArray[Any]) -> NDArray[Any]:
 def make_draws(num_rows: int, vocab_size: int, **columns: Any) -> NDArray[Any]:
     draws = np.zeros(num_rows, DRAW)
     draws["seed"] = np.arange(num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    draws["child"] = np.arange(num_rows) % 3
+    draws["sample"] = np.arange(num_rows) % 3
     draws["position"] = 100 + np.arange(num_rows)
     for name, values in (
         {"temperature": 1.0, "top_k": vocab_size, "top_p": 1.0, "max_distance": np.inf} | columns
@@ -76,7 +76,7 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 
 
 def exact_scores(row: torch.Tensor, draw: np.void) -> NDArray[np.float64]:
-    logits, key = row.double().numpy(), (int(draw["seed"]), int(draw["child"]), int(draw["position"]))
+    logits, key = row.double().numpy(), (int(draw["seed"]), int(draw["sample"]), int(draw["position"]))
     hashes = np.array([defined_hash(*key, token) for token in range(len(logits))], np.uint32)
     scores: NDArray[np.float64] = (logits - logits.max()) / float(draw["temperature"]) + exact_noise(hashes)
     return scores
@@ -103,15 +103,15 @@ def _restore_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("each_isa")
-@pytest.mark.parametrize(("seed", "child", "position"), ROWS_OF_NOISE)
-def test_hash_is_equal_bit_for_bit(seed: int, child: int, position: int) -> None:
-    hashes, _ = native.noise(seed, child, position, 500)
-    assert hashes.tolist() == [defined_hash(seed, child, position, token) for token in range(500)]
+@pytest.mark.parametrize(("seed", "sample", "position"), ROWS_OF_NOISE)
+def test_hash_is_equal_bit_for_bit(seed: int, sample: int, position: int) -> None:
+    hashes, _ = native.noise(seed, sample, position, 500)
+    assert hashes.tolist() == [defined_hash(seed, sample, position, token) for token in range(500)]
 
 
-@pytest.mark.parametrize(("seed", "child", "position"), ROWS_OF_NOISE)
-def test_noise_is_precise(seed: int, child: int, position: int) -> None:
-    hashes, noise = native.noise(seed, child, position, 1_000_000)
+@pytest.mark.parametrize(("seed", "sample", "position"), ROWS_OF_NOISE)
+def test_noise_is_precise(seed: int, sample: int, position: int) -> None:
+    hashes, noise = native.noise(seed, sample, position, 1_000_000)
     exact = exact_noise(hashes)
     assert exact.max() > 12  # the million holds values of v next to 0, whose noise decides most draws
     assert np.abs(noise - exact).max() < 2e-6

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
+from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.sampler import (
     ALL_BANNED,
     NO_LOGPROBS,
@@ -44,7 +45,7 @@ def make_inputs(num_rows: int, banned: list[tuple[int, int]] | None = None, **co
     for name, values in columns.items():
         params[name] = values
     pairs = None if banned is None else tuple(np.array(ids, np.int64) for ids in zip(*banned, strict=True))
-    return SampleInputs(params, positions, pairs)  # type: ignore[arg-type]
+    return SampleInputs(params, positions, LogitEdits(banned=pairs))  # type: ignore[arg-type]
 
 
 def sample(logits: torch.Tensor, inputs: SampleInputs) -> list[int]:
@@ -63,14 +64,14 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 # ---- the hash
 
 
-def reference_hash(seed: int, child: int, position: int, token: int) -> int:
+def reference_hash(seed: int, sample: int, position: int, token: int) -> int:
     """The definition in the module's docstring, in Python's integers."""
 
     def rotl(x: int, bits: int) -> int:
         return (x << bits | x >> (32 - bits)) & 0xFFFFFFFF
 
     state = (seed & 0xFFFFFFFF) ^ 0x9E3779B9
-    for key in (seed >> 32, child, position, token):
+    for key in (seed >> 32, sample, position, token):
         scrambled = rotl(key * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
         state = (rotl(state ^ scrambled, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
     state = (state ^ state >> 16) * 0x85EBCA6B & 0xFFFFFFFF
@@ -90,8 +91,8 @@ HASHES = [  # they pin the function for every other implementation of it
 ]
 
 
-def sampler_hash(seed: int, child: int, position: int, vocab_size: int) -> list[int]:
-    keys = row_keys(np.array([seed], np.uint64), np.array([child], np.uint32), np.array([position], np.uint32))
+def sampler_hash(seed: int, sample: int, position: int, vocab_size: int) -> list[int]:
+    keys = row_keys(np.array([seed], np.uint64), np.array([sample], np.uint32), np.array([position], np.uint32))
     tokens = torch.from_numpy(scramble(np.arange(vocab_size, dtype=np.uint32)).view(np.int32))
     out, scratch = torch.empty(2, 1, vocab_size, dtype=torch.int32)
     token_hash(torch.from_numpy(keys.view(np.int32))[:, None], tokens, out, scratch)
@@ -101,15 +102,15 @@ def sampler_hash(seed: int, child: int, position: int, vocab_size: int) -> list[
 
 @pytest.mark.parametrize(("arguments", "expected"), HASHES)
 def test_hash_vectors(arguments: tuple[int, int, int, int], expected: int) -> None:
-    seed, child, position, token = arguments
+    seed, sample, position, token = arguments
     assert reference_hash(*arguments) == expected
-    assert sampler_hash(seed, child, position, token + 1)[token] == expected
+    assert sampler_hash(seed, sample, position, token + 1)[token] == expected
 
 
 def test_hash_of_a_whole_vocabulary() -> None:
-    for seed, child, position in ((7, 0, 0), (2**63 + 12345, 1, 77)):
-        assert sampler_hash(seed, child, position, 3000) == [
-            reference_hash(seed, child, position, token) for token in range(3000)
+    for seed, sample, position in ((7, 0, 0), (2**63 + 12345, 1, 77)):
+        assert sampler_hash(seed, sample, position, 3000) == [
+            reference_hash(seed, sample, position, token) for token in range(3000)
         ]
 
 
@@ -135,12 +136,12 @@ def test_u_lies_strictly_between_0_and_1(bits: int) -> None:
 
 def test_every_seed_child_and_position_has_a_stream_of_its_own() -> None:
     cases: list[dict[str, Any]] = [{"seed": seed} for seed in (0, 1, 2, 3, 2**32, 2**63, 2**64 - 1)]
-    cases += [{"child": child} for child in range(1, 6)] + [{"position": position} for position in range(6, 30)]
+    cases += [{"sample": sample} for sample in range(1, 6)] + [{"position": position} for position in range(6, 30)]
     cases += [
-        {"child": 2, "position": 3},
-        {"child": 3, "position": 2},
-        {"seed": 2, "child": 3},
-        {"seed": 3, "child": 2},
+        {"sample": 2, "position": 3},
+        {"sample": 3, "position": 2},
+        {"seed": 2, "sample": 3},
+        {"seed": 3, "sample": 2},
     ]
     logits, repeats = torch.zeros(1, 1000), range(4)
     streams = set()
@@ -209,7 +210,7 @@ def test_draws_follow_the_filtered_softmax(temperature: float, top_k: int, top_p
 
 def test_children_of_one_seed_follow_the_softmax() -> None:
     logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
-    tokens = sample(logits, make_inputs(NUM_DRAWS, seed=3, child=np.arange(NUM_DRAWS)))
+    tokens = sample(logits, make_inputs(NUM_DRAWS, seed=3, sample=np.arange(NUM_DRAWS)))
     statistic, freedom = chi_squared(tokens, filtered(LOGITS, 1.0, 0, 1.0, 0.0))
     assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 4
 
@@ -233,7 +234,7 @@ def mixed_inputs(num_rows: int) -> SampleInputs:
         top_p=np.array([1.0, 0.9, 0.5])[rows % 3],
         min_p=np.array([0.0, 0.0, 0.1, 0.0, 0.0, 0.02, 0.0])[rows % 7],
         seed=many_seeds(num_rows),
-        child=rows % 2,
+        sample=rows % 2,
         position=rows * 11,
     )
 
@@ -262,7 +263,7 @@ def test_noise_is_equal_bit_for_bit_in_every_batch() -> None:
 
 def test_greedy_takes_the_first_largest_and_needs_no_seed() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
-    assert sample(logits, make_inputs(2, temperature=[0.0, 9e-6], seed=[1, 2])) == [1, 0]
+    assert sample(logits, make_inputs(2, temperature=0.0, seed=[1, 2])) == [1, 0]
 
 
 # ---- edges

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_lite.config import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, NgramDrafter, num_kept
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, NgramDrafter, num_kept
 
 
 def array(tokens: list[int]) -> Int32s:
@@ -16,8 +16,9 @@ def array(tokens: list[int]) -> Int32s:
 
 def propose(tokens: list[int], max_drafts: int = 4, longest: int = 4, shortest: int = 1) -> list[int]:
     drafter = NgramDrafter(Speculation(prompt_lookup_max=longest, prompt_lookup_min=shortest))
-    drafts: list[int] = drafter.propose(array(tokens), max_drafts).tolist()
-    return drafts
+    (drafts,) = drafter.propose(DraftBatch([0], [array(tokens)], [max_drafts]))
+    found: list[int] = drafts.tolist()
+    return found
 
 
 def by_hand(tokens: list[int], max_drafts: int, longest: int, shortest: int) -> list[int]:
@@ -26,8 +27,8 @@ def by_hand(tokens: list[int], max_drafts: int, longest: int, shortest: int) -> 
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:
                 copy = list(tokens)
-                for place in range(max_drafts):
-                    copy.append(copy[end + place])
+                for offset in range(max_drafts):
+                    copy.append(copy[end + offset])
                 return copy[len(tokens) :]
     return []
 
@@ -59,6 +60,12 @@ def test_too_short_a_match_is_none():
 def test_any_sequence_gives_the_drafts_of_the_search_by_hand(tokens, max_drafts, longest, less):
     shortest = max(1, longest - less)
     assert propose(tokens, max_drafts, longest, shortest) == by_hand(tokens, max_drafts, longest, shortest)
+
+
+def test_every_sequence_of_a_batch_gets_drafts_of_its_own():
+    batch = DraftBatch([4, 7, 2], [array([1, 2, 1]), array([1, 2, 3]), array([5, 5])], [2, 4, 3])
+    drafts = NgramDrafter(Speculation()).propose(batch)
+    assert [tokens.tolist() for tokens in drafts] == [[2, 1], [], [5, 5, 5]]
 
 
 @pytest.mark.parametrize(

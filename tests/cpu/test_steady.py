@@ -36,10 +36,10 @@ def step(batches: tuple[InputBatch, InputBatch], entries: Sequence[Entry], token
     for batch in batches:
         batch.apply(entries)
         inputs = batch.build()
-        prepared.append(inputs is batch._steady.inputs)
+        prepared.append(inputs.is_steady)
         sampling = batch.sample_inputs(inputs)
-        parts = [getattr(inputs, field.name) for field in fields(inputs)]
-        parts += [sampling.params, sampling.positions, sampling.banned]
+        parts = [getattr(inputs, field.name) for field in fields(inputs) if field.name not in ("is_steady", "samples")]
+        parts += [sampling.params, sampling.positions, sampling.edits and sampling.edits.banned]
         answers.append([part.copy() if isinstance(part, np.ndarray) else part for part in parts])
         batch.commit(inputs, np.arange(token, token + len(inputs.sampling)))
         batch.check_integrity()

@@ -272,7 +272,7 @@ def test_a_process_serves_and_ends(ipc: str, tiny_checkpoint: Path) -> None:
         engine.listener.close()
 
 
-def test_the_last_words_of_a_process_arrive(ipc: str, tmp_path: Path) -> None:
+def test_the_last_message_of_a_process_arrives(ipc: str, tmp_path: Path) -> None:
     engine, exits = Engine(ipc), Exits()
     child = supervise.spawn("vllm_lite.worker.process", settings_for(tmp_path, ipc), "worker 0", exits)
     try:

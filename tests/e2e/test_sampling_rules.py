@@ -54,7 +54,7 @@ def alone(llm: LLM) -> list[list[int]]:
 
 
 def closest(
-    reference: Reference, prompt: list[int], tokens: list[int], params: SamplingParams, child: int = 0
+    reference: Reference, prompt: list[int], tokens: list[int], params: SamplingParams, index: int = 0
 ) -> float:
     """By how much the closest of these draws was won. Fails if one of them should have been another."""
     least = np.inf
@@ -64,7 +64,7 @@ def closest(
             best = row.topk(2)
             expected, margin = int(best.indices[0]), float(best.values[0] - best.values[1])
         else:
-            expected, margin = draw(row, params, len(prompt) + at, child)
+            expected, margin = draw(row, params, len(prompt) + at, index)
         assert tokens[at] == expected, f"token {at} of {params}"
         least = min(least, margin)
     return least
@@ -108,7 +108,7 @@ def test_samples_of_one_prompt_count_their_own_tokens(llm: LLM, llama: Reference
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
     for sample in output.outputs:
-        assert closest(llama, prompt, sample.token_ids, params, child=sample.index) > NEAR_TIE
+        assert closest(llama, prompt, sample.token_ids, params, index=sample.index) > NEAR_TIE
 
 
 def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:

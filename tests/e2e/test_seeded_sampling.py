@@ -44,15 +44,15 @@ def alone(llm) -> list[list[int]]:
     return [tokens_of(llm.generate(prompt, SEEDED[i], use_tqdm=False))[0] for i, prompt in enumerate(PROMPTS)]
 
 
-def gumbel(seed: int, position: int, child: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:  # [vocab]
-    """The noise of every token: Murmur3's rounds over (seed, child, position, token), as the sampler defines it."""
+def gumbel(seed: int, position: int, sample: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:  # [vocab]
+    """The noise of every token: Murmur3's rounds over (seed, sample, position, token), as the sampler defines it."""
 
     def rotl(value: Any, bits: int) -> Any:
         return (value << bits | value >> (32 - bits)) & 0xFFFFFFFF
 
     tokens = np.arange(VOCAB_SIZE, dtype=np.uint64)
     state: Any = (seed & 0xFFFFFFFF) ^ 0x9E3779B9
-    for key in (seed >> 32, child, position, tokens):
+    for key in (seed >> 32, sample, position, tokens):
         scrambled = rotl(key * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
         state = (rotl(state ^ scrambled, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
     state = (state ^ state >> np.uint64(16)) * 0x85EBCA6B & 0xFFFFFFFF
@@ -63,14 +63,14 @@ def gumbel(seed: int, position: int, child: int = 0) -> np.ndarray[Any, np.dtype
     return noise
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, position: int, child: int = 0) -> tuple[int, float]:
+def draw(logits: torch.Tensor, params: SamplingParams, position: int, sample: int = 0) -> tuple[int, float]:
     """The token that the documents promise, and by how much it won."""
     scaled = (logits - logits.max()).double().numpy() / params.temperature
     order = np.argsort(-scaled, kind="stable")[: params.top_k or None]
     mass = np.exp(scaled[order])
     before = np.cumsum(mass) - mass
     kept = order[(before < params.top_p * mass.sum()) & (mass >= params.min_p)]
-    noisy = (scaled + gumbel(params.seed or 0, position, child))[kept]
+    noisy = (scaled + gumbel(params.seed or 0, position, sample))[kept]
     winner, scores = kept[np.argmax(noisy)], np.sort(noisy)
     return int(winner), float(scores[-1] - scores[-2]) if len(kept) > 1 else np.inf
 

@@ -22,7 +22,7 @@ NEAR = 1e-5
 def make_draws(num_rows: int, vocab: int, temperature: float = 1.0) -> NDArray[np.void]:
     draws = np.zeros(num_rows, DRAW)
     draws["seed"] = np.arange(num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    draws["child"], draws["position"] = np.arange(num_rows) % 3, 100 + np.arange(num_rows)
+    draws["sample"], draws["position"] = np.arange(num_rows) % 3, 100 + np.arange(num_rows)
     draws["temperature"], draws["top_k"], draws["top_p"], draws["max_distance"] = temperature, vocab, 1, INF
     return draws
 
@@ -45,31 +45,31 @@ def assert_picked(picked: Picked, logits: torch.Tensor, draws: NDArray[np.void])
 
 
 def exact_scores(logits: torch.Tensor, draw: np.void) -> NDArray[np.float64]:
-    hashes = plain_hashes(int(draw["seed"]), int(draw["child"]), int(draw["position"]), len(logits))
+    hashes = plain_hashes(int(draw["seed"]), int(draw["sample"]), int(draw["position"]), len(logits))
     v = ((hashes & 0x7FFFFFFF).astype(np.float32) + np.float32(0.5)) * np.float32(float.fromhex("0x1.fffffep-32"))
     noise = -np.log(-np.log1p(-v.astype(np.float64)))
     scores: NDArray[np.float64] = noise + (logits - logits.max()).double().numpy() / float(draw["temperature"])
     return scores
 
 
-def plain_keys(seed: int, child: int, position: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys = row_keys(np.array([seed], np.uint64), np.array([child], np.uint32), np.array([position], np.uint32))
+def plain_keys(seed: int, sample: int, position: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = row_keys(np.array([seed], np.uint64), np.array([sample], np.uint32), np.array([position], np.uint32))
     tokens = scramble(np.arange(vocab, dtype=np.uint32))
     return torch.from_numpy(keys.view(np.int32))[:, None], torch.from_numpy(tokens.view(np.int32))
 
 
-def plain_hashes(seed: int, child: int, position: int, vocab: int) -> NDArray[np.uint32]:
+def plain_hashes(seed: int, sample: int, position: int, vocab: int) -> NDArray[np.uint32]:
     out, scratch = torch.empty(2, 1, vocab, dtype=torch.int32)
-    token_hash(*plain_keys(seed, child, position, vocab), out, scratch)
+    token_hash(*plain_keys(seed, sample, position, vocab), out, scratch)
     hashes: NDArray[np.uint32] = out[0].numpy().view(np.uint32)
     return hashes
 
 
 def noise(launcher: Launcher, device: torch.device) -> None:
-    for seed, child, position in ROWS_OF_NOISE:
-        hashes, values = sampler.noise(launcher, device, seed, child, position, 3001)
-        np.testing.assert_array_equal(hashes, plain_hashes(seed, child, position, 3001))
-        plain = gumbel_noise(*plain_keys(seed, child, position, 3001))[0].numpy()
+    for seed, sample, position in ROWS_OF_NOISE:
+        hashes, values = sampler.noise(launcher, device, seed, sample, position, 3001)
+        np.testing.assert_array_equal(hashes, plain_hashes(seed, sample, position, 3001))
+        plain = gumbel_noise(*plain_keys(seed, sample, position, 3001))[0].numpy()
         np.testing.assert_allclose(values, plain, rtol=1e-6, atol=3e-7)
 
 

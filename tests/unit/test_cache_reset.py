@@ -104,7 +104,7 @@ def test_forks_and_samples_go_on_sharing() -> None:
     rig.scheduler.reset_prefix_cache()
     rig.drain()
     for index in range(2):
-        assert rig.output("a", index) == expected(PROMPT, 8, child=index)
+        assert rig.output("a", index) == expected(PROMPT, 8, sample=index)
 
 
 def test_without_a_cache_nothing_happens() -> None:

@@ -55,7 +55,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def continuation(sample: int, count: int = 12) -> list[int]:
-    return expected(PROMPT, count, child=sample)
+    return expected(PROMPT, count, sample=sample)
 
 
 def test_samples_that_were_named_stop_computing_and_the_others_go_on(bench: Bench) -> None:
@@ -85,7 +85,7 @@ def test_samples_that_are_still_to_come_do_not_come(bench: Bench) -> None:
     assert bench.scheduler.requests["r"].open_samples() == [(0, 0), (1, 0), (3, 0)]
     bench.run()
     assert (sorted(bench.got), sorted(bench.ends)) == ([0, 1, 3], [0, 1, 3])
-    assert bench.got[3] == expected(PROMPT * 3, 3, child=3)
+    assert bench.got[3] == expected(PROMPT * 3, 3, sample=3)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -99,8 +99,8 @@ def test_the_next_sample_computes_the_prompt_if_the_first_is_not_wanted(bench: B
     bench.step()
     assert bench.scheduler.requests["r"].sequences[0].num_cached == 16 * num_steps
     bench.run()
-    assert bench.got[1][-3:] == expected(PROMPT * 3, 3, child=1)
-    assert bench.got[2] == expected(PROMPT * 3, 3, child=2)
+    assert bench.got[1][-3:] == expected(PROMPT * 3, 3, sample=1)
+    assert bench.got[2] == expected(PROMPT * 3, 3, sample=2)
 
 
 @pytest.mark.parametrize("named", [(), (0, 1, 2), (1, 2)])

@@ -25,7 +25,7 @@ def test_samples_share_the_prompt_and_part_at_their_first_token() -> None:
     rig.drain()
     assert rig.kv.counters.copied_blocks == 2, "of three writers to one shared tail the last writes in place"
     for index in range(3):
-        assert rig.output("a", index) == expected(list(range(10)), 6, child=index)
+        assert rig.output("a", index) == expected(list(range(10)), 6, sample=index)
 
 
 def test_samples_without_a_slot_are_admitted_later() -> None:
@@ -33,7 +33,7 @@ def test_samples_without_a_slot_are_admitted_later() -> None:
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=6, n=5)
     rig.drain()
     for index in range(5):
-        assert rig.output("a", index) == expected([1, 2, 3, 4, 5], 6, child=index)
+        assert rig.output("a", index) == expected([1, 2, 3, 4, 5], 6, sample=index)
 
 
 def test_a_fork_of_a_live_request_goes_on_from_its_tokens() -> None:
@@ -318,4 +318,4 @@ def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order(
     rig.drain()
     assert rig.output("q") == expected([1] * 7, 8)
     for index in range(2):
-        assert rig.output("p", index) == expected(list(range(12)), 4, child=index)
+        assert rig.output("p", index) == expected(list(range(12)), 4, sample=index)

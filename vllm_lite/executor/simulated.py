@@ -83,7 +83,7 @@ class SimulatedExecutor:
         """Seconds spent in steps."""
         self._ready = ready
         self._next_token = next_token or (
-            lambda sampling, position: (31 * position + sampling.child) % ready.vocab_size
+            lambda sampling, position: (31 * position + sampling.sample) % ready.vocab_size
         )
         self._swap_blocks_per_s = swap_blocks_per_s
         self._free_at_s = 0.0

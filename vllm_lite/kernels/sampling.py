@@ -1,4 +1,4 @@
-"""What the sampling kernels of every device share. vllm_lite/worker/sampling/sampler.py defines what they compute."""
+"""The record and the result of the sampling kernels of all devices, which worker/sampling/sampler.py defines."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 DRAW = np.dtype(
     [
         ("seed", np.uint64),
-        ("child", np.uint32),
+        ("sample", np.uint32),
         ("position", np.uint32),
         ("temperature", np.float32),  # 0 = greedy, and nothing else of the record counts
         ("top_k", np.int32),  # 1 to the size of the vocabulary, which is off
@@ -20,7 +20,7 @@ DRAW = np.dtype(
 
 
 class Picked(NamedTuple):
-    """What became of each row."""
+    """Holds the result of each row."""
 
     tokens: NDArray[np.int64]  # [num_rows], within the vocabulary, also where the row is not finite
     best: NDArray[np.float32]  # [num_rows], the largest logit; NaN if one of them is

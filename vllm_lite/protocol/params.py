@@ -193,9 +193,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     raise ValueError(f"{name} must be between 0 and {vocab_size - 1}, got {token_id}")
 
     def for_worker(
-        self, child: int, num_prompt: int, stop_ids: Collection[int], num_candidates: int | None, *, unscored: bool
+        self, sample: int, num_prompt: int, stop_ids: Collection[int], num_candidates: int | None, *, unscored: bool
     ) -> "Sampling":
-        """What the workers need to know to sample one sequence: sample `child` of a prompt of `num_prompt` tokens.
+        """What the workers need to know to sample one sequence: sample `sample` of a prompt of `num_prompt` tokens.
 
         `stop_ids` end it. A beam is searched with the `num_candidates` most likely tokens of each position. `unscored`
         says that logprobs of the prompt may be wanted of this sequence.
@@ -208,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed or 0,
-            child=child,
+            sample=sample,
             logprobs=num_candidates if is_beam else self.logprobs,
             min_tokens_until=num_prompt + self.min_tokens if banned else 0,
             stop_ids=tuple(sorted(banned)),
@@ -253,7 +253,7 @@ _NO_RULES = LogitRules()
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What the sampler needs to know of a sequence. `child` is its index among the samples of one prompt."""
+    """What the sampler needs to know of a sequence. `sample` is its index among the samples of one prompt."""
 
     temperature: float
     """0 for a greedy sequence."""
@@ -262,7 +262,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     top_p: float
     min_p: float
     seed: int
-    child: int = 0
+    sample: int = 0
     logprobs: int | None = None
     min_tokens_until: int = 0
     """Sequence length before which no token of `stop_ids` may be sampled; 0 = no such rule."""

@@ -21,9 +21,9 @@ from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
-from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, NgramDrafter, num_kept
-from vllm_lite.worker.sampling.prompt_scores import score
+from vllm_lite.worker.process import Progress
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
+from vllm_lite.worker.sampling.logprobs import score
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
 
 WARM_UP_WORK = 2_000_000_000
@@ -54,7 +54,7 @@ class ModelRunner:
         model: Model,
         cache_engine: CacheEngine,
         backend: AttentionBackend,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
@@ -96,14 +96,13 @@ class ModelRunner:
         if inputs.scoring is None:
             return self.forward.logits(inputs), None
         hidden = self.eager.hidden(inputs)
-        num_samples = len(hidden) - len(inputs.scoring.places)
+        num_samples = len(hidden) - len(inputs.scoring.positions)
         prompts = score(self.model, hidden[num_samples:], inputs.scoring)
         return self.model.logits(hidden[:num_samples]), prompts
 
     def _draft(self) -> None:
-        if self.drafter is not None:
-            for handle, max_drafts in self.batch.max_drafts.items():
-                self.batch.draft(handle, self.drafter.propose(self.batch.tokens_of(handle), max_drafts))
+        if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
+            self.batch.add_drafts(self.drafter.propose(batch))
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
@@ -142,7 +141,7 @@ def warm_up_step(
     num_seqs = min(num_tokens, limits.max_num_seqs)
     num_sampling = num_seqs if num_sampling is None else num_sampling
     inputs = padding_step(num_tokens, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_sampling)
-    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0, 0)] * num_sampling, ROW_PARAMS)
+    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)] * num_sampling, ROW_PARAMS)
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
@@ -150,11 +149,10 @@ def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [nu
     """How many samples of each sequence are its tokens."""
     if not inputs.drafted:
         return inputs.num_samples
-    drafts, places = inputs.drafts, inputs.sample_places
-    for (
-        sample
-    ) in sampled.failed:  # behind a draft it is not taken: the next step comes to it again, without a draft before
-        if places[sample]:
+    drafts, num_before = inputs.drafts, inputs.num_drafts_before
+    # A failed draft position is rejected; the next step samples it again, undrafted.
+    for sample in sampled.failed:
+        if num_before[sample]:
             drafts[sample - 1] = NO_DRAFT
     return num_kept(sampled.tokens, drafts, inputs.sample_starts)
 
@@ -168,14 +166,14 @@ def _answer(
 ) -> ModelOutput:
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
     if len(kept) < len(tokens):
-        chosen = np.flatnonzero(inputs.sample_places < np.repeat(kept, inputs.num_samples))
+        chosen = np.flatnonzero(inputs.num_drafts_before < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
     drafted = inputs.num_samples - 1
     failed = []
     if sampled.failed:
-        sequences, places = np.repeat(inputs.sampling, inputs.num_samples), inputs.sample_places
-        failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if places[i] == 0]
+        sequences, num_before = np.repeat(inputs.sampling, inputs.num_samples), inputs.num_drafts_before
+        failed = [(inputs.handles[sequences[i]], why) for i, why in sampled.failed.items() if num_before[i] == 0]
     return ModelOutput(
         step.generation,
         step.step,

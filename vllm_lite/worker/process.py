@@ -1,8 +1,9 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
-Hello -> load -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput -> (Shutdown). Whatever goes
-wrong is told to the engine as Failed, and ends the process with status 1. `main` also runs as a thread of a client
-(--single-process), so nothing here touches signals, the log's handlers or the process's end.
+Hello -> load -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput -> (Shutdown). Any error is
+sent to the engine as Failed, and ends the process with status 1. `main` also runs as a thread of a client
+(--single-process), so nothing here touches signals, the log's handlers or the process's end. torch is imported
+late, so that the heartbeat runs meanwhile.
 """
 
 import gc
@@ -22,14 +23,13 @@ from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
-from vllm_lite.worker.progress import Progress
 
 if TYPE_CHECKING:
     from vllm_lite.worker.worker import Worker
 
 HEARTBEAT_EVERY_S = 0.5
-LOOK_UP_EVERY_S = 1.0
-"""How often a waiting worker looks whether the engine is still there."""
+CHECK_ENGINE_EVERY_S = 1.0
+"""How often a waiting worker checks that the engine is still connected."""
 
 logger = log.get(__name__)
 
@@ -42,7 +42,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         logger.error("%s", error)
         return 1
     try:
-        Session(settings, connection, stop).run()
+        WorkerLoop(settings, connection, stop).run()
     except Exception as error:
         logger.error("%s: %s", type(error).__name__, error)
         logger.debug("where it happened", exc_info=True)
@@ -54,8 +54,21 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
     return 0
 
 
-class Session:
-    """One conversation with one engine."""
+class Progress:
+    """A counter that grows with every layer computed, shard loaded and step done, to show that a worker is not hung.
+
+    The worker's thread writes it, the heartbeat's thread reads it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def advance(self) -> None:
+        self.count += 1
+
+
+class WorkerLoop:
+    """Answers the messages of one engine, from the hello to the shutdown."""
 
     def __init__(self, settings: WorkerSettings, connection: Connection, stop: Wakeup) -> None:
         self.settings = settings
@@ -86,7 +99,7 @@ class Session:
                 self.send(_execute(worker, message))
 
     def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
-        """The engine's next message; None when it is time to go. Raises EngineError after `timeout_s`."""
+        """The engine's next message; None after Shutdown, or if `stop` is set. Raises EngineError after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         # No spinning before the wait: the engine takes longer for its part of a step than a spin may last, and needs
         # the core (measured: 3 of 1000 steps caught within 50 us).
@@ -98,7 +111,7 @@ class Session:
                 raise EngineError("the engine has gone")
             if left_s <= 0:
                 raise EngineError(f"the engine said nothing for {timeout_s:g} s")
-            self.poller.poll(int(1000 * min(left_s, LOOK_UP_EVERY_S)))
+            self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))
         message = engine_to_worker.decode(payload)
         return None if isinstance(message, Shutdown) else message
 
@@ -116,7 +129,7 @@ def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
 
 
 class _Heartbeat:
-    """A thread with its own connection that goes on telling the progress while the worker computes."""
+    """A thread that reports the progress over a connection of its own, also while the worker computes."""
 
     def __init__(self, settings: WorkerSettings, progress: Progress) -> None:
         self.settings = settings
@@ -146,7 +159,7 @@ class _Heartbeat:
 def _import_worker() -> "type[Worker]":
     """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing.
 
-    What it made is frozen: the first collection afterwards would look through all of it, for as long.
+    The objects that it made are frozen: the first collection afterwards would scan all of them, for as long.
     """
     was_enabled = gc.isenabled()
     gc.disable()

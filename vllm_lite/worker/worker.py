@@ -27,7 +27,7 @@ from vllm_lite.worker.memory.profile import (
     warn_if_short,
 )
 from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits, warm_up_step
-from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
 from vllm_lite.worker.sampling.sampler import Sampler
 

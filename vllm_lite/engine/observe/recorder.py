@@ -275,10 +275,10 @@ def digest_of(step: SchedulerOutput) -> bytes:
 def _decision(entry: Entry) -> object:
     if isinstance(entry, NewRequest):
         fields = msgspec.structs.astuple(entry)
-        return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.child, fields[4:]
+        return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:]
     if isinstance(entry, Fork):
         fields = msgspec.structs.astuple(entry)
-        return "fork", fields[:2], entry.sampling.child, fields[3:]
+        return "fork", fields[:2], entry.sampling.sample, fields[3:]
     return entry
 
 

@@ -1,4 +1,4 @@
-"""Inputs and results of steps in which every sequence decodes one token: the persistent batch without numpy."""
+"""Decode steps of the persistent batch as native calls: inputs and results of one token for each sequence."""
 
 import ctypes
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class _Record(ctypes.Structure):
 
 
 class DecodeRows:
-    """The arrays of a batch, which stay where they are, and those of a step, which every call fills anew."""
+    """The arrays of a batch, which stay where they are, and those of a step, which `fill` overwrites."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DecodeRows:
     ) -> None:
         max_rows, width = tables[0].shape
         self.rows, self.input_ids, self.positions, self.lengths = np.zeros((4, max_rows), np.int64)
-        """Of each sequence: its row in the batch, the token to compute, its position, and that of the next one."""
+        """Each sequence's row in the batch, the token to compute, its position, and the position of the next one."""
         self.seq_lens = np.zeros(max_rows, np.int32)
         self.slots = np.zeros((len(tables), max_rows), np.int64)
         self.tables = [np.zeros((max_rows, width), np.int32) for _ in tables]
@@ -76,10 +76,10 @@ class DecodeRows:
         self._commit = function("vllm_lite_decode_commit", (pointer, int64, pointer))
 
     def fill(self, count: int) -> int:
-        """The inputs of the `count` sequences in `rows`. Returns the length of the longest table; -1 if one of them
-        cannot decode, because it lacks more than its last token, or has no block for it."""
+        """Compute the inputs of the `count` sequences in `rows`. Returns the length of the longest table; -1 if one of
+        them cannot decode, because it lacks more than its last token, or has no block for it."""
         return int(self._inputs(self._address, count))
 
     def commit(self, count: int, sampled: Int64s) -> None:
-        """Each of them got a token; sampled: [count]."""
+        """Append one sampled token to each of the `count` sequences; sampled: [count]."""
         self._commit(self._address, count, sampled.ctypes.data)

@@ -55,9 +55,11 @@ def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, 
 
 
 def noise(
-    seed: int, child: int, position: int, vocab_size: int
+    seed: int, sample: int, position: int, vocab_size: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
     """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
     hashes, values = np.empty(vocab_size, np.uint32), np.empty(vocab_size, np.float32)
-    function("vllm_lite_noise", _NOISE_TYPES)(seed, child, position, vocab_size, hashes.ctypes.data, values.ctypes.data)
+    function("vllm_lite_noise", _NOISE_TYPES)(
+        seed, sample, position, vocab_size, hashes.ctypes.data, values.ctypes.data
+    )
     return hashes, values

@@ -64,12 +64,12 @@ def read_picked(picked: torch.Tensor) -> Picked:
 
 
 def noise(
-    launcher: Launcher, device: torch.device, seed: int, child: int, position: int, vocab_size: int
+    launcher: Launcher, device: torch.device, seed: int, sample: int, position: int, vocab_size: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
     """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
     hashes = torch.empty(vocab_size, dtype=torch.int32, device=device)
     values = torch.empty(vocab_size, dtype=torch.float32, device=device)
-    args = (np.uint64(seed), np.uint32(child), np.uint32(position), np.int32(vocab_size), hashes, values)
+    args = (np.uint64(seed), np.uint32(sample), np.uint32(position), np.int32(vocab_size), hashes, values)
     launcher.kernel(SOURCE, "noise_row")((-(-vocab_size // 256), 1, 1), (256, 1, 1), args)
     return hashes.numpy(force=True).view(np.uint32), values.numpy(force=True)
 

@@ -23,7 +23,7 @@ LINEARS = ("qkv", "output", "gate-up", "down")
 def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     ledger = Ledger()
     ledger.watch(type(poller()), {"poll": "wait"})
-    ledger.watch(process.Session, {"receive": "receive", "send": "send"})
+    ledger.watch(process.WorkerLoop, {"receive": "receive", "send": "send"})
     ledger.watch(InputBatch, dict.fromkeys(("apply", "build", "sample_inputs", "commit"), "batch"))
     ledger.watch(DecodeInputs, {"load": "batch"})
     ledger.watch(DecodeGraphs, {"logits": "graph"})

@@ -1,12 +1,12 @@
-"""The persistent batch: what a worker remembers of its sequences between steps, one row of numpy arrays each.
+"""The persistent batch: what a worker knows of its sequences between steps, one row of numpy arrays each.
 
-A step is `apply` (the scheduler's diffs), perhaps `draft`, `build` (the forward pass's inputs) and `commit` (what was
-sampled). The tokens are the worker's own: the engine may send the next step before it knows what this one gives. Rows
-are contiguous in [0, num_rows): the last row moves into the place of one that leaves. Nothing here loops over tokens.
+A step is `apply` (the scheduler's diffs), perhaps `add_drafts`, `build` (the forward pass's inputs) and `commit` (what
+was sampled). The tokens are the worker's own: the engine may send the next step before it knows what this one samples.
+Rows are contiguous in [0, num_rows): when a sequence leaves, the last row moves to its row. Nothing here loops over
+tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.errors import ProtocolError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.batch import DecodeRows
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
     BlockIds,
@@ -29,26 +31,19 @@ from vllm_lite.protocol.step import (
     Resume,
     SetToken,
 )
-from vllm_lite.worker.batch.integrity import row_problems
-from vllm_lite.worker.batch.steady import steady_decode
+from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
+from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
-from vllm_lite.worker.sampling.logit_rules import RuleBook
-from vllm_lite.worker.sampling.prompt_scores import PromptScores, Scoring
+from vllm_lite.worker.sampling.drafter import DraftBatch
+from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
+from vllm_lite.worker.sampling.logprobs import PromptScoring, score_step
+from vllm_lite.worker.sampling.masks import MaskSourceOf
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, row_params
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """A preempted sequence: no row, no blocks."""
-
-    tokens: Int32s  # [num_tokens]
-    params: np.void  # ROW_PARAMS
-    ruled: Sampling | None  # of one with rules
-
-
 class InputBatch:
-    """Rows for at most `max_num_seqs` resident sequences; preempted ones are parked aside without limit."""
+    """Holds at most `max_num_seqs` sequences in rows, and any number of preempted ones, which have no row."""
 
     def __init__(
         self,
@@ -66,8 +61,10 @@ class InputBatch:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.windows = tuple(windows)
+        self.mask_source_of: MaskSourceOf | None = None
+        """Makes the mask source of a new sequence, for those that follow a grammar."""
         table_width = -(-max_model_len // block_size)
-        # Behind the tokens of a row stand drafts. One column more than the context: a token sampled behind a full
+        # Drafts stand behind the tokens of a row. One column more than the context: a token sampled behind a full
         # context is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in windows]
@@ -76,30 +73,28 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
         self.params = np.zeros(max_num_seqs, ROW_PARAMS)
-        self._handles: list[Handle] = []  # row -> handle
-        self._rows: dict[Handle, int] = {}
-        self._parked: dict[Handle, _Parked] = {}
+        self._sequences: dict[Handle, SequenceState] = {}  # resident and preempted
+        self._resident: list[SequenceState] = []  # by row
         self.rules = RuleBook(max_num_seqs, vocab_size, max_model_len + 1)
-        self.scores = PromptScores()
-        self._scheduled: dict[Handle, int] = {}  # tokens in this step, in the order of the entries
-        self._num_drafts: dict[Handle, int] = {}  # of those tokens
-        self.max_drafts: dict[Handle, int] = {}
-        """Sequences for which this step would take drafts, and how many."""
+        self._scheduled: dict[Handle, int] = {}  # tokens in this step, drafts included, in the order of the entries
+        self._max_drafts: dict[Handle, int] = {}  # how many drafts this step takes, of the sequences that may have any
+        self._num_drafts: dict[Handle, int] = {}
         counts = self.num_tokens, self.num_computed, self.num_cached
-        self._steady = steady_decode(self.token_ids, counts, self.block_tables, self.table_lens, block_size)
+        arrays = self.token_ids, counts, self.block_tables, self.table_lens, block_size
+        self._steady = SteadyDecode(DecodeRows(*arrays) if cpu.available() else None)
 
     @property
     def num_rows(self) -> int:
-        return len(self._handles)
-
-    @property
-    def num_parked(self) -> int:
-        return len(self._parked)
+        return len(self._resident)
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
-        """The tokens known of a sequence, resident or parked: [num_tokens]. Raises ProtocolError if there is none."""
-        if handle in self._parked:
-            return self._parked[handle].tokens
+        """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError if it is unknown.
+
+        `what` names the caller in the error.
+        """
+        sequence = self._sequences.get(handle)
+        if sequence is not None and sequence.preempted_tokens is not None:
+            return sequence.preempted_tokens
         row = self._row(handle, what)
         return self.token_ids[row, : self.num_tokens[row]]
 
@@ -108,14 +103,15 @@ class InputBatch:
     def apply(self, entries: Sequence[Entry]) -> None:
         """Carry out one step's entries in order. Raises ProtocolError, naming the handle, for one that does not fit.
 
-        After an error the batch is not to be used any more: a worker whose state differs from the engine's ends.
+        After an error the batch must not be used any more: a worker whose state differs from the engine's ends.
         """
-        self._scheduled, self._num_drafts, self.max_drafts = {}, {}, {}
+        self._scheduled, self._max_drafts, self._num_drafts = {}, {}, {}
         for entry in entries:
             match entry:
                 case Continue():
                     row = self._row(entry.handle, "Continue")
-                    self._append_blocks(row, entry.new_block_ids)
+                    if entry.new_block_ids:
+                        self._append_blocks(row, entry.new_block_ids)
                     self._schedule(entry.handle, entry.num_tokens)
                     continue
                 case NewRequest():
@@ -134,7 +130,7 @@ class InputBatch:
                     self._replace_block(entry)
                 case SetToken():
                     self._set_token(entry)
-            self._steady.forget()
+            self._steady.invalidate()
 
     def _add(self, entry: NewRequest) -> None:
         tokens = np.frombuffer(entry.tokens, "<u4")
@@ -142,30 +138,20 @@ class InputBatch:
             raise ProtocolError(f"handle {entry.handle} has {len(tokens)} tokens, expected 1 to {self.max_model_len}")
         if tokens.max() >= self.vocab_size:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
-        row = self._new_row(entry.handle)
-        self._set_tokens(row, tokens)
-        self._set_sampling(row, entry.sampling, entry.num_prompt_tokens)
+        sequence = self._new_sequence(entry.handle, entry.sampling, entry.num_prompt_tokens)
         if entry.sampling.prompt_logprobs is not None:
-            self.scores.begin(entry.handle, entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
-        self._place(row, entry)
-
-    def _set_sampling(self, row: int, sampling: Sampling, num_prompt: int) -> None:
-        slot = self.rules.add(sampling, self.token_ids[row, : self.num_tokens[row]], num_prompt)
-        self.params[row] = row_params(sampling, num_prompt, slot)
+            sequence.prompt_scoring = PromptScoring(entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
+        self._start(sequence, tokens, entry)
 
     def _resume(self, entry: Resume) -> None:
-        parked = self._parked.pop(entry.handle, None)
-        if parked is None:
+        sequence = self._sequences.get(entry.handle)
+        if sequence is None or sequence.preempted_tokens is None:
             raise ProtocolError(f"Resume of handle {entry.handle}, which is not preempted")
-        row = self._new_row(entry.handle)
-        self._set_tokens(row, parked.tokens)
-        self.params[row] = parked.params
-        if parked.ruled is not None:
-            num_prompt = int(parked.params["num_prompt"])
-            self.params["rules"][row] = self.rules.add(parked.ruled, parked.tokens, num_prompt)
-        self._place(row, entry)
+        tokens, sequence.preempted_tokens = sequence.preempted_tokens, None
+        self._start(sequence, tokens, entry)
 
-    def _place(self, row: int, entry: NewRequest | Resume) -> None:
+    def _start(self, sequence: SequenceState, tokens: NDArray[Any], entry: NewRequest | Resume) -> None:
+        row = self._add_row(sequence, tokens)
         self.num_computed[row] = entry.num_computed
         self.num_cached[row] = entry.num_cached
         self._append_blocks(row, entry.block_ids)
@@ -173,6 +159,7 @@ class InputBatch:
 
     def _draft(self, entry: Draft) -> None:
         row = self._row(entry.handle, "Draft")
+        rules = self._resident[row].rules
         if self.num_computed[row] + 1 != self.num_tokens[row]:
             raise ProtocolError(f"Draft of handle {entry.handle}, which lacks more than its last token")
         if not 0 < entry.max_drafts <= self.max_model_len - self.num_tokens[row]:
@@ -181,21 +168,20 @@ class InputBatch:
             )
         self._append_blocks(row, entry.new_block_ids)
         self._schedule(entry.handle, 1)
-        if not self.rules.penalises(self.params["rules"][row]):  # penalties are against what would be drafted
-            self.max_drafts[entry.handle] = entry.max_drafts
+        if rules is None or rules.weights is None:  # penalties are against what would be drafted
+            self._max_drafts[entry.handle] = entry.max_drafts
 
     def _fork(self, entry: Fork) -> None:
-        """The child reads the parent's blocks; ReplaceBlock tells which of the two gets a copy of a shared one."""
+        """The child reads the parent's blocks; ReplaceBlock says which of the two gets a copy of a shared block."""
         parent = self._row(entry.parent, "Fork")
         known = int(self.num_tokens[parent])
         if not 0 <= entry.num_computed < entry.num_tokens <= known:
             raise ProtocolError(
                 f"Fork of handle {entry.parent} at {entry.num_computed} of {entry.num_tokens} tokens, it has {known}"
             )
-        child = self._new_row(entry.child)
-        self._set_tokens(child, self.token_ids[parent, : entry.num_tokens])
-        num_prompt = min(int(self.params["num_prompt"][parent]), entry.num_tokens)
-        self._set_sampling(child, entry.sampling, num_prompt)
+        num_prompt = min(self._resident[parent].num_prompt, entry.num_tokens)
+        sequence = self._new_sequence(entry.child, entry.sampling, num_prompt)
+        child = self._add_row(sequence, self.token_ids[parent, : entry.num_tokens])
         self.num_computed[child], self.num_cached[child] = entry.num_computed, entry.num_cached
         num_blocks = -(-entry.num_tokens // self.block_size)
         for table in self.block_tables:
@@ -219,46 +205,50 @@ class InputBatch:
 
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
-        ruled = self.rules.remove(int(self.params["rules"][row]))
-        self._parked[handle] = _Parked(self.tokens_of(handle).copy(), self.params[row].copy(), ruled)
+        self._resident[row].preempted_tokens = self.tokens_of(handle).copy()
         self._remove_row(row)
 
     def _finish(self, handle: Handle) -> None:
-        if self._parked.pop(handle, None) is None:
-            row = self._row(handle, "Finish")
-            self.rules.remove(int(self.params["rules"][row]))
-            self._remove_row(row)
-        self.scores.end(handle)
+        sequence = self._sequences.get(handle)
+        if sequence is None or sequence.preempted_tokens is None:
+            self._remove_row(self._row(handle, "Finish"))
+        del self._sequences[handle]
 
     def _row(self, handle: Handle, what: str) -> int:
-        row = self._rows.get(handle)
-        if row is None:
-            state = "preempted" if handle in self._parked else "unknown"
-            raise ProtocolError(f"{what} of handle {handle}, which is {state}")
-        return row
+        sequence = self._sequences.get(handle)
+        if sequence is not None and (row := sequence.row) != NO_ROW:
+            return row
+        raise ProtocolError(f"{what} of handle {handle}, which is {'preempted' if sequence else 'unknown'}")
 
-    def _new_row(self, handle: Handle) -> int:
-        if handle in self._rows or handle in self._parked:
+    def _new_sequence(self, handle: Handle, sampling: Sampling, num_prompt: int) -> SequenceState:
+        if handle in self._sequences:
             raise ProtocolError(f"handle {handle} is in use already")
-        row = len(self._handles)
+        rules = read_rules(sampling, num_prompt, self.vocab_size, self.mask_source_of)
+        self._sequences[handle] = sequence = SequenceState(handle, sampling, num_prompt, rules)
+        return sequence
+
+    def _add_row(self, sequence: SequenceState, tokens: NDArray[Any]) -> int:
+        row = sequence.row = len(self._resident)
         if row == self.max_num_seqs:
-            raise ProtocolError(f"no row for handle {handle}: all {self.max_num_seqs} (max_num_seqs) are taken")
-        self._handles.append(handle)
-        self._rows[handle] = row
+            raise ProtocolError(f"no row for handle {sequence.handle}: all {row} (max_num_seqs) are taken")
+        self._resident.append(sequence)
+        self._set_tokens(row, tokens)
         self.table_lens[row] = 0
+        self.params[row] = row_params(sequence.sampling, self.rules.add(sequence.rules, tokens))
         return row
 
     def _remove_row(self, row: int) -> None:
-        handle = self._handles[row]
-        if handle in self._scheduled:
-            raise ProtocolError(f"handle {handle} is scheduled and removed in one step")
-        del self._rows[handle]
-        last_handle = self._handles.pop()
-        last = len(self._handles)
+        sequence = self._resident[row]
+        if sequence.handle in self._scheduled:
+            raise ProtocolError(f"handle {sequence.handle} is scheduled and removed in one step")
+        self.rules.remove(int(self.params["rules"][row]))
+        sequence.row = NO_ROW
+        moved = self._resident.pop()
+        last = len(self._resident)
         if row == last:
             return
-        self._handles[row] = last_handle
-        self._rows[last_handle] = row
+        self._resident[row] = moved
+        moved.row = row
         self._set_tokens(row, self.token_ids[last, : self.num_tokens[last]])
         for table, length in zip(self.block_tables, self.table_lens[last], strict=True):
             table[row, :length] = table[last, :length]
@@ -272,20 +262,17 @@ class InputBatch:
     def _append_blocks(self, row: int, block_ids: BlockIds) -> None:
         if not block_ids:
             return
-        if len(block_ids) != len(self.block_tables):
-            raise ProtocolError(
-                f"handle {self._handles[row]} got blocks for {len(block_ids)} KV groups of {len(self.block_tables)}"
-            )
+        handle, num_groups = self._resident[row].handle, len(self.block_tables)
+        if len(block_ids) != num_groups:
+            raise ProtocolError(f"handle {handle} got blocks for {len(block_ids)} KV groups of {num_groups}")
         for group, ids in enumerate(block_ids):
             if not ids:
                 continue
             table, start = self.block_tables[group], int(self.table_lens[row, group])
             end = start + len(ids)
             if end > table.shape[1]:
-                raise ProtocolError(
-                    f"handle {self._handles[row]} got {end} blocks, at most {table.shape[1]} are needed"
-                )
-            self._check_blocks(self._handles[row], ids)
+                raise ProtocolError(f"handle {handle} got {end} blocks, at most {table.shape[1]} are needed")
+            self._check_blocks(handle, ids)
             table[row, start:end] = ids
             self.table_lens[row, group] = end
 
@@ -300,21 +287,29 @@ class InputBatch:
 
     # ---- build: the forward pass's inputs
 
-    def draft(self, handle: Handle, tokens: Int32s) -> None:
-        """Compute `tokens` behind the last token of a sequence in `max_drafts`, at most that many, to see if they are
-        what it samples."""
-        row, count = self._rows[handle], len(tokens)
-        first = int(self.num_tokens[row])
-        self.token_ids[row, first : first + count] = tokens
-        self._scheduled[handle] += count
-        self._num_drafts[handle] = count
+    def draft_batch(self) -> DraftBatch | None:
+        """Return the sequences that take drafts in this step; None if there are none."""
+        handles = list(self._max_drafts)
+        if not handles:
+            return None
+        return DraftBatch(handles, [self.tokens_of(handle) for handle in handles], list(self._max_drafts.values()))
+
+    def add_drafts(self, drafts: Sequence[Int32s]) -> None:
+        """Compute the drafts of each sequence of `draft_batch` behind its last token, to see if it samples them."""
+        for handle, tokens in zip(self._max_drafts, drafts, strict=True):
+            row, count = self._sequences[handle].row, len(tokens)
+            first = int(self.num_tokens[row])
+            self.token_ids[row, first : first + count] = tokens
+            self._scheduled[handle] += count
+            self._num_drafts[handle] = count
 
     def build(self) -> StepInputs:
-        """The inputs of what `apply` scheduled. Raises ProtocolError if a sequence has not the tokens or the blocks."""
-        handles = list(self._scheduled)
+        """Make the inputs of what `apply` scheduled. Raises ProtocolError if a sequence lacks tokens or blocks."""
         if (steady := self._steady.prepare(self._scheduled)) is not None:
             return steady
-        rows = np.array([self._rows[handle] for handle in handles], np.int64)
+        handles = list(self._scheduled)
+        sequences = [self._sequences[handle] for handle in handles]
+        rows = np.array([sequence.row for sequence in sequences], np.int64)
         counts = np.array(list(self._scheduled.values()), np.int64)
         starts, num_tokens = self.num_computed[rows], self.num_tokens[rows]
         ends = starts + counts
@@ -332,6 +327,7 @@ class InputBatch:
             token_rows = rows.repeat(counts)
             positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= self.num_cached[token_rows]
+        scorings = [(index, s.handle, s.prompt_scoring) for index, s in enumerate(sequences) if s.prompt_scoring]
         return StepInputs(
             handles=handles,
             rows=rows,
@@ -345,16 +341,11 @@ class InputBatch:
             sampling=sampling,
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
             drafted=num_drafts is not None,
-            scoring=self._scoring(handles, rows, (starts, ends), query_start_loc),
+            scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
         )
 
-    def _scoring(
-        self, handles: list[Handle], rows: Int64s, ranges: tuple[Int64s, Int64s], query_start_loc: Int32s
-    ) -> Scoring | None:
-        return self.scores.of_step(handles, rows, ranges, query_start_loc, self.token_ids) if self.scores else None
-
     def _drafts_of(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
-        """How many tokens of each are drafts; None, which spares much, if nothing was drafted."""
+        """Count each sequence's drafts; None, which spares much, if nothing was drafted."""
         if not any(self._num_drafts.values()):
             return None
         return np.array([self._num_drafts.get(handle, 0) for handle in handles], np.int64)
@@ -371,12 +362,12 @@ class InputBatch:
             )
 
     def _slots(self, table: Int32s, rows: Int64s, positions: Int64s, written: NDArray[np.bool_]) -> Int64s:
-        """Slot of each token: block id * block size + offset, PAD_SLOT where nothing is written. [num_tokens]"""
+        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. [num_tokens]"""
         block_index, offsets = np.divmod(positions, self.block_size)
         blocks = table[rows, block_index]
         lost = written & (blocks == NULL_BLOCK)
         if lost.any():
-            raise ProtocolError(f"handle {self._handles[rows[lost.argmax()]]} would write to the null block")
+            raise ProtocolError(f"handle {self._resident[rows[lost.argmax()]].handle} would write to the null block")
         return np.where(written, blocks * np.int64(self.block_size) + offsets, PAD_SLOT)
 
     def _tables_of(self, rows: Int64s, table_lens: Int32s) -> tuple[Int32s, ...]:
@@ -384,36 +375,36 @@ class InputBatch:
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
-        """What the sampler needs for the sequences that are caught up in this step. Ask before `commit`."""
-        if inputs is self._steady.inputs and self._steady.sampling is not None:
-            return self._steady.sampling
+        """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`."""
+        if inputs.samples is not None:
+            return inputs.samples
         rows = inputs.rows[inputs.sampling]
         if inputs.drafted:
             rows = rows.repeat(inputs.num_samples)
         params = self.params[rows]
         positions = self.num_tokens[rows]
         if inputs.drafted:
-            positions += inputs.sample_places
-        slots = params["rules"]
-        banned, edits = self.rules.of_step(slots, positions, rows, self.token_ids) if slots.any() else (None, None)
-        sampling = SampleInputs(params, positions, banned, edits)
-        self._steady.remember(inputs, sampling)
-        return sampling
+            positions += inputs.num_drafts_before
+        samples = SampleInputs(params, positions, self.rules.edits(params["rules"], positions, rows, self.token_ids))
+        if not inputs.is_steady:
+            self._steady.learn(inputs, samples)
+        return samples
 
     # ---- commit: what came out
 
     def commit(self, inputs: StepInputs, sampled: Int64s, num_kept: Int64s | None = None) -> None:
-        """The step has run. Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if
-        nothing was drafted) are its tokens; drafts before the last of these have proved right, so they are computed.
+        """Take over what the step sampled.
+
+        Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if nothing was drafted)
+        are its tokens; drafts before the last of these have proved right, so they are computed.
         """
         if self.rules.counts_tokens:  # nothing was drafted for those whose tokens count
-            slots = self.params["rules"][inputs.rows[inputs.sampling]]
-            self.rules.count(slots, sampled[inputs.sample_starts])
-        if inputs is self._steady.inputs:
-            self._steady.commit(sampled)
+            self.rules.count(self.params["rules"][inputs.rows[inputs.sampling]], sampled[inputs.sample_starts])
+        if inputs.is_steady:
+            self._steady.commit(inputs, sampled)
             return
         if inputs.scoring is not None:
-            self.scores.commit(inputs.scoring)
+            inputs.scoring.commit()
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.drafted:
@@ -423,26 +414,39 @@ class InputBatch:
             return
         num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[rows] -= num_samples - num_kept
-        kept = inputs.sample_places < np.repeat(num_kept, num_samples)
+        kept = inputs.num_drafts_before < np.repeat(num_kept, num_samples)
         sample_rows = np.repeat(rows, num_kept)
-        self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.sample_places[kept]] = sampled[kept]
+        self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.num_drafts_before[kept]] = sampled[kept]
         self.num_tokens[rows] += num_kept
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the bookkeeping contradicts itself. For tests, and for when the worker is idle."""
-        rows = {handle: row for row, handle in enumerate(self._handles)}
-        _require(rows == self._rows, f"handles {self._handles} are not where the map says: {self._rows}")
-        _require(len(rows) <= self.max_num_seqs, f"{len(rows)} rows, at most {self.max_num_seqs}")
-        _require(
-            not rows.keys() & self._parked.keys(), f"both resident and parked: {rows.keys() & self._parked.keys()}"
-        )
-        slots = self.params["rules"][: len(rows)].tolist()
-        _require(sorted(filter(None, slots)) == sorted(self.rules.slots), f"rules in use: {self.rules.slots}, {slots}")
-        for handle, row in rows.items():
-            for problem in row_problems(self, row):
-                raise RuntimeError(f"handle {handle} in row {row}: {problem}")
+        num_preempted = sum(sequence.row == NO_ROW for sequence in self._sequences.values())
+        if len(self._resident) + num_preempted != len(self._sequences):
+            raise RuntimeError(f"{self._resident} have rows, {num_preempted} of {self._sequences} have none")
+        entries = self.params["rules"][: len(self._resident)].tolist()
+        if sorted(filter(None, entries)) != sorted(self.rules.entries):
+            raise RuntimeError(f"rules in use: {self.rules.entries}, {entries}")
+        for row, sequence in enumerate(self._resident):
+            for problem in self._row_problems(row, sequence):
+                raise RuntimeError(f"handle {sequence.handle} in row {row}: {problem}")
 
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise RuntimeError(otherwise)
+    def _row_problems(self, row: int, sequence: SequenceState) -> Iterator[str]:
+        if sequence.row != row or sequence.preempted_tokens is not None:
+            yield f"the sequence is elsewhere: {sequence}"
+        num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
+        if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
+            yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"
+        tokens = self.token_ids[row, :num_tokens]
+        if num_tokens and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            yield f"tokens outside the vocabulary: {tokens}"
+        for group, table in enumerate(self.block_tables):
+            window, blocks = self.windows[group], table[row, : self.table_lens[row, group]]
+            if len(blocks) * self.block_size < num_computed:
+                yield f"{len(blocks)} blocks of group {group} for {num_computed} computed tokens"
+            # The engine frees blocks that a window has left behind without a message, and may allocate them again.
+            first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+            blocks = blocks[first:]
+            real = blocks[blocks != NULL_BLOCK]
+            if len(set(real.tolist())) != len(real) or not ((real > 0) & (real < self.num_blocks)).all():
+                yield f"blocks of group {group} repeat or lie outside the pool: {blocks}"

@@ -1,4 +1,4 @@
-"""What the persistent batch gives to one step: the forward pass's arrays, and where in them samples are taken."""
+"""The inputs of one step, made by the persistent batch: arrays for the forward pass, and which tokens sample."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.sampling.drafter import NO_DRAFT
-from vllm_lite.worker.sampling.prompt_scores import Scoring
+from vllm_lite.worker.sampling.logprobs import StepScoring
+from vllm_lite.worker.sampling.sampler import SampleInputs
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -16,7 +17,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's inputs, sequences in the order of their entries, tokens of one sequence side by side."""
+    """Holds one step's inputs: sequences in the order of their entries, tokens of one sequence side by side."""
 
     handles: list[Handle]
     rows: Int64s  # [num_seqs], rows of the batch
@@ -31,7 +32,12 @@ class StepInputs:
     num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every draft
     drafted: bool = False
     """Whether some sequence has drafts, so more than one sample."""
-    scoring: Scoring | None = None
+    scoring: StepScoring | None = None
+    """The prompt tokens that get their logprobs."""
+    is_steady: bool = False
+    """Whether the arrays are buffers of SteadyDecode, which the next steady step overwrites."""
+    samples: SampleInputs | None = None
+    """The sampler's inputs, if they were known beforehand."""
 
     @property
     def num_tokens(self) -> int:
@@ -39,42 +45,42 @@ class StepInputs:
 
     @property
     def sample_starts(self) -> Int64s:  # [num_sampling]
-        """Where among the samples those of each sequence begin."""
+        """Index of each sequence's first sample."""
         if not self.drafted:
             return np.arange(len(self.sampling))
         return np.cumsum(self.num_samples) - self.num_samples
 
     @property
-    def sample_places(self) -> Int64s:  # [num_samples]
-        """Of each sample how many drafts of its sequence stand before it."""
+    def num_drafts_before(self) -> Int64s:  # [num_samples]
+        """How many drafts of its sequence stand before each sample."""
         if not self.drafted:
             return np.zeros(len(self.sampling), np.int64)
         return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
 
     @property
     def sample_tokens(self) -> Int64s:  # [num_samples]
-        """Where in the step's tokens those stand whose logits are wanted."""
+        """Index of each sample's token among the step's tokens."""
         ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
-        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_places
+        return np.repeat(ends - self.num_samples, self.num_samples) + self.num_drafts_before
 
     @property
     def wanted(self) -> Int64s | None:  # [num_samples + num_scored]
-        """Where in the step's tokens those stand whose hidden states are wanted: for samples, then for scores. None
-        if these are all, in order."""
+        """Indices of the tokens whose hidden states are wanted: for samples, then for prompt logprobs. None if these
+        are all, in order."""
         if self.scoring is not None:
-            return np.concatenate((self.sample_tokens, self.scoring.places))
+            return np.concatenate((self.sample_tokens, self.scoring.positions))
         return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
 
     @property
     def drafts(self) -> Int64s:  # [num_samples]
-        """What was drafted for each sample; NO_DRAFT at the last of each sequence."""
+        """The token that was drafted where each sample is; NO_DRAFT at the last sample of each sequence."""
         drafts = np.append(self.input_ids, NO_DRAFT)[self.sample_tokens + 1]
         drafts[self.sample_starts + self.num_samples - 1] = NO_DRAFT
         return drafts
 
 
 def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
-    """`num_tokens` tokens spread over new sequences that write nothing and read the null block.
+    """Make a step of `num_tokens` tokens, spread over new sequences that write nothing and read the null block.
 
     The first `num_sampling` of them want a token. For warming up and for profiling memory: a step of this size that
     touches no sequence's KV.

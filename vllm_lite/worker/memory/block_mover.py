@@ -1,4 +1,4 @@
-"""How blocks move: a program cut into stages, and one mover per kind of device.
+"""How blocks move: a block program is cut into stages, and one mover per kind of device executes them.
 
 The program's meaning is that of one op at a time, in order. An op goes into the first stage that lies behind every
 earlier op which it must not overtake: one that writes what it reads or writes, or reads what it writes. So the ops of a
@@ -18,7 +18,7 @@ from vllm_lite.protocol.step import BlockOp
 
 
 class Run(NamedTuple):
-    """`length` ops of one kind whose sources and destinations are both consecutive: one copy.
+    """Joins `length` ops of one kind whose sources and destinations are both consecutive: one copy.
 
     `src` and `dst` count from the beginning of their tiers.
     """
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 def stages(
     program: Iterable[Run],  # of length 1
 ) -> list[list[Run]]:
-    """The runs of each stage, joined as far as ids are consecutive."""
+    """Cut a program into stages, whose runs are joined as far as ids are consecutive."""
     found: list[list[Run]] = []
     read: dict[tuple[bool, int], int] = {}  # (in the host tier, block) -> number of stages up to its last reader
     written: dict[tuple[bool, int], int] = {}  # likewise up to its last writer
@@ -74,19 +74,19 @@ def pairs_of(runs: Iterable[Run]) -> torch.Tensor:  # int64 [n, 2], (source, des
 
 
 class Pools(NamedTuple):
-    """Both tiers, [num_blocks, ...] each, contiguous; and as bytes, one row a block."""
+    """Holds the memory of both tiers, [num_blocks, ...] each, contiguous."""
 
     device: torch.Tensor
     host: torch.Tensor
 
     def of(self, op: BlockOp) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where an op reads and where it writes, uint8 [num_blocks, block_bytes]."""
+        """The pools that an op reads and writes, as bytes: uint8 [num_blocks, block_bytes] each."""
         source = self.host if op == BlockOp.SWAP_IN else self.device
         destination = self.host if op == BlockOp.SWAP_OUT else self.device
         return source.flatten(1).view(torch.uint8), destination.flatten(1).view(torch.uint8)
 
     def copy(self, runs: Sequence[Run]) -> None:
-        """Runs of one kind, by torch on its current stream; the host does not wait if its memory is locked."""
+        """Copy runs of one kind on torch's current stream; the host does not wait if its memory is locked."""
         source, destination = self.of(runs[0].op)
         for _, src, dst, length in runs:
             destination[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
@@ -94,12 +94,12 @@ class Pools(NamedTuple):
 
 class Mover(Protocol):
     def move(self, stage: Sequence[Run]) -> None:
-        """Do all runs of one stage, behind the stages before it and what the device did before them."""
+        """Copy all runs of one stage, behind the stages before it and the device's earlier work."""
         ...
 
 
 class TorchMover:
-    """Any device: one copy after another."""
+    """Copies on any device, one run after another."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -110,7 +110,7 @@ class TorchMover:
 
 
 class NativeMover:
-    """Memory of a CPU: all copies of one kind in a call, which shares them among the threads."""
+    """Copies in a CPU's memory: one native call for all runs of one kind, which shares them among the threads."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -124,16 +124,16 @@ class NativeMover:
 
 
 Stream: TypeAlias = Any
-"""A torch.cuda.Stream, or what a test puts in its place. What is used of it is `wait_stream`: all that is put on the
-one stream from now on runs behind all that is on the other by now."""
+"""A torch.cuda.Stream, or a test's fake. Only `wait_stream` is used: what is put on the one stream from now on runs
+behind all that is on the other by now."""
 
 
 class Streams(Protocol):
-    """The stream of the forward passes, and one for either direction between the tiers: a bus carries both at once."""
+    """Has the stream of the forward passes, and one for each direction between the tiers, as a bus carries both."""
 
     def current(self) -> Stream: ...
 
-    def lane(self, op: BlockOp) -> Stream: ...
+    def of_op(self, op: BlockOp) -> Stream: ...
 
     def use(self, stream: Stream) -> AbstractContextManager[object]: ...
 
@@ -141,20 +141,20 @@ class Streams(Protocol):
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lanes = {op: torch.cuda.Stream(device) for op in (BlockOp.SWAP_OUT, BlockOp.SWAP_IN)}
+        self._of_op = {op: torch.cuda.Stream(device) for op in (BlockOp.SWAP_OUT, BlockOp.SWAP_IN)}
 
     def current(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
-    def lane(self, op: BlockOp) -> Stream:
-        return self._lanes[op]
+    def of_op(self, op: BlockOp) -> Stream:
+        return self._of_op[op]
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
 
 class CudaMover:
-    """Swaps on streams of their own while a kernel copies within the device; the host waits for nothing.
+    """Swaps on streams of their own while a kernel copies within the device; the host does not wait.
 
     Every stage begins and ends on the current stream: so the stages, the forward pass before them and the one after run
     in that order.
@@ -170,17 +170,17 @@ class CudaMover:
         current = self._streams.current()
         kinds = by_kind(stage)
         copies = kinds.pop(BlockOp.COPY, None)
-        lanes = []
+        streams = []
         for op, runs in kinds.items():
-            lane = self._streams.lane(op)
-            lane.wait_stream(current)
-            with self._streams.use(lane):
+            stream = self._streams.of_op(op)
+            stream.wait_stream(current)
+            with self._streams.use(stream):
                 self._by_torch(runs)
-            lanes.append(lane)
+            streams.append(stream)
         if copies:
             self._copy(copies)
-        for lane in lanes:
-            current.wait_stream(lane)
+        for stream in streams:
+            current.wait_stream(stream)
 
     def _by_torch(self, runs: Sequence[Run]) -> None:
         self._pools.copy(runs)

@@ -1,4 +1,4 @@
-"""Owns the bytes of the KV cache on one worker and executes the engine's block programs on them.
+"""The CacheEngine owns the bytes of the KV cache on one worker and executes the engine's block programs on them.
 
 Layout: block-major `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`, on the device and in the
 host swap pool alike. All of a block's bytes lie together, so that a block moves in one copy.
@@ -30,8 +30,7 @@ from vllm_lite.worker.memory.block_mover import (
 )
 
 NULL_BLOCK = 0
-"""Stands in block tables where nothing is; no token is ever written to it."""
-
+"""Fills the places of block tables that hold no block; no token is ever written to it."""
 
 MEASURED_BYTES = 4 << 20
 """What one round of `measure_swap` moves each way, or one block if that is more."""
@@ -39,7 +38,7 @@ MEASURING_S = 0.01
 
 
 class CacheEngine:
-    """The device pool, the host swap pool, and the only code that moves blocks between and within them."""
+    """Owns the device pool and the host swap pool; no other code moves blocks between and within them."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class CacheEngine:
             self.mover.move(stage)
 
     def measure_swap(self) -> float:
-        """Blocks that can be moved between the tiers in a second, either way; 0 without a host tier.
+        """Measure how many blocks can be moved between the tiers in a second, either way; 0 without a host tier.
 
-        For when the pools are new: the blocks hold nothing yet, nor do they afterwards. Ids are not consecutive, as
-        those of a running engine seldom are.
+        To be called while the pools are new: the blocks hold nothing yet, nor do they afterwards. The ids are not
+        consecutive, as those of a running engine seldom are.
         """
         size = max(1, MEASURED_BYTES // max(1, self.pool[0].nbytes))
         count = min(self.num_blocks - 1, self.num_host_blocks, size)
@@ -110,7 +109,7 @@ class CacheEngine:
             torch.cuda.synchronize(self.pool.device)
 
     def _check(self, index: int, op: int, src: int, dst: int) -> Run:
-        """One op as a run of length 1, its ids made relative to their tiers' pools."""
+        """Turn one op into a run of length 1, with ids that count from the beginning of their tiers' pools."""
         device, host = range(self.num_blocks), range(self.num_blocks, self.num_blocks + self.num_host_blocks)
         if op == BlockOp.COPY:
             sources, destinations = device, device
@@ -129,7 +128,7 @@ class CacheEngine:
         return Run(BlockOp(op), src - sources.start, dst - destinations.start)
 
     def _locked(self, pool: torch.Tensor) -> torch.Tensor:
-        """`pool`, fixed in memory where it is, so that the device can read and write it while the host goes on.
+        """Fix `pool` in memory where it is, so that the device can read and write it while the host goes on.
 
         Not torch's pinned memory: that takes the next power of two, 8 GiB for 5 GiB of swap space. Raises ConfigError.
         """
@@ -147,17 +146,17 @@ class CacheEngine:
 
 
 def make_mover(pools: Pools) -> Mover:
-    """The best mover for the device of `pools`."""
+    """Choose the best mover for the device of `pools`."""
     if pools.device.is_cuda:
         return CudaMover(pools, CudaStreams(pools.device.device), default_launcher())
     return NativeMover(pools) if cpu.available() else TorchMover(pools)
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in pages that are made when they are first written: gigabytes of cache cost no start-up time."""
+    """Make zeros in pages that exist once they are written: gigabytes of cache cost no start-up time."""
     return memory.zeros(math.prod(shape), dtype).view(shape)
 
 
 def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of any type: torch has no zeros of float8 on every device."""
+    """Make zeros as bytes, since torch has no zeros of float8 on every device."""
     return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""How many KV blocks a device has room for: the memory profile, its arithmetic, and the words for its result.
+"""How many KV blocks a device has room for: the memory profile, its arithmetic, and the report of its result.
 
 On a GPU the worker loads the weights, runs the largest step that it will ever be asked for, and asks what that took:
 
@@ -30,18 +30,18 @@ logger = log.get(__name__)
 
 
 class DeviceMemory(Protocol):
-    """What a device and the framework's allocator on it say of its memory, in bytes."""
+    """Reports the memory of a device and of the framework's allocator on it, in bytes."""
 
     def total_bytes(self) -> int:
-        """Of the whole device."""
+        """The memory of the whole device."""
         ...
 
     def free_bytes(self) -> int:
-        """Of the whole device, whoever uses the rest."""
+        """What no process uses of the whole device."""
         ...
 
     def allocated_bytes(self) -> int:
-        """In the framework's live tensors."""
+        """What the framework's live tensors hold."""
         ...
 
     def peak_bytes(self) -> int:
@@ -51,12 +51,12 @@ class DeviceMemory(Protocol):
     def reset_peak(self) -> None: ...
 
     def trim(self) -> None:
-        """Wait for the device, and give back what the framework keeps without a live tensor in it."""
+        """Wait for the device, and release the memory that the framework keeps without a live tensor in it."""
         ...
 
 
 class CudaMemory:
-    """The truth, from the driver and from torch's allocator."""
+    """Reports what the driver and torch's allocator say."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,20 +84,20 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """What was measured, and what follows from it. Bytes everywhere."""
+    """Holds what was measured, in bytes, and computes what follows from it."""
 
     total_bytes: int
     utilization: float
     block_bytes: int
     initial_used_bytes: int
-    """In use on the device before this worker had anything there."""
+    """Was in use on the device before this worker had anything there."""
     weights_bytes: int
     peak_framework_bytes: int
     """Allocated at once during the largest step; weights and fixed buffers are part of it."""
     used_at_step_bytes: int
-    """In use on the device right after that step, with all that the framework keeps."""
+    """Was in use on the device right after that step, with all that the framework keeps."""
     used_bytes: int
-    """In use on the device after the framework has given back what it can."""
+    """Was in use on the device after the framework had released what it could."""
     framework_bytes: int
     """Allocated in live tensors at that time."""
     scratch_bytes: int = 0
@@ -107,7 +107,7 @@ class MemoryProfile:
 
     @property
     def activations_bytes(self) -> int:
-        """Of the largest step, fixed buffers included."""
+        """What the largest step takes beside the weights, fixed buffers included."""
         return max(self.peak_framework_bytes - self.weights_bytes, 0)
 
     @property
@@ -120,7 +120,7 @@ class MemoryProfile:
 
     @property
     def available_bytes(self) -> float:
-        """For the KV cache; negative if the rest is too large already."""
+        """What is left for the KV cache; negative if the rest is too large already."""
         return self.total_bytes * self.utilization - self.peak_bytes - self.scratch_bytes - self.graph_bytes
 
     @property
@@ -128,16 +128,16 @@ class MemoryProfile:
         return max(int(self.available_bytes // self.block_bytes), 0)
 
     def device_wide_num_blocks(self, swap_bytes: int) -> tuple[int, int]:
-        """(device, host) blocks by the older formula, for comparison in the report.
+        """(device, host) blocks by the founding formula, for comparison in the report.
 
-        It takes for the peak all that is in use on the device after the step: other processes' memory, and what the
-        framework keeps without need.
+        This formula counts all that is in use on the device after the step as the peak: other processes' memory, and
+        what the framework keeps without need.
         """
         blocks = (self.total_bytes * self.utilization - self.used_at_step_bytes) // self.block_bytes
         return max(int(blocks), 0), max(int(swap_bytes // self.block_bytes), 0)
 
     def lines(self, swap_bytes: int) -> tuple[str, str]:
-        """The measurements, under the names that dashboards know, and where the memory goes."""
+        """Two lines for the log: the measurements under the names that dashboards know, and where the memory goes."""
         measured = (
             f"memory_profile: total_gpu_memory={_gib(self.total_bytes)} "
             f"initial_memory_usage={_gib(self.initial_used_bytes)} "
@@ -177,7 +177,7 @@ class MemoryProfile:
 
 
 def check_free(memory: DeviceMemory, utilization: float) -> int:
-    """Bytes in use on the device. Raises ConfigError if what this worker may use is not free to begin with."""
+    """Return the bytes in use on the device. Raises ConfigError if this worker's share is not free to begin with."""
     total, free = memory.total_bytes(), memory.free_bytes()
     if free < total * utilization:
         possible = math.floor(100 * free / total) / 100
@@ -190,7 +190,7 @@ def check_free(memory: DeviceMemory, utilization: float) -> int:
 
 
 class Baseline(NamedTuple):
-    """What is known before the largest step runs."""
+    """Holds what is known before the largest step runs; MemoryProfile has the same fields."""
 
     initial_used_bytes: int
     weights_bytes: int
@@ -213,26 +213,23 @@ def profile_memory(
         total_bytes=total,
         utilization=utilization,
         block_bytes=block_bytes,
-        initial_used_bytes=baseline.initial_used_bytes,
-        weights_bytes=baseline.weights_bytes,
         peak_framework_bytes=peak_framework,
         used_at_step_bytes=used_at_step,
         used_bytes=total - memory.free_bytes(),
         framework_bytes=memory.allocated_bytes(),
-        scratch_bytes=baseline.scratch_bytes,
-        graph_bytes=baseline.graph_bytes,
+        **baseline._asdict(),
     )
 
 
 def blocks_for(num_tokens: int, groups: Sequence[KVGroup], block_size: int, chunk: int) -> int:
-    """Blocks that one sequence of `num_tokens` needs at once, the null block included, `chunk` tokens a step."""
+    """Count the blocks that one sequence needs at once, the null block included; a step computes `chunk` tokens."""
     whole = -(-num_tokens // block_size)
     windows = [group.window for group in groups]
     return 1 + sum(whole if w is None else min(whole, -(-(w - 1 + chunk) // block_size) + 1) for w in windows)
 
 
 def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], config: ResolvedConfig) -> None:
-    """Say so if no sequence of max_model_len fits. The engine then serves, and publishes, the length that does."""
+    """Warn if no sequence of max_model_len fits. The engine then serves, and publishes, the length that does."""
     length, block_size, chunk = config.max_model_len, config.block_size, config.max_num_batched_tokens
     needed = blocks_for(length, groups, block_size, chunk)
     if needed <= num_blocks:

@@ -5,35 +5,62 @@ and noise, and a sampled token counts only if every draft before it was right, s
 sequence. What was computed behind a wrong draft is beyond the sequence's computed length and is overwritten.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lite.config import Speculation
+from vllm_lite.protocol.step import Handle
+
+Int32s = NDArray[np.int32]
 
 NO_DRAFT = -1
 """Equals no token: stands where nothing was drafted."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Names the sequences that take drafts in one step; each lacks only its last token's KV."""
+
+    handles: list[Handle]
+    tokens: list[Int32s]  # of each: [num_tokens], views of the persistent batch
+    max_drafts: list[int]  # of each, at least 1
+
+
+class Drafter(Protocol):
+    """Proposes the tokens that follow. It is called once a step, before the forward pass."""
+
+    def propose(self, batch: DraftBatch) -> Sequence[Int32s]:
+        """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none."""
+        ...
+
+
 class NgramDrafter:
-    """Guesses that what followed the last few tokens before will follow them again."""
+    """Drafts that what followed the last few tokens before will follow them again."""
 
     def __init__(self, config: Speculation) -> None:
         self.longest = config.prompt_lookup_max
         self.shortest = config.prompt_lookup_min
 
-    def propose(
+    def propose(self, batch: DraftBatch) -> list[Int32s]:
+        """As Drafter.propose."""
+        return [self._follow(*pair) for pair in zip(batch.tokens, batch.max_drafts, strict=True)]
+
+    def _follow(
         self,
-        tokens: NDArray[np.int32],  # [num_tokens]
+        tokens: Int32s,  # [num_tokens]
         max_drafts: int,
-    ) -> NDArray[np.int32]:  # [max_drafts], or [0] if nothing is found
-        """What followed the most recent occurrence of the longest of the last n tokens that occurs before.
+    ) -> Int32s:  # [max_drafts], or [0] if nothing is found
+        """Return what followed the most recent occurrence of the longest suffix that occurs before.
 
         Where the occurrence ends so close to the end that too little follows, the draft goes on with itself: a
         sequence that repeats p tokens is drafted to repeat them for ever.
         """
-        ends = np.flatnonzero(
-            tokens[:-1] == tokens[-1]
-        )  # where matches of the last token end, then of the last two ...
+        # Where matches of the last token end; the loop narrows them to those of the last two, three ...
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1
         while length < self.longest and len(ends):
             longer = ends[ends >= length]
@@ -41,16 +68,16 @@ class NgramDrafter:
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        if not len(ends) or length < self.shortest or max_drafts < 1:
+        if not len(ends) or length < self.shortest:
             return tokens[:0]
         return np.resize(tokens[ends[-1] + 1 :][:max_drafts], max_drafts)
 
 
 def num_kept(
     sampled: NDArray[np.int64],  # [num_samples]
-    drafts: NDArray[np.int64],  # [num_samples], the draft for the same place; NO_DRAFT at the last of each sequence
+    drafts: NDArray[np.int64],  # [num_samples], the draft for the same position; NO_DRAFT at the last of each sequence
     starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one
 ) -> NDArray[np.int64]:  # [num_seqs]
-    """How many samples of each sequence are its tokens: up to and with the first that was not drafted."""
+    """Count the samples of each sequence that are its tokens: up to and with the first that was not drafted."""
     surprises = np.flatnonzero(sampled != drafts)
     return surprises[np.searchsorted(surprises, starts)] - starts + 1

@@ -1,235 +1,285 @@
-"""The rules that some sequences have for their logits, and what they mean for one step.
+"""The rules that some sequences have for their logits, and what they change in one step.
 
-Most sequences have none and cost nothing. The others have a slot from the time they enter the batch to the time they
-leave it, in whichever row they stand. What their rules say of a step is put together once for as long as the same
-sequences sample; what differs from step to step, which tokens are there, is worked out for all of them at once.
+The order of the rules is vLLM's: allowed ids, masks, bad words, and stop ids before min_tokens rule tokens out; then
+logit_bias is added; then penalties apply (penalties.py). Most sequences have no rules and cost nothing. The others have
+an entry in the RuleBook for as long as they have a row. What their rules say of a step is put together once for as long
+as the same sequences sample; what differs from step to step is worked out for all of them at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.worker.sampling.logit_edits import NEVER, Float32s, Held, LogitEdits, Pairs, penalties
-from vllm_lite.worker.sampling.token_counts import TokenCounts
+from vllm_lite.worker.sampling.masks import NEVER, MaskSourceOf, SequenceMask, TokenMasks, bitmask_of, masks_of_step
+from vllm_lite.worker.sampling.penalties import Float32s, Int64s, Penalties, TokenCounts
 
-Int64s = NDArray[np.int64]
+Pairs = tuple[Int64s, Int64s]
+"""Samples and token ids, both [num_pairs]."""
 
 NO_RULES = LogitRules()
 ANY_TOKEN = -1
+ALWAYS = np.iinfo(np.int64).max
+
+Part = TypeVar("Part")
+Joined = TypeVar("Joined")
+
+
+# ---- one step
+
+
+class Bias:
+    """Adds values to some logits. It is the same for many steps, so it is brought to the logits' device once."""
+
+    def __init__(self, samples: Int64s, ids: Int64s, values: Float32s) -> None:  # [num_pairs] each, no pair twice
+        self._arrays = samples, ids, values
+        self._tensors: list[torch.Tensor] = []
+
+    def apply(self, logits: torch.Tensor) -> None:
+        if not self._tensors:
+            self._tensors = [torch.from_numpy(array).to(logits.device) for array in self._arrays]
+        samples, ids, values = self._tensors
+        logits[samples, ids] += values
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """What must not be completed, token by token."""
+class LogitEdits:
+    """Changes the logits of one step, in the order of the fields.
 
-    prefixes: NDArray[np.int32]  # [num_words, longest], all but the last, at the end of the row; before them ANY_TOKEN
-    lengths: Int64s  # [num_words], how many these are
-    lasts: Int64s  # [num_words]
+    A logit that is minus infinity before one of the changes stays so; so does one that is not a number, unless banned.
+    """
+
+    banned: Pairs | None = None
+    """These logits become minus infinity; a pair may occur twice."""
+    allowed: TokenMasks | None = None
+    masks: TokenMasks | None = None
+    bias: Bias | None = None
+    penalties: Penalties | None = None
+
+    def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
+        if self.banned is not None:
+            logits[tuple(torch.from_numpy(array).to(logits.device) for array in self.banned)] = NEVER
+        for change in (self.allowed, self.masks, self.bias, self.penalties):
+            if change is not None:
+                change.apply(logits)
+
+
+# ---- one sequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
-    """Of one sequence, in the form in which those of several are put together."""
+class _Bans:
+    """Names tokens that must not come next: a bad word's last one where the output ends with the rest of the word, and
+    stop ids before min_tokens."""
 
-    sampling: Sampling
-    allowed: Int64s
-    bias: tuple[Int64s, Float32s]
-    stops: Int64s  # token ids that may come from `sampling.min_tokens_until` on
-    words: _Words
+    prefixes: NDArray[np.int32]  # [n, longest], the rest of each word, at the end of the row; before it ANY_TOKEN
+    since: Int64s  # [n], the least position at which the token is banned: the output has room for the prefix
+    until: Int64s  # [n], the position from which on it is allowed
+    tokens: Int64s  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRules:
+    """Holds one sequence's rules, None for each kind that it lacks, in the form in which those of several are put
+    together. The sequence keeps them while it is preempted; a fork has its own."""
+
+    num_prompt: int
+    allowed: NDArray[np.uint32] | None  # bitmask
+    mask: SequenceMask | None
+    bans: _Bans | None
+    bias: tuple[Int64s, Float32s] | None  # token ids and values
+    weights: tuple[float, float, float] | None  # presence, frequency and repetition penalty
+
+
+def read_rules(
+    sampling: Sampling, num_prompt: int, vocab_size: int, mask_source_of: MaskSourceOf | None
+) -> SequenceRules | None:
+    """Read the rules of a new sequence; None if it has none."""
+    if not sampling.is_ruled:
+        return None
+    rules = sampling.rules or NO_RULES
+    source = mask_source_of(sampling) if mask_source_of is not None else None
+    ids, values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
+    weights = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
+    return SequenceRules(
+        num_prompt,
+        allowed=bitmask_of(np.frombuffer(rules.allowed, "<u4"), vocab_size) if rules.allowed else None,
+        mask=SequenceMask(source, num_prompt) if source is not None else None,
+        bans=_read_bans(sampling, rules.bad_words, num_prompt, vocab_size),
+        bias=(np.array(ids, np.int64), np.array(values, np.float32)) if ids else None,
+        weights=weights if rules.penalises else None,
+    )
+
+
+def _read_bans(
+    sampling: Sampling, bad_words: tuple[tuple[int, ...], ...], num_prompt: int, vocab_size: int
+) -> _Bans | None:
+    stops = [(token,) for token in sampling.stop_ids if token < vocab_size] if sampling.min_tokens_until else []
+    words = [*stops, *bad_words]
+    if not words:
+        return None
+    lengths = np.array([len(word) - 1 for word in words], np.int64)
+    prefixes = np.full((len(words), lengths.max()), ANY_TOKEN, np.int32)
+    for prefix, word in zip(prefixes, words, strict=True):
+        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
+    until = np.array([sampling.min_tokens_until] * len(stops) + [ALWAYS] * len(bad_words), np.int64)
+    return _Bans(prefixes, num_prompt + lengths, until, np.array([word[-1] for word in words], np.int64))
+
+
+# ---- the sequences that have a row
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What the rules of a step's samples say, as long as the samples are of the same sequences."""
+    """Holds what the rules of a step's samples say, for as long as the samples are of the same sequences."""
 
-    slots: Int64s  # [num_samples]
-    allowed: Held | None
-    bias: Held | None
-    stops: Pairs | None
-    words: tuple[Int64s, _Words] | None  # samples [num_words]
-    penalised: Int64s | None  # samples
+    entries: Int64s  # [num_samples]
+    allowed: TokenMasks | None
+    masks: list[tuple[int, int, SequenceMask]]  # first sample, number of samples, mask
+    bans: tuple[Int64s, _Bans] | None  # samples [n]
+    bias: Bias | None
+    penalised: tuple[Int64s, Float32s] | None  # samples [n], weights [3, n]
 
 
 class RuleBook:
-    """Slots 1 to `max_num_seqs`; slot 0 is that of all sequences without rules."""
+    """Holds the rules of the sequences that have a row. Entry 0 is shared by all sequences without rules."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_tokens: int) -> None:
         self._sizes = max_num_seqs + 1, vocab_size, max_tokens
-        self._vocab_size = vocab_size
         self._free = list(range(max_num_seqs, 0, -1))
-        self._used: dict[int, _Rules] = {}  # by slot
-        self._starts = np.zeros(max_num_seqs + 1, np.int64)  # where in the sequence the output begins
-        self._until = np.zeros(max_num_seqs + 1, np.int64)  # length of the sequence from which on it may stop
-        self._weights = np.zeros((3, max_num_seqs + 1), np.float32)  # presence, frequency, repetition
+        self._used: dict[int, SequenceRules] = {}  # by entry
         self._penalised = np.zeros(max_num_seqs + 1, np.bool_)
         self._counts: TokenCounts | None = None  # made when the first sequence needs it
         self._table: _Table | None = None
         self.counts_tokens = False
-        """Whether `count` must be told what is sampled."""
+        """Whether `count` must be called with what is sampled."""
 
     @property
-    def slots(self) -> set[int]:
-        """In use."""
+    def entries(self) -> set[int]:
+        """The entries in use."""
         return set(self._used)
 
-    def add(self, sampling: Sampling, tokens: NDArray[Any], num_prompt: int) -> int:  # tokens: [num_tokens]
-        """A sequence comes in with all its tokens. Its slot, 0 if it has no rules."""
-        if not sampling.is_ruled:
+    def add(self, rules: SequenceRules | None, tokens: NDArray[Any]) -> int:  # tokens: [num_tokens]
+        """Enter a sequence that gets a row, with all its tokens. Returns its entry, 0 if it has no rules."""
+        if rules is None:
             return 0
-        slot = self._free.pop()
-        self._used[slot] = _read(sampling, self._vocab_size)
-        self._starts[slot], self._until[slot] = num_prompt, sampling.min_tokens_until
-        rules = sampling.rules or NO_RULES
-        if rules.penalises:
-            self._weights[:, slot] = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
+        entry = self._free.pop()
+        self._used[entry] = rules
+        if rules.weights is not None:
             if self._counts is None:
                 self._counts = TokenCounts(*self._sizes)
-            first = 0 if rules.repetition_penalty != 1 else num_prompt
-            self._counts.start(slot, tokens[first:], num_prompt - first)
-            self._penalised[slot] = self.counts_tokens = True
-        return slot
+            _, _, repetition = rules.weights
+            first = 0 if repetition != 1 else rules.num_prompt
+            self._counts.start(entry, tokens[first:], rules.num_prompt - first)
+            self._penalised[entry] = self.counts_tokens = True
+        return entry
 
-    def remove(self, slot: int) -> Sampling | None:
-        """The sequence leaves; its rules, for `add` when it comes back."""
-        if slot == 0:
-            return None
-        rules = self._used.pop(slot)
-        self._free.append(slot)
-        self._table = None  # the slot's next sequence has other rules
-        if self._penalised[slot] and self._counts is not None:
-            self._counts.clear(slot)
-            self._penalised[slot] = False
+    def remove(self, entry: int) -> None:
+        """Free the entry of a sequence that has lost its row."""
+        if entry == 0:
+            return
+        del self._used[entry]
+        self._free.append(entry)
+        self._table = None  # the entry's next sequence has other rules
+        if self._penalised[entry] and self._counts is not None:
+            self._counts.clear(entry)
+            self._penalised[entry] = False
             self.counts_tokens = bool(self._penalised.any())
-        return rules.sampling
 
-    def penalises(self, slot: int) -> bool:
-        return bool(self._penalised[slot])
-
-    def count(self, slots: Int64s, tokens: Int64s) -> None:  # both [num_sampling]
-        """Sequences have got their next tokens."""
+    def count(self, entries: Int64s, tokens: Int64s) -> None:  # both [num_sampling]
+        """Count the next token of each of these sequences."""
         if self._counts is not None:
-            (places,) = self._penalised[slots].nonzero()
-            self._counts.add(slots[places], tokens[places])
+            (penalised,) = self._penalised[entries].nonzero()
+            self._counts.add(entries[penalised], tokens[penalised])
 
-    def of_step(
+    def edits(
         self,
-        slots: Int64s,  # [num_samples]
+        entries: Int64s,  # [num_samples]
         positions: Int64s,  # [num_samples], index in its sequence of the token about to be sampled
         rows: Int64s,  # [num_samples]
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
-    ) -> tuple[Pairs | None, LogitEdits | None]:
-        """What the samples must not be, and what else changes their logits."""
+    ) -> LogitEdits | None:
+        """Work out what the rules change in one step's logits; None if no sequence has rules."""
+        if not entries.any():
+            return None
         table = self._table
-        if table is None or not np.array_equal(table.slots, slots):
-            table = self._table = self._tabulate(slots)
-        banned = []
-        if table.stops is not None:
-            samples, ids = table.stops
-            early = self._until[slots[samples]] > positions[samples]
-            banned.append((samples[early], ids[early]))
-        if table.words is not None:
-            samples, words = table.words
-            ends, starts = positions[samples], self._starts[slots[samples]]
-            same = _begun(words, ends, starts, rows[samples], token_ids)
-            banned.append((samples[same], words.lasts[same]))
-        penalised = None
+        if table is None or not np.array_equal(table.entries, entries):
+            table = self._table = self._tabulate(entries)
+        banned = masks = penalised = None
+        if table.bans is not None:
+            samples, bans = table.bans
+            apply = _banned(bans, positions[samples], rows[samples], token_ids)
+            banned = (samples[apply], bans.tokens[apply]) if apply.any() else None
+        if table.masks:
+            masks = masks_of_step(table.masks, positions, rows, token_ids, self._sizes[1])
         if table.penalised is not None and self._counts is not None:
-            their_slots = slots[table.penalised]
-            penalised = penalties(self._counts.of(their_slots), table.penalised, *self._weights[:, their_slots])
-        edits = None
-        if table.allowed is not None or table.bias is not None or penalised is not None:
-            edits = LogitEdits(table.allowed, table.bias, penalised)
-        return _joined(banned), edits
+            samples, weights = table.penalised
+            penalised = self._counts.penalties(entries[samples], samples, weights)
+        return LogitEdits(banned, table.allowed, masks, table.bias, penalised)
 
-    def _tabulate(self, slots: Int64s) -> _Table:
-        ruled = [(sample, self._used[slot]) for sample, slot in enumerate(slots.tolist()) if slot]
-        biased = _stacked([(sample, rules.bias[0]) for sample, rules in ruled])
-        (penalised,) = self._penalised[slots].nonzero()
+    def _tabulate(self, entries: Int64s) -> _Table:
+        ruled = [(sample, self._used[entry]) for sample, entry in enumerate(entries.tolist()) if entry]
+        masks = []
+        for mask, group in groupby(ruled, key=lambda sample_and_rules: sample_and_rules[1].mask):
+            if mask is not None:
+                samples = [sample for sample, _ in group]
+                masks.append((samples[0], len(samples), mask))
         return _Table(
-            slots,
-            allowed=_mask([(sample, rules.allowed) for sample, rules in ruled], self._vocab_size),
-            bias=None if biased is None else Held(*biased, np.concatenate([rules.bias[1] for _, rules in ruled])),
-            stops=_stacked([(sample, rules.stops) for sample, rules in ruled]),
-            words=_stacked_words([(sample, rules.words) for sample, rules in ruled]),
-            penalised=penalised if len(penalised) else None,
+            entries,
+            _put_together(ruled, lambda rules: rules.allowed, lambda at, bits: TokenMasks(at, np.array(bits))),
+            masks,
+            _put_together(ruled, lambda rules: rules.bans, _join_bans),
+            _put_together(ruled, lambda rules: rules.bias, _join_biases),
+            _put_together(ruled, lambda rules: rules.weights, lambda at, weights: (at, np.array(weights, "f4").T)),
         )
 
 
-def _read(sampling: Sampling, vocab_size: int) -> _Rules:
-    rules = sampling.rules or NO_RULES
-    bias_ids, bias_values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
-    stops = np.array(sampling.stop_ids if sampling.min_tokens_until else (), np.int64)
-    words = rules.bad_words
-    lengths = np.array([len(word) - 1 for word in words], np.int64)
-    prefixes = np.full((len(words), lengths.max(initial=0)), ANY_TOKEN, np.int32)
-    for prefix, word in zip(prefixes, words, strict=True):
-        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
-    return _Rules(
-        sampling,
-        allowed=np.frombuffer(rules.allowed, "<u4").astype(np.int64),
-        bias=(np.array(bias_ids, np.int64), np.array(bias_values, np.float32)),
-        stops=stops[stops < vocab_size],
-        words=_Words(prefixes, lengths, np.array([word[-1] for word in words], np.int64)),
+def _put_together(
+    ruled: list[tuple[int, SequenceRules]],  # samples and the rules of their sequences
+    kind: Callable[[SequenceRules], Part | None],
+    join: Callable[[Int64s, list[Part]], Joined],  # takes samples [n] and the part of each
+) -> Joined | None:
+    """Join the parts of one kind; None if no sample has one."""
+    parts = [(sample, part) for sample, rules in ruled if (part := kind(rules)) is not None]
+    if not parts:
+        return None
+    return join(np.array([sample for sample, _ in parts], np.int64), [part for _, part in parts])
+
+
+def _join_biases(samples: Int64s, parts: list[tuple[Int64s, Float32s]]) -> Bias:
+    ids, values = zip(*parts, strict=True)
+    return Bias(np.repeat(samples, [len(some) for some in ids]), np.concatenate(ids), np.concatenate(values))
+
+
+def _join_bans(samples: Int64s, parts: list[_Bans]) -> tuple[Int64s, _Bans]:
+    """Stack all bans beside their samples, with prefixes as long as the longest of all."""
+    samples = np.repeat(samples, [len(part.tokens) for part in parts])
+    prefixes = np.full((len(samples), max(part.prefixes.shape[1] for part in parts)), ANY_TOKEN, np.int32)
+    first = 0
+    for part in parts:
+        count, width = part.prefixes.shape
+        prefixes[first : first + count, prefixes.shape[1] - width :] = part.prefixes
+        first += count
+    since, until, tokens = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("since", "until", "tokens")
     )
+    return samples, _Bans(prefixes, since, until, tokens)
 
 
-def _stacked(parts: Iterable[tuple[int, Int64s]]) -> Pairs | None:
-    """Samples beside their token ids; None if there are none."""
-    some = [(sample, ids) for sample, ids in parts if len(ids)]
-    if not some:
-        return None
-    samples = np.array([sample for sample, _ in some], np.int64)
-    return np.repeat(samples, [len(ids) for _, ids in some]), np.concatenate([ids for _, ids in some])
-
-
-def _mask(parts: Iterable[tuple[int, Int64s]], vocab_size: int) -> Held | None:
-    """Of samples that have allowed tokens; None if there are none. See LogitEdits."""
-    some = [(sample, ids) for sample, ids in parts if len(ids)]
-    if not some:
-        return None
-    mask = np.full((len(some), vocab_size), NEVER, np.float32)
-    for row, (_, ids) in zip(mask, some, strict=True):
-        row[ids] = 0
-    return Held(np.array([sample for sample, _ in some], np.int64), mask)
-
-
-def _stacked_words(parts: Sequence[tuple[int, _Words]]) -> tuple[Int64s, _Words] | None:
-    """All words, with prefixes as long as the longest of all, beside their samples; None if there are none."""
-    pairs = _stacked([(sample, words.lasts) for sample, words in parts])
-    if pairs is None:
-        return None
-    samples, lasts = pairs
-    prefixes = np.full((len(lasts), max(words.prefixes.shape[1] for _, words in parts)), ANY_TOKEN, np.int32)
-    at = 0
-    for _, words in parts:
-        count, width = words.prefixes.shape
-        prefixes[at : at + count, prefixes.shape[1] - width :] = words.prefixes
-        at += count
-    return samples, _Words(prefixes, np.concatenate([words.lengths for _, words in parts]), lasts)
-
-
-def _begun(
-    words: _Words,
-    ends: Int64s,  # [num_words], where in its sequence the next token of each sample will be
-    starts: Int64s,  # [num_words], where the output of each begins
-    rows: Int64s,  # [num_words]
+def _banned(
+    bans: _Bans,
+    positions: Int64s,  # [n], of the token that each ban's sample is about to become
+    rows: Int64s,  # [n]
     token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
-) -> NDArray[np.bool_]:  # [num_words]
-    """Whether the output ends with all of the word but its last token."""
-    longest = words.prefixes.shape[1]
-    columns = np.maximum(ends[:, None] - longest + np.arange(longest), 0)
+) -> NDArray[np.bool_]:  # [n]
+    """Find the bans that apply."""
+    longest = bans.prefixes.shape[1]
+    columns = np.maximum(positions[:, None] - longest + np.arange(longest), 0)
     tokens = token_ids[rows[:, None], columns]
-    same = ((tokens == words.prefixes) | (words.prefixes == ANY_TOKEN)).all(axis=1)
-    begun: NDArray[np.bool_] = same & (ends - words.lengths >= starts)
-    return begun
-
-
-def _joined(banned: Sequence[Pairs]) -> Pairs | None:
-    """All of them; a pair may occur twice, None if there is none."""
-    if not sum(len(samples) for samples, _ in banned):
-        return None
-    return np.concatenate([samples for samples, _ in banned]), np.concatenate([ids for _, ids in banned])
+    same: NDArray[np.bool_] = ((tokens == bans.prefixes) | (bans.prefixes == ANY_TOKEN)).all(axis=1)
+    return same & (bans.since <= positions) & (positions < bans.until)

@@ -1,11 +1,26 @@
-"""From log-softmax to what is reported of a token: its logprob, its rank, and the likeliest tokens beside it."""
+"""Logprobs of tokens, as they are reported: of sampled ones, and of a prompt's own tokens.
 
-from typing import Any
+A prompt's tokens get their logprobs while the prompt is computed, whatever the chunks. A sequence that is preempted and
+computes its prompt again goes on with the first token that has none yet.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.errors import ProtocolError
+from vllm_lite.models.registry import Model
+from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
+from vllm_lite.protocol.step import Handle
+
+Int64s = NDArray[np.int64]
+
+LOGITS_AT_ONCE = 1 << 22
+"""Entries of logits that are made at a time: 16 MiB."""
 
 
 def report(
@@ -13,7 +28,7 @@ def report(
     tokens: torch.Tensor,  # int64 [num_wanted]
     num_top: NDArray[Any],  # int [num_wanted]
 ) -> list[TokenLogprobs]:
-    """The token's logprob and rank, and the most likely tokens, most likely first."""
+    """Report each token's logprob and rank, and the `num_top` most likely tokens at its position, likeliest first."""
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = ((logprobs > chosen).sum(1) + 1).tolist()
     values, ids = logprobs.topk(min(int(num_top.max()), logprobs.shape[1]), dim=1)
@@ -22,3 +37,92 @@ def report(
         for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), num_top.tolist(), strict=True)
     ]
     return [TokenLogprobs(*row) for row in zip(chosen.squeeze(1).tolist(), ranks, top, strict=True)]
+
+
+# ---- prompts
+
+
+@dataclass(slots=True)
+class PromptScoring:
+    """Remembers how far one sequence's prompt has its logprobs. The first token of a prompt never has one."""
+
+    num_prompt: int
+    num_top: int
+    num_scored: int = 1
+    """The prompt's tokens below this index need no logprobs any more."""
+
+
+class Piece(NamedTuple):
+    """Names the prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
+
+    handle: Handle
+    scoring: PromptScoring
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.scoring.num_scored
+
+
+@dataclass(frozen=True, slots=True)
+class StepScoring:
+    """Names all prompt tokens that get their logprobs in one step."""
+
+    pieces: list[Piece]
+    positions: Int64s  # [num_scored], index among the step's tokens of the token before each
+    targets: Int64s  # [num_scored], the tokens themselves
+
+    def commit(self) -> None:
+        """Remember what the step has scored."""
+        for piece in self.pieces:
+            piece.scoring.num_scored = piece.end
+
+
+def score_step(
+    scorings: Sequence[tuple[int, Handle, PromptScoring]],  # index among the step's sequences, handle, scoring
+    rows: Int64s,  # [num_seqs]
+    ranges: tuple[Int64s, Int64s],  # the positions that each computes: start and end, [num_seqs] each
+    query_start_loc: NDArray[np.int32],  # [num_seqs + 1]
+    token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
+) -> StepScoring | None:
+    """Find the prompt tokens whose predecessors are computed in this step. None if there are none.
+
+    Raises ProtocolError if positions were left out.
+    """
+    pieces, positions, targets = [], [], []
+    for index, handle, scoring in scorings:
+        if scoring.num_scored >= scoring.num_prompt:
+            continue
+        first, start, end = scoring.num_scored, int(ranges[0][index]), int(ranges[1][index])
+        if start >= first:
+            raise ProtocolError(f"handle {handle} skips prompt tokens {first} to {start}, which are to be scored")
+        last = min(end, scoring.num_prompt - 1)
+        if last >= first:
+            pieces.append(Piece(handle, scoring, last + 1))
+            positions.append(np.arange(first - 1, last) - start + query_start_loc[index])
+            targets.append(token_ids[rows[index], first : last + 1])
+    if not pieces:
+        return None
+    return StepScoring(pieces, np.concatenate(positions).astype(np.int64), np.concatenate(targets).astype(np.int64))
+
+
+def score(
+    model: Model,
+    hidden: torch.Tensor,  # [num_scored, hidden_size]
+    scoring: StepScoring,
+) -> list[tuple[Handle, PromptLogprobs]]:
+    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model."""
+    vocab_size = model.spec.vocab_size
+    targets = torch.from_numpy(scoring.targets).to(hidden.device)
+    counts = [piece.num_tokens for piece in scoring.pieces]
+    num_top = np.repeat([piece.scoring.num_top for piece in scoring.pieces], counts)
+    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+    entries: list[TokenLogprobs] = []
+    for first in range(0, len(targets), at_once):
+        rows = slice(first, first + at_once)
+        entries += report(model.logits(hidden[rows]).log_softmax(1), targets[rows], num_top[rows])
+    ends = np.cumsum(counts).tolist()
+    return [
+        (piece.handle, PromptLogprobs(piece.scoring.num_scored, entries[end - piece.num_tokens : end]))
+        for piece, end in zip(scoring.pieces, ends, strict=True)
+    ]

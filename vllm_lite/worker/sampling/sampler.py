@@ -1,8 +1,7 @@
-"""From logits to tokens. A draw depends on its logits and on (seed, child, position) alone: never on batch or row.
+"""From logits to tokens. A draw depends on its logits and on (seed, sample, position) alone: never on batch or row.
 
-First the logprobs are taken, of the logits as the model made them. Then rules change logits (logit_rules.py), in this
-order, which is vLLM's: allowed ids, bad words, stop ids before min_tokens; logit_bias; repetition, frequency and
-presence penalty. Then temperature and filters, below.
+First the logprobs are taken, of the logits as the model made them. Then rules change logits: logit_rules.py says in
+which order. Then temperature and filters, below.
 
 Random rows are drawn by the Gumbel-max trick: the token with the largest `logit / temperature + noise` is a draw from
 the softmax. The noise of a token is a function of exactly four integers, so that a resubmitted, preempted or
@@ -12,7 +11,7 @@ differently batched request repeats itself. The same function runs on every devi
     mix(h, k)    = rotl(h ^ scramble(k), 13) * 5 + 0xe6546b64
     finish(h)    = h ^= h >> 16, h *= 0x85ebca6b, h ^= h >> 13, h *= 0xc2b2ae35, h ^= h >> 16
     h0           = low32(seed) ^ 0x9e3779b9
-    hash         = finish(mix(mix(mix(mix(h0, high32(seed)), child), position), token))
+    hash         = finish(mix(mix(mix(mix(h0, high32(seed)), sample), position), token))
     v            = (float32(hash & 0x7fffffff) + 0.5) * float32(0x1.fffffep-32)
     noise        = -log(-log1p(-v))
 
@@ -61,22 +60,22 @@ from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
-from vllm_lite.protocol.params import GREEDY_BELOW, Sampling
-from vllm_lite.worker.sampling.logit_edits import NEVER, LogitEdits, Pairs
+from vllm_lite.protocol.params import Sampling
+from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.logprobs import report
+from vllm_lite.worker.sampling.masks import NEVER
 
 NO_LOGPROBS = -1
 ROW_PARAMS = np.dtype(
     [
-        ("temperature", np.float32),
+        ("temperature", np.float32),  # 0 = greedy
         ("top_k", np.int32),  # 0 = off
         ("top_p", np.float32),  # 1 = off
         ("min_p", np.float32),  # 0 = off
         ("seed", np.uint64),
-        ("child", np.uint32),
+        ("sample", np.uint32),
         ("logprobs", np.int16),  # how many of the most likely tokens to report, NO_LOGPROBS = no logprobs at all
-        ("num_prompt", np.int32),
-        ("rules", np.int32),  # slot in the RuleBook, 0 = no rules
+        ("rules", np.int32),  # entry in the RuleBook, 0 = no rules
     ]
 )
 """What the sampler knows of one sequence; arrays of it have one record per row."""
@@ -92,23 +91,22 @@ CACHED_ENTRIES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """What the sampler is told of the sequences that sample, in the order of the rows of logits."""
+    """Holds what the sampler needs to know of the samples, in the order of the rows of logits."""
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
-    banned: Pairs | None = None  # samples and token ids, both [num_banned]
     edits: LogitEdits | None = None
     plain: bool = False
-    """`is_plain(params)`, known beforehand."""
+    """`is_plain(params)`, known beforehand, and there are no edits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The result, row by row. The token of a failed row means nothing."""
+    """Holds the result, row by row. The token of a failed row means nothing."""
 
     tokens: NDArray[np.int64]  # [num_samples]
     failed: dict[int, str]  # sample -> reason
-    logprobs: list[TokenLogprobs | None] | None  # [num_samples], or None if nobody asked
+    logprobs: list[TokenLogprobs | None] | None  # [num_samples], or None if no row wants them
 
 
 class Sampler:
@@ -127,16 +125,13 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_samples, vocab]; rules write into it
         inputs: SampleInputs,
     ) -> Sampled:
-        """One token per row. A row whose logits are not finite is reported as failed; no other row notices."""
+        """Sample one token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
-        if inputs.plain and inputs.banned is None and inputs.edits is None:
+        if inputs.plain:
             picked = self._pick_best(logits)
             return Sampled(picked.tokens, _failures(picked.best), None)
         (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
         raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
-        if inputs.banned is not None:
-            samples, ids = (self._index(array) for array in inputs.banned)
-            logits[samples, ids] = NEVER
         if inputs.edits is not None:
             inputs.edits.apply(logits)
         picked = self.pick(logits, draw_records(params, inputs.positions, self.vocab_size))
@@ -150,10 +145,10 @@ class Sampler:
         return Sampled(picked.tokens, failed, logprobs)
 
     def _pick_best(self, logits: torch.Tensor) -> Picked:
-        """Of each row the best token. The result is overwritten by the next one of the same logits."""
+        """Take each row's best token. The next call with the same logits overwrites the result."""
         if self.device.type != "cpu" or not cpu.available():
             return self.pick(logits, np.zeros(len(logits), DRAW))
-        if self._best_of is None or self._best_of.logits is not logits:  # decode steps come with the same memory
+        if self._best_of is None or self._best_of.logits is not logits:  # decode steps reuse the same memory
             self._best_of = native.BestOf(logits)
         return self._best_of()
 
@@ -174,7 +169,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_rows, vocab]
         draws: NDArray[np.void],  # DRAW [num_rows]
     ) -> Picked:
-        """The same in plain torch: the reference of all others."""
+        """Do the same in plain torch: the reference of all other implementations."""
         tokens = _argmax(logits)  # int64 [num_rows]
         best = logits.gather(1, tokens[:, None])  # [num_rows, 1], NaN if the row has one
         limits = np.full(len(draws), np.inf, np.float32)
@@ -183,7 +178,7 @@ class Sampler:
             draws, rows = draws[random], self._index(random)
             distances = best[rows].sub(logits[rows]).div_(self._column(draws["temperature"])).abs_()
             limit = self._limits(distances, draws)
-            keys = row_keys(draws["seed"], draws["child"], draws["position"])
+            keys = row_keys(draws["seed"], draws["sample"], draws["position"])
             scores = gumbel_noise(self._column(keys.view(np.int32)), self._token_keys)
             tokens[rows] = _argmax(scores.sub_(distances).masked_fill_(distances > limit, NEVER))
             limits[random] = limit.squeeze(1).numpy(force=True)
@@ -194,7 +189,7 @@ class Sampler:
         distances: torch.Tensor,  # float32 [n, vocab]
         draws: NDArray[np.void],  # DRAW [n]
     ) -> torch.Tensor:  # float32 [n, 1]
-        """The greatest distance that passes a row's filters. Only rows with top_k or top_p are sorted."""
+        """Compute the greatest distance that passes each row's filters. Only rows with top_k or top_p are sorted."""
         limits = self._column(draws["max_distance"])
         ordered = np.flatnonzero((draws["top_k"] < self.vocab_size) | (draws["top_p"] < 1))
         if len(ordered):
@@ -209,14 +204,14 @@ class Sampler:
         top_k: NDArray[np.int32],  # [n], 1 to vocab
         top_p: NDArray[np.float32],  # [n]
     ) -> torch.Tensor:  # float32 [n, 1]
-        """within_p of each row."""
+        """Compute within_p of each row, as the head of this file defines it."""
         nearest = _smallest(distances, int(top_k.max()))  # [n, width], ascending
         k, p = self._column(top_k.astype(np.int64)), self._column(top_p.astype(np.float64))
         within_k = nearest.gather(1, k - 1).masked_fill_(k == self.vocab_size, torch.inf)
         sums = masses(nearest).cumsum(1)
         wanted = (p * sums.gather(1, k - 1).double()).ceil().long()
-        place = (sums < wanted).sum(1, keepdim=True).clamp_(max=nearest.shape[1] - 1)  # where a row is not finite
-        return torch.where(p < 1, nearest.gather(1, place), within_k)
+        rank = (sums < wanted).sum(1, keepdim=True).clamp_(max=nearest.shape[1] - 1)  # for a row that is not finite
+        return torch.where(p < 1, nearest.gather(1, rank), within_k)
 
     def _index(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -225,24 +220,23 @@ class Sampler:
         return torch.from_numpy(array.copy()).to(self.device)[:, None]
 
 
-def row_params(sampling: Sampling, num_prompt: int, rules: int) -> tuple[Any, ...]:
-    """`sampling` as one record of ROW_PARAMS."""
+def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
+    """Write `sampling` as one record of ROW_PARAMS."""
     return (
         sampling.temperature,
         max(sampling.top_k, 0),
         sampling.top_p,
         sampling.min_p,
         sampling.seed,
-        sampling.child,
+        sampling.sample,
         NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
-        num_prompt,
         rules,
     )
 
 
 def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
-    """Whether every row takes its best token, and nobody wants logprobs."""
-    return bool((params["temperature"] < GREEDY_BELOW).all() and (params["logprobs"] == NO_LOGPROBS).all())
+    """Whether every row takes its best token, and no row wants logprobs."""
+    return bool((params["temperature"] == 0).all() and (params["logprobs"] == NO_LOGPROBS).all())
 
 
 def draw_records(
@@ -250,15 +244,14 @@ def draw_records(
     positions: NDArray[np.int64],  # [num_samples]
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
-    """What kernels are told of each row; whatever filters nothing is off."""
-    if params["temperature"].max(initial=0) < GREEDY_BELOW:
+    """Make the kernels' record of each row; a filter that keeps every token is off."""
+    if not params["temperature"].any():
         return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
-    for name in ("seed", "child", "top_p"):
+    for name in ("temperature", "seed", "sample", "top_p"):
         draws[name] = params[name]
     draws["position"] = positions
-    temperature, top_k = params["temperature"], params["top_k"]
-    draws["temperature"] = np.where(temperature >= GREEDY_BELOW, temperature, 0)
+    top_k = params["top_k"]
     draws["top_k"] = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     with np.errstate(divide="ignore"):
         draws["max_distance"] = np.abs(np.log(params["min_p"].astype(np.float64)))
@@ -266,7 +259,7 @@ def draw_records(
 
 
 def masses(distances: torch.Tensor) -> torch.Tensor:  # float32 [...] -> int64 [...]
-    """e^-distance in units of 2^-40."""
+    """Compute e^-distance in units of 2^-40."""
     y = distances.clamp(max=28.0).mul_(-LOG2_E)
     n = y.round()
     f = y.sub_(n)
@@ -287,12 +280,12 @@ def scramble(keys: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def row_keys(
     seed: NDArray[np.uint64],  # [n]
-    child: NDArray[np.uint32],  # [n]
+    sample: NDArray[np.uint32],  # [n]
     position: NDArray[np.uint32],  # [n]
 ) -> NDArray[np.uint32]:  # [n]
-    """The hash's state before the token id is mixed in: everything that is the same for a whole row."""
+    """Compute the hash's state before the token id is mixed in: everything that is the same for a whole row."""
     state = seed.astype(np.uint32) ^ np.uint32(0x9E3779B9)
-    for keys in ((seed >> np.uint64(32)).astype(np.uint32), child, position):
+    for keys in ((seed >> np.uint64(32)).astype(np.uint32), sample, position):
         state = state ^ scramble(keys)
         state = (state << np.uint32(13) | state >> np.uint32(19)) * np.uint32(5) + np.uint32(0xE6546B64)
     return state
@@ -304,7 +297,7 @@ def token_hash(
     out: torch.Tensor,  # int32 [n, vocab], the hash, to be read as unsigned
     scratch: torch.Tensor,  # int32 [n, vocab]
 ) -> None:
-    """The last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so each shift is masked."""
+    """Do the last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so each shift is masked."""
 
     def shifted_right(bits: int) -> torch.Tensor:
         return torch.bitwise_right_shift(out, bits, out=scratch).bitwise_and_((1 << (32 - bits)) - 1)
@@ -321,7 +314,7 @@ def gumbel_noise(
     row_keys: torch.Tensor,  # int32 [n, 1]
     token_keys: torch.Tensor,  # int32 [vocab]
 ) -> torch.Tensor:  # float32 [n, vocab]
-    """The noise of every token in every row, as many rows at a time as a cache holds (2 to 3 times faster)."""
+    """Make the noise of every token in every row, as many rows at a time as a cache holds (2 to 3 times faster)."""
     num_rows, vocab_size = len(row_keys), len(token_keys)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=token_keys.device)
     at_once = max(1, CACHED_ENTRIES // vocab_size)
@@ -343,14 +336,14 @@ def _signed(constant: int) -> int:
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:  # [n, vocab] -> int64 [n]
-    """The first largest of each row; the first NaN, if there is one."""
+    """Find the first largest of each row; the first NaN, if there is one."""
     if scores.device.type != "cpu":
         return scores.argmax(1)
     return torch.from_numpy(scores.numpy().argmax(1))
 
 
 def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -> [n, count]
-    """The `count` smallest values of each row, ascending."""
+    """Find the `count` smallest values of each row, ascending."""
     if scores.device.type != "cpu":
         return scores.topk(count, dim=1, largest=False).values
     values = scores.numpy()
@@ -360,7 +353,7 @@ def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -
 
 
 def _failures(best: NDArray[np.float32]) -> dict[int, str]:
-    """Rows that cannot be sampled, by their largest logit."""
+    """Find the rows that cannot be sampled, by their largest logit."""
     if np.isfinite(best).all():
         return {}
     bad = np.flatnonzero(~np.isfinite(best)).tolist()
