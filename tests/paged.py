@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.models.registry import build

@@ -9,7 +9,7 @@ import torch
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.attention.select import select_backend
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu

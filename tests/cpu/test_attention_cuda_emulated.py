@@ -13,7 +13,7 @@ from tests.kernels import emulator
 from tests.paged import Oracle, Paged
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.kernels.ops import Rotation
 

@@ -6,7 +6,7 @@ import torch
 from tests.cpu.test_attention_cpu import FLOAT8, FLOATS, threads  # noqa: F401
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, AttentionMetadata
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.cache_ops import copy_blocks
 from vllm_lite.kernels.ops import Rotation

@@ -4,7 +4,7 @@ import torch
 
 from tests.cpu.test_input_batch import new_batch, new_request, run
 from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.checkpoint.sizing import num_host_blocks
 from vllm_lite.config import GIB

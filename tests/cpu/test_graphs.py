@@ -18,7 +18,7 @@ from tests.driver import Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import graphs_of
 from vllm_lite.attention.cuda import CudaBackend
-from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.checkpoint.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.errors import ConfigError

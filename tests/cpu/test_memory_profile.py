@@ -12,7 +12,7 @@ import torch
 from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
-from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec, _parse_config
 from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
 from vllm_lite.config import GIB, EngineConfig, ResolvedConfig

@@ -19,7 +19,7 @@ from tests.driver import Driver, make_prompt, new_request
 from tests.plays import graphs_of, run_both
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend, Heads
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.layers.buffers import Rows
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.layers.activation import SiluAndMul
 from vllm_lite.layers.attention import Attention

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.weight_form import Quantization

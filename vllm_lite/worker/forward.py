@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import AttentionMetadata
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.memory import zeros
