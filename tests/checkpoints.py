@@ -113,15 +113,15 @@ def load_and_see(model: Any, path: str | Path, **options: Any) -> dict[str, Any]
     groups = model.weight_groups
 
     def watched(group: Any) -> Any:
-        def take(weight: Any, bias: Any) -> None:
-            for tensor, slots in ((weight, group.weights), (bias, group.biases)):
-                parts = [] if tensor is None else tensor.clone().split([slot.size[0] for slot in slots])
-                seen.update({slot.name: part for slot, part in zip(slots, parts, strict=True)})
-            group.take(weight, bias)
+        def take(*tensors: Any) -> None:
+            for tensor, stack in zip(tensors, group.stacks, strict=True):
+                parts = tensor.clone().split([slot.size[stack.dim] for slot in stack.slots], stack.dim)
+                seen.update({slot.name: part for slot, part in zip(stack.slots, parts, strict=True)})
+            group.take(*tensors)
 
         return group._replace(take=take)
 
-    model.weight_groups = lambda quantization=None: map(watched, groups(quantization))
+    model.weight_groups = lambda: map(watched, groups())
     load_weights(model, path, **options)
     del model.weight_groups
     return seen

@@ -88,16 +88,14 @@ class CpuBackend:
                 plans.append(plans[first_like])
             place = (table.data_ptr(), table.stride(0))
             groups.append(_Group(kernel, plans[-1].ctypes.data, place, slots.data_ptr()))
-        scratch = [kernel.scratch for kernel in self.kernels]
+        scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
 
     def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
         part: _Group = batch.plan.groups[group]
         part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor
-    ) -> None:
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
         part: _Group = batch.plan.groups[group]
         part.kernels.attend(part.plan, part.table, query, kv, out)
 

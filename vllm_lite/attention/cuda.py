@@ -119,9 +119,7 @@ class CudaBackend:
             rows = (heads.query, heads.key, heads.value)
             cache_ops.rope_and_cache(self.launcher, *rows, heads.rotation, slots)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor
-    ) -> None:
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
         plan: _Plan = batch.plan
         table, starts, lens = batch.block_tables[group], batch.query_start_loc, batch.seq_lens
         options = self._options[group]

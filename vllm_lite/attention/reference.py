@@ -147,9 +147,7 @@ class ReferenceBackend:
         loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
         return loaded.to(self.shape.dtype)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor
-    ) -> None:
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
         plan: _Plan = batch.plan
         if plan.has_padding:
             out.zero_()
@@ -194,7 +192,7 @@ def _slopes(spec: AttentionSpec, device: torch.device) -> torch.Tensor | None:
 
 def _by_kv_head(heads: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """[num_tokens, num_heads, head_size] -> a view [num_kv_heads, group_heads, num_tokens, head_size]."""
-    return heads.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    return heads.view(len(heads), num_kv_heads, -1, heads.shape[-1]).permute(1, 2, 0, 3)
 
 
 def _weights(

@@ -70,6 +70,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     sinks: bool = False
     """Whether each head has a learned logit that joins the softmax and attends to nothing."""
 
+    @property
+    def num_elements(self) -> int:
+        """Of a token's Q, K and V together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
     def per_rank(self, tp: int) -> "AttentionSpec":
         """What one of `tp` ranks holds: a share of the heads, or one copy of a KV head when there are fewer."""
         if tp < 1 or self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads):
