@@ -92,7 +92,8 @@ class Buffers:
         heads, kv_heads = layout.num_heads, layout.num_kv_heads
         qkv = self.qkv[: n * layout.qkv_size].view(n, -1)
         attended = self.attended[: n * layout.query_size].view(n, -1)
-        query, key, value = qkv.view(n, -1, layout.head_size).split((heads, kv_heads, kv_heads), 1)
+        by_head = qkv.view(n, -1, layout.head_size)
+        query, key, value = by_head[:, :heads], by_head[:, heads : heads + kv_heads], by_head[:, heads + kv_heads :]
         rope = layout.rope
         rotation = None if rope is None else rotations[self._ropes.index((rope, layout.head_size))]
         return HeadRows(qkv, Heads(query, key, value, rotation), attended, attended.view(n, heads, layout.head_size))
