@@ -34,7 +34,7 @@ from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 
 MIN_CAPABILITY = (8, 0)
 MAX_SPLITS = 64
-"""Of the longest sequence: enough to fill a GPU with one sequence of 8 KV heads; more would only cost workspace."""
+"""Splits of the longest sequence: enough to fill a GPU with one of 8 KV heads; more would only cost workspace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_elements(self) -> int:
-        """Of a token's Q, K and V together."""
+        """Elements of a token's Q, K and V together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     def per_rank(self, tp: int) -> "AttentionSpec":
@@ -91,7 +91,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     attention: AttentionSpec
     rope: Rope | None
-    """None = its heads are not turned."""
+    """None = its heads are not rotated."""
 
 
 class KVGroup(msgspec.Struct, frozen=True):

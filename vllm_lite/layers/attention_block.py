@@ -41,7 +41,7 @@ class AttentionBlock:
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads)
 
     def normalize(self, own: HeadRows) -> None:
-        """Norms on Q and K before they are turned, where the model has some: over each head."""
+        """Apply the norms on Q and K, before they are rotated, where the model has some: over each head."""
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.forward(own.heads.query, out=own.heads.query)
             self.key_norm.forward(own.heads.key, out=own.heads.key)

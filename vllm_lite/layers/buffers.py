@@ -27,7 +27,7 @@ class Rows:
 
     residual: torch.Tensor  # [n, hidden_size]
     hidden: torch.Tensor  # [n, hidden_size], input and output of every block
-    rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads of those that turn by it
+    rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads that are rotated by it
     by_layout: tuple[HeadRows, ...]  # for each of Parts.layouts; they share one memory
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]
     activated: torch.Tensor  # [n, intermediate_size]
@@ -53,7 +53,7 @@ class Buffers:
         ropes = dict.fromkeys((layout.rope, layout.head_size) for layout in layouts if layout.rope is not None)
         self._ropes = list(ropes)
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
-        self._turns = [[buffer(size).view(max_num_tokens, size) for _ in range(2)] for _, size in ropes]
+        self._rotations = [[buffer(size).view(max_num_tokens, size) for _ in range(2)] for _, size in ropes]
         self._last: tuple[int, Rows] | None = None
 
     def rows(self, n: int) -> Rows:
@@ -62,8 +62,8 @@ class Buffers:
             self._last = (n, self._slice(n))
         return self._last[1]
 
-    def turn(self, rows: Rows, positions: torch.Tensor) -> None:
-        """Fetch how far each token's heads turn, once for all layers. positions: int64 [num_tokens]."""
+    def select_rotations(self, rows: Rows, positions: torch.Tensor) -> None:
+        """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]."""
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
             table.select(positions, rotation)
 
@@ -78,7 +78,7 @@ class Buffers:
     def _slice(self, n: int) -> Rows:
         if n > self.max_num_tokens:
             raise ValueError(f"a step of {n} tokens exceeds the {self.max_num_tokens} that the buffers were made for")
-        rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self._turns)
+        rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self._rotations)
         return Rows(
             residual=self.residual[:n],
             hidden=self.hidden[:n],

@@ -15,7 +15,7 @@ from vllm_lite.layers.weight_slot import SINGLE, Shard, Split
 
 
 class HeadLayout(NamedTuple):
-    """How this rank's heads of a layer lie in its activations, and how they are turned. Few layers differ in it."""
+    """How this rank's heads of a layer lie in its activations, and how they are rotated. Few layers differ in it."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,7 +41,7 @@ class Parts:
     shard: Shard = SINGLE
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
-    """Of the LM head, whose checkpoint tensor is dense whatever `form` is."""
+    """What the LM head becomes, whose checkpoint tensor is dense whatever `form` is."""
 
     def linear(self, inputs: Split, *outputs: Split, bias: bool) -> Linear:
         return Linear(inputs, outputs, bias=bias, dtype=self.dtype, device=self.device, form=self.form)

@@ -80,7 +80,7 @@ class Llama:
         """
         rows, wanted, last = self.buffers.rows(batch.num_tokens), batch.wanted, self.layers[-1]
         self.embedding.forward(batch.token_ids, out=rows.residual)
-        self.buffers.turn(rows, batch.positions)
+        self.buffers.select_rotations(rows, batch.positions)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             layer.attend(rows, kv, batch, backend)
             if wanted is not None and layer is last:

@@ -159,7 +159,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a file that safetensors refuses, where that can be told in terms of its tensors."""
+    """What is wrong with a file that safetensors refuses, where its header says enough to name a tensor."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

@@ -67,7 +67,7 @@ class Capture(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """In use on the device; for the log."""
+        """Bytes in use on the device, for the log."""
         ...
 
 

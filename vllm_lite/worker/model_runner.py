@@ -1,4 +1,4 @@
-"""One step on one worker: block program, diffs, forward pass, sampling, answer. `ModelRunner.execute` is the table of
+"""One step on one worker: block program, diffs, forward pass, sampling, output. `ModelRunner.execute` is the table of
 contents; the parts are CacheEngine, InputBatch, the model, the attention backend and the Sampler, and stay there.
 """
 
@@ -93,7 +93,7 @@ class ModelRunner:
         return _answer(step, inputs, sampled, kept, prompts)
 
     def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None]:
-        """Those that are sampled; and what was found of prompts, which graphs know nothing of."""
+        """The logits that are sampled, and the logprobs of prompts, which graphs know nothing of."""
         if inputs.scoring is None:
             return self.forward.logits(inputs), None
         hidden = self.eager.hidden(inputs)

@@ -1,4 +1,4 @@
-"""A worker without its process: loads its shard, says what fits, and runs steps. Told everything, deciding nothing."""
+"""A worker without its process: it loads its shard, reports what fits, and runs the steps that the engine decided."""
 
 import time
 
@@ -53,7 +53,7 @@ class Worker:
         self._generation: int | None = None
 
     def load(self) -> Ready:
-        """Load the weights and say what would fit beside them. Raises ModelError or ConfigError."""
+        """Load the weights and report what would fit beside them. Raises ModelError or ConfigError."""
         num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if self.device.is_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
@@ -121,7 +121,7 @@ class Worker:
         return profile.num_blocks
 
     def _set_aside(self) -> tuple[int, int]:
-        """Bytes of what the largest step does not show: attention over the longest contexts, and graphs."""
+        """Bytes that the largest step does not show: attention over the longest contexts, and graphs."""
         limits, workspace = self.limits, self.backend.workspace_bytes
         longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
         shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))

@@ -27,7 +27,7 @@ from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 NUM_LAYERS = 2
-"""Of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
+"""Layers of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
 GROUPS = (1, 4, 8)
 """Heads that share a KV head."""
 CHUNK, PREFIXES = 512, (0, 4096)
@@ -177,7 +177,7 @@ def _row(kernel: str, batch: Batch, **figures: float) -> Row:
 
 
 def _best_times(num_threads: int, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of the shortest call of each. They take turns; quick ones are called several times a turn."""
+    """Seconds of the shortest call of each. All are called in every round, quick ones several times."""
     clock = time.process_time if num_threads == 1 else time.perf_counter
     best = [float("inf")] * len(calls)
     deadline = time.monotonic() + MIN_TIME_S * len(calls)
