@@ -34,7 +34,7 @@ from vllm_lite.models.weights import load_weights
 class Olmo2Attention(AttentionBlock):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
-        heads = parts.layout(layer)
+        heads = parts.layers[layer].attention
         self.parts = (heads.query_size, heads.num_kv_heads * heads.head_size)
         self.query_norm, self.key_norm = (parts.norm(size) for size in self.parts)
 

@@ -71,7 +71,12 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """Whether each head has a learned logit that joins the softmax and attends to nothing."""
 
     @property
-    def num_elements(self) -> int:
+    def query_size(self) -> int:
+        """Elements of a token's Q."""
+        return self.num_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
         """Elements of a token's Q, K and V together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 

@@ -17,9 +17,9 @@ class AttentionBlock:
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, heads = parts.spec, parts.spec.layers[layer].attention
         hidden = Split.whole(spec.hidden_size)
-        query = Split.even(heads.num_heads * heads.head_size, parts.shard)
+        query = Split.even(heads.query_size, parts.shard)
         kv = Split.kv_heads(heads.num_kv_heads, heads.head_size, parts.shard)
-        self.layout = parts.layouts.index(parts.layout(layer))
+        self.kind = parts.kinds.index(parts.layers[layer])
         self.group = next(index for index, group in enumerate(spec.kv_groups) if layer in group.layers)
         self.qkv = parts.linear(hidden, query, kv, kv, bias=spec.attention_bias)
         self.query_norm = parts.norm(heads.head_size) if spec.qk_norm else None
@@ -34,7 +34,7 @@ class AttentionBlock:
         backend: AttentionBackend,
     ) -> None:
         """rows.hidden -> the layer's attended rows, and K and V to the cache."""
-        own = rows.by_layout[self.layout]
+        own = rows.by_kind[self.kind]
         self.qkv.forward(rows.hidden, out=own.qkv)
         self.normalize(own)
         backend.write_kv(own.heads, kv, batch, self.group)
@@ -48,7 +48,7 @@ class AttentionBlock:
 
     def project(self, rows: Rows) -> None:
         """The attended rows -> rows.hidden."""
-        self.output.forward(rows.by_layout[self.layout].attended, out=rows.hidden)
+        self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""

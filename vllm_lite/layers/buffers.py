@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.attention.backend import Heads
+from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.layers.parts import HeadLayout, Parts
+from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The attention activations of layers with one HeadLayout. Heads are views into the fused rows of `qkv`."""
+    """The attention activations of layers of one kind. Heads are views into the fused rows of `qkv`."""
 
     qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]
     heads: Heads  # in qkv
@@ -28,7 +29,7 @@ class Rows:
     residual: torch.Tensor  # [n, hidden_size]
     hidden: torch.Tensor  # [n, hidden_size], input and output of every block
     rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads that are rotated by it
-    by_layout: tuple[HeadRows, ...]  # for each of Parts.layouts; they share one memory
+    by_kind: tuple[HeadRows, ...]  # for each of Parts.kinds; they share one memory
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]
     activated: torch.Tensor  # [n, intermediate_size]
 
@@ -38,22 +39,21 @@ class Buffers:
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         def buffer(size: int) -> torch.Tensor:
-            return torch.zeros(max_num_tokens * size, dtype=parts.dtype, device=parts.device)
+            return torch.zeros(max_num_tokens, size, dtype=parts.dtype, device=parts.device)
 
-        spec, layouts = parts.spec, parts.layouts
+        spec, self.kinds = parts.spec, parts.kinds
         intermediate_size = spec.intermediate_size // parts.shard.world
         self.max_num_tokens = max_num_tokens
-        self.layouts = layouts
-        self.residual = buffer(spec.hidden_size).view(max_num_tokens, -1)
-        self.hidden = buffer(spec.hidden_size).view(max_num_tokens, -1)
-        self.qkv = buffer(max(layout.qkv_size for layout in layouts))
-        self.attended = buffer(max(layout.query_size for layout in layouts))
-        self.gate_up = buffer(2 * intermediate_size).view(max_num_tokens, -1)
-        self.activated = buffer(intermediate_size).view(max_num_tokens, -1)
-        ropes = dict.fromkeys((layout.rope, layout.head_size) for layout in layouts if layout.rope is not None)
+        self.residual = buffer(spec.hidden_size)
+        self.hidden = buffer(spec.hidden_size)
+        self.qkv = buffer(max(kind.attention.qkv_size for kind in self.kinds)).flatten()
+        self.attended = buffer(max(kind.attention.query_size for kind in self.kinds)).flatten()
+        self.gate_up = buffer(2 * intermediate_size)
+        self.activated = buffer(intermediate_size)
+        ropes = dict.fromkeys((kind.rope, kind.attention.head_size) for kind in self.kinds if kind.rope is not None)
         self._ropes = list(ropes)
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
-        self._rotations = [[buffer(size).view(max_num_tokens, size) for _ in range(2)] for _, size in ropes]
+        self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
         self._last: tuple[int, Rows] | None = None
 
     def rows(self, n: int) -> Rows:
@@ -67,12 +67,12 @@ class Buffers:
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
             table.select(positions, rotation)
 
-    def gather(self, rows: Rows, wanted: torch.Tensor, layout: int) -> Rows:  # wanted: int64 [k], k <= n
+    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int) -> Rows:  # wanted: int64 [k], k <= n
         """The residual stream and attention's result of some rows, moved together; all else of them is lost."""
-        residual, attended = rows.residual[wanted], rows.by_layout[layout].attended[wanted]
+        residual, attended = rows.residual[wanted], rows.by_kind[kind].attended[wanted]
         few = self.rows(len(wanted))
         few.residual.copy_(residual)
-        few.by_layout[layout].attended.copy_(attended)
+        few.by_kind[kind].attended.copy_(attended)
         return few
 
     def _slice(self, n: int) -> Rows:
@@ -83,17 +83,17 @@ class Buffers:
             residual=self.residual[:n],
             hidden=self.hidden[:n],
             rotations=rotations,
-            by_layout=tuple(self._head_rows(layout, n, rotations) for layout in self.layouts),
+            by_kind=tuple(self._head_rows(kind, n, rotations) for kind in self.kinds),
             gate_up=self.gate_up[:n],
             activated=self.activated[:n],
         )
 
-    def _head_rows(self, layout: HeadLayout, n: int, rotations: Sequence[Rotation]) -> HeadRows:
-        heads, kv_heads = layout.num_heads, layout.num_kv_heads
-        qkv = self.qkv[: n * layout.qkv_size].view(n, -1)
-        attended = self.attended[: n * layout.query_size].view(n, -1)
-        by_head = qkv.view(n, -1, layout.head_size)
-        query, key, value = by_head[:, :heads], by_head[:, heads : heads + kv_heads], by_head[:, heads + kv_heads :]
-        rope = layout.rope
-        rotation = None if rope is None else rotations[self._ropes.index((rope, layout.head_size))]
-        return HeadRows(qkv, Heads(query, key, value, rotation), attended, attended.view(n, heads, layout.head_size))
+    def _head_rows(self, kind: LayerSpec, n: int, rotations: Sequence[Rotation]) -> HeadRows:
+        own, rope = kind.attention, kind.rope
+        heads, keys = own.num_heads, own.num_heads + own.num_kv_heads
+        qkv = self.qkv[: n * own.qkv_size].view(n, own.qkv_size)
+        attended = self.attended[: n * own.query_size].view(n, own.query_size)
+        by_head = qkv.view(n, heads + 2 * own.num_kv_heads, own.head_size)
+        rotation = None if rope is None else rotations[self._ropes.index((rope, own.head_size))]
+        views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
+        return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))

@@ -2,33 +2,15 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.model_spec import ModelSpec, Rope
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.weight_form import DENSE, WeightForm
 from vllm_lite.layers.weight_slot import SINGLE, Shard, Split
-
-
-class HeadLayout(NamedTuple):
-    """How this rank's heads of a layer lie in its activations, and how they are rotated. Few layers differ in it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    rope: Rope | None
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_size
-
-    @property
-    def qkv_size(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
 @dataclass(frozen=True)
@@ -51,11 +33,11 @@ class Parts:
         return RMSNorm(size or self.spec.hidden_size, self.spec.norm_eps, dtype=self.dtype, device=self.device)
 
     @cached_property
-    def layouts(self) -> tuple[HeadLayout, ...]:
-        """Each that some layer has, once."""
-        return tuple(dict.fromkeys(self.layout(layer) for layer in range(self.spec.num_layers)))
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Each layer with the heads that this rank holds of it."""
+        return tuple(LayerSpec(own.attention.per_rank(self.shard.world), own.rope) for own in self.spec.layers)
 
-    def layout(self, layer: int) -> HeadLayout:
-        own = self.spec.layers[layer]
-        heads = own.attention.per_rank(self.shard.world)
-        return HeadLayout(heads.num_heads, heads.num_kv_heads, heads.head_size, own.rope)
+    @cached_property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """What `layers` has, each once."""
+        return tuple(dict.fromkeys(self.layers))

@@ -86,7 +86,7 @@ class Llama:
             if wanted is not None and layer is last:
                 if len(wanted) == 0:
                     return rows.hidden[:0]
-                rows = self.buffers.gather(rows, wanted, layer.attention.layout)
+                rows = self.buffers.gather(rows, wanted, layer.attention.kind)
             layer.combine(rows)
             progress()
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)

@@ -179,7 +179,7 @@ class _Sizes:
     def _activations(self, dtype_bytes: int) -> int:
         """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
         spec, tp = self.spec, self.tp
-        heads = max((layer.attention.per_rank(tp) for layer in spec.layers), key=lambda own: own.num_elements)
+        heads = max((layer.attention.per_rank(tp) for layer in spec.layers), key=lambda own: own.qkv_size)
         row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
         row += 3 * (spec.intermediate_size // tp)
         tables = 2 * self.length * heads.head_size
