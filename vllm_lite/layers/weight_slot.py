@@ -37,12 +37,12 @@ class Split(NamedTuple):
         return cls(total, shard.rank * size, size)
 
     @classmethod
-    def kv_heads(cls, num_heads: int, head_dim: int, shard: Shard) -> "Split":
+    def kv_heads(cls, num_heads: int, head_size: int, shard: Shard) -> "Split":
         """Whole KV heads: a share of them, or one that several ranks hold alike when there are fewer than ranks."""
         if shard.world <= num_heads:
-            return cls.even(num_heads * head_dim, Shard(shard.rank, shard.world))
+            return cls.even(num_heads * head_size, Shard(shard.rank, shard.world))
         head = shard.rank * num_heads // shard.world
-        return cls(num_heads * head_dim, head * head_dim, head_dim)
+        return cls(num_heads * head_size, head * head_size, head_size)
 
 
 class WeightSlot(NamedTuple):
