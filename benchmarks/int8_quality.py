@@ -16,13 +16,13 @@ import torch
 
 from vllm_lite import LLM, SamplingParams
 from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
-from vllm_lite.layers.weight_form import Quantization
+from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.memory.cache_engine import CacheEngine
@@ -35,33 +35,34 @@ class Reader:
 
     def __init__(self, path: str, length: int, quantization: Quantization | None) -> None:
         spec, device = ModelSpec.load(path), torch.device("cpu")
-        self.model = build(spec, "bfloat16", device, length, length)
-        load_weights(self.model, path, quantization=quantization)
+        self.model = build(spec, "bfloat16", device, length, length, quantization)
+        load_weights(self.model, path)
         num_blocks = -(-length // BLOCK_SIZE)
         self.blocks = torch.arange(num_blocks, dtype=torch.int32)
         self.num_groups = len(spec.kv_groups)
         cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, torch.bfloat16, device)
         self.kv_caches = cache.layer_views()
-        windows = tuple(group.window for group in spec.kv_groups)
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self.backend = select_backend(AttentionShape(*heads, BLOCK_SIZE, torch.bfloat16, device, windows=windows))
+        groups = tuple(group.attention for group in spec.kv_groups)
+        self.backend = select_backend(AttentionShape(groups, BLOCK_SIZE, torch.bfloat16, device))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 [n] -> float32 [n, vocab_size]; the whole text in one step."""
         count = len(tokens)
         positions = torch.arange(count)
-        metadata = AttentionMetadata(
+        batch = StepBatch(
             num_tokens=count,
             num_seqs=1,
             max_query_len=count,
             max_seq_len=count,
+            token_ids=tokens,
+            positions=positions,
             query_start_loc=torch.tensor([0, count], dtype=torch.int32),
             seq_lens=torch.tensor([count], dtype=torch.int32),
             block_tables=(self.blocks[None],) * self.num_groups,
             slot_mapping=(positions,) * self.num_groups,
         )
-        self.backend.prepare(metadata)
-        hidden = self.model.forward(tokens, positions, self.kv_caches, metadata, self.backend)
+        self.backend.prepare(batch)
+        hidden = self.model.forward(batch, self.kv_caches, self.backend)
         return self.model.logits(hidden).float().clone()
 
 

@@ -16,8 +16,9 @@ _TEXT = [
 
 
 def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "float32", **overrides: Any) -> Path:
-    """Write a random checkpoint of `family` ("llama", "mistral" or "qwen3") to the folder `path` and return it.
+    """Write a random checkpoint to the folder `path` and return it.
 
+    `family` is "llama", "mistral" or "qwen3"; the engine does not serve "olmo2", which only tests compose.
     `overrides` are arguments of the transformers config, and also `max_shard_size` (like "100KB") for a sharded one and
     `seed`. The weights are wide (initializer_range 0.3), so that every token depends visibly on its whole context.
     """
@@ -27,6 +28,8 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        Olmo2Config,
+        Olmo2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
     )
@@ -36,6 +39,7 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     }
     config_class, model_class = classes[family]
     shard_size = overrides.pop("max_shard_size", "1GB")
@@ -113,15 +117,15 @@ def load_and_see(model: Any, path: str | Path, **options: Any) -> dict[str, Any]
     groups = model.weight_groups
 
     def watched(group: Any) -> Any:
-        def take(weight: Any, bias: Any) -> None:
-            for tensor, slots in ((weight, group.weights), (bias, group.biases)):
-                parts = [] if tensor is None else tensor.clone().split([slot.size[0] for slot in slots])
-                seen.update({slot.name: part for slot, part in zip(slots, parts, strict=True)})
-            group.take(weight, bias)
+        def take(*tensors: Any) -> None:
+            for tensor, stack in zip(tensors, group.stacks, strict=True):
+                parts = tensor.clone().split([slot.size[stack.dim] for slot in stack.slots], stack.dim)
+                seen.update({slot.name: part for slot, part in zip(stack.slots, parts, strict=True)})
+            group.take(*tensors)
 
         return group._replace(take=take)
 
-    model.weight_groups = lambda quantization=None: map(watched, groups(quantization))
+    model.weight_groups = lambda: map(watched, groups())
     load_weights(model, path, **options)
     del model.weight_groups
     return seen

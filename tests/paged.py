@@ -1,13 +1,13 @@
 """A model over a paged KV cache without engine, runner or batch: what the parity tests of models are driven with."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from tests.attention_steps import changed, step_batch
 from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.models.registry import build
@@ -63,14 +63,13 @@ class Paged:
         self.kv = self.cache.layer_views()
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.free: list[int] = shuffled.tolist()
-        self.shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, self.dtype, torch.device("cpu")
-        )
-        self.set_windows([group.window for group in self.groups])
+        groups = tuple(group.attention for group in self.groups)
+        self.shape = AttentionShape(groups, BLOCK_SIZE, self.dtype, torch.device("cpu"))
+        self.backend = select_backend(self.shape)
 
     def set_windows(self, windows: list[int | None]) -> None:
         """Let the groups attend within these windows, the model's own at first."""
-        self.shape = replace(self.shape, windows=tuple(windows))
+        self.shape = changed(self.shape, windows=windows)
         self.backend = select_backend(self.shape)
 
     def take(self, num_blocks: int) -> list[int]:
@@ -95,18 +94,15 @@ class Paged:
                 group_slots.append(torch.tensor(table)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
             starts.append(starts[-1] + count)
         sequences = [sequence for sequence, _ in work]
-        metadata = AttentionMetadata(
-            num_tokens=starts[-1],
-            num_seqs=len(work),
-            max_query_len=max(count for _, count in work),
-            max_seq_len=max(sequence.num_computed for sequence in sequences),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor([sequence.num_computed for sequence in sequences], dtype=torch.int32),
-            block_tables=tuple(_rectangle([s.tables[group] for s in sequences]) for group in range(len(self.groups))),
-            slot_mapping=tuple(map(torch.cat, slots)),
+        batch = step_batch(
+            [(count, sequence.num_computed) for sequence, count in work],
+            [_rectangle([s.tables[group] for s in sequences]) for group in range(len(self.groups))],
+            list(map(torch.cat, slots)),
+            torch.cat(ids),
+            torch.cat(positions),
         )
-        self.backend.prepare(metadata)
-        hidden = self.model.forward(torch.cat(ids), torch.cat(positions), self.kv, metadata, self.backend)
+        self.backend.prepare(batch)
+        hidden = self.model.forward(batch, self.kv, self.backend)
         logits = self.model.logits(hidden)
         for sequence, first, last in zip(sequences, starts[:-1], starts[1:], strict=True):
             sequence.logits.append(logits[first:last])

@@ -1,15 +1,14 @@
 """The native attention kernels against attention in float64, for every instruction set that this machine has."""
 
 import mmap
-from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.attention_steps import changed, step_batch
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.select import select_backend
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
@@ -34,7 +33,7 @@ def threads():
 
 def exact(batch):
     """What `batch` is to give, in float64: [num_tokens, num_heads, head_size]."""
-    shape = batch.shape
+    spec = batch.spec
     outs = []
     rows = batch.query.double().split([query_len for query_len, _ in batch.lengths])
     for query, key, value in zip(rows, batch.keys, batch.values, strict=True):
@@ -42,15 +41,15 @@ def exact(batch):
         if seq_len == 0:
             outs.append(torch.zeros_like(query))
             continue
-        group = shape.num_heads // shape.num_kv_heads
+        group = spec.num_heads // spec.num_kv_heads
         k, v = (x.double().nan_to_num().repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, k) * shape.scale
-        if shape.soft_cap:
-            scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
+        scores = torch.einsum("qhd,khd->hqk", query, k) * spec.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
         distance = torch.arange(seq_len) - torch.arange(seq_len - query_len, seq_len)[:, None]
-        if shape.alibi_slopes is not None:
-            scores += torch.tensor(shape.alibi_slopes).double()[:, None, None] * distance
-        unseen = (distance > 0) | (distance <= -(shape.windows[0] or seq_len))
+        if spec.alibi_slopes is not None:
+            scores += torch.tensor(spec.alibi_slopes).double()[:, None, None] * distance
+        unseen = (distance > 0) | (distance <= -(spec.window or seq_len))
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
@@ -121,20 +120,12 @@ def test_a_sequence_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(
 def one_of(batch, i, first, query_len):
     """What sequence i of `batch`, whose KV is written, attends to in a batch of its own."""
     seq_len = batch.lengths[i][1]
-    metadata = AttentionMetadata(
-        num_tokens=query_len,
-        num_seqs=1,
-        max_query_len=query_len,
-        max_seq_len=seq_len,
-        query_start_loc=torch.tensor([0, query_len], dtype=torch.int32),
-        seq_lens=torch.tensor([seq_len], dtype=torch.int32),
-        block_tables=(torch.tensor([batch.blocks[i]], dtype=torch.int32),),
-        slot_mapping=(torch.full((query_len,), -1),),
-    )
-    batch.backend.prepare(metadata)
+    table = torch.tensor([batch.blocks[i]], dtype=torch.int32)
+    step = step_batch([(query_len, seq_len)], [table], [torch.full((query_len,), -1)])
+    batch.backend.prepare(step)
     query = batch.query[first : first + query_len]
     out = torch.empty(query.shape, dtype=query.dtype)
-    batch.backend.attend(query, batch.kv, metadata, 0, out)
+    batch.backend.attend(query, batch.kv, step, 0, out)
     return out
 
 
@@ -183,15 +174,15 @@ def test_plans_grow_with_the_batch():
 def test_two_windows_in_one_model():
     """Each group has its own plan; their scratch memory is shared."""
     full, windowed = (Batch(CHUNKED + DECODE, backend=CpuBackend, windows=(w,)) for w in (None, 9))
-    metadata = full.metadata()
-    metadata.block_tables += windowed.metadata().block_tables
-    metadata.slot_mapping += (metadata.slot_mapping[0],)
-    full.backend.shape = replace(full.shape, windows=(None, 9))
-    full.backend.prepare(metadata)
+    step = full.step()
+    step.block_tables += windowed.step().block_tables
+    step.slot_mapping += (step.slot_mapping[0],)
+    full.backend = CpuBackend(changed(full.shape, windows=(None, 9)))
+    full.backend.prepare(step)
     for group, batch in enumerate((full, windowed)):
         out = torch.empty_like(batch.query)
-        full.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, metadata, group)
-        full.backend.attend(batch.query, batch.kv, metadata, group, out)
+        full.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, step, group)
+        full.backend.attend(batch.query, batch.kv, step, group, out)
         assert torch.allclose(out.double(), exact(batch), rtol=0, atol=3e-6)
 
 
@@ -208,15 +199,15 @@ def test_two_windows_in_one_model():
     ],
 )
 def test_what_it_does_not_support(change, reason):
-    shape = replace(Batch([(1, 1)]).shape, **change)
+    shape = changed(Batch([(1, 1)]).shape, **change)
     with pytest.raises(ConfigError, match=reason):
         select_backend(shape, "cpu")
 
 
 def test_workspace_covers_what_splits_take():
     batch = Batch([(1, 5000), (8, 5000), (1, 9000)], backend=CpuBackend, group=4)
-    batch.metadata()
-    taken = batch.backend.kernels.scratch_bytes
+    batch.step()
+    taken = batch.backend.kernels[0].scratch_bytes
     assert 0 < taken <= batch.backend.workspace_bytes(max_num_tokens=10, max_num_seqs=3, max_seq_len=9000)
     short = CpuBackend(batch.shape).workspace_bytes(1000, 100, 512)
     assert short == num_threads() * (512 << 10), "nothing is split"
@@ -227,4 +218,4 @@ def test_a_cache_with_strided_rows_is_refused():
     wrong = torch.zeros(4, 2, 2, 8, 16).transpose(3, 4)
     assert wrong.shape[1:] == batch.kv.shape[1:]
     with pytest.raises(ValueError, match="the last one dense"):
-        batch.backend.attend(batch.query, wrong, batch.metadata(), 0, torch.empty_like(batch.query))
+        batch.backend.attend(batch.query, wrong, batch.step(), 0, torch.empty_like(batch.query))

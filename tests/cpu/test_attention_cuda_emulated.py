@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention_steps import attention_shape, changed, step_batch
 from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
 from tests.paged import Oracle, Paged
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.kernels.ops import Rotation
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
@@ -24,7 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NO_BLOCK = 10**6
 TOLERANCES = {BF16: 2e-2, FP16: 3e-3, FP32: 3e-6}
 
-SHAPE = AttentionShape(4, 2, 64, 16, BF16, torch.device("cpu"))
+SHAPE = attention_shape((4, 2, 64), 16, BF16)
 DECODE = [(1, t) for t in (1, 2, 15, 16, 17, 33)]
 PREFILL = [(t, t) for t in (2, 15, 16, 17)]
 MIXED = [(5, 17), (1, 16), (16, 33), (1, 40), (2, 3), (1, 1)]
@@ -33,31 +34,32 @@ PADDED = [(1, 7), (3, 9), (1, 0), (2, 0), (0, 0)]
 
 @dataclass
 class Step:
-    """A step of (query_len, seq_len) sequences over a cache full of NaN; each of `shape.windows` is one group."""
+    """A step of (query_len, seq_len) sequences over a cache full of NaN; one group for each of the shape."""
 
     shape: AttentionShape
-    metadata: AttentionMetadata
+    batch: StepBatch
     heads: Heads
     kv: torch.Tensor  # a layer's view of a pool, [num_blocks, 2, num_kv_heads, block_size, head_size]
 
     def run(self, backend: CudaBackend | ReferenceBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """What attend gives, and the cache after it."""
-        metadata, kv = replace(self.metadata), self.kv.clone()
+        batch, kv = replace(self.batch), self.kv.clone()
         kv = kv.view(self.shape.cache_dtype)
         heads = Heads(self.heads.query.clone(), self.heads.key.clone(), self.heads.value.clone(), self.heads.rotation)
         out = torch.full(heads.query.shape, 7.0, dtype=self.shape.dtype)
-        backend.prepare(metadata)
-        backend.write_kv(heads, kv, metadata, group)
-        backend.attend(heads.query, kv, metadata, group, out)
+        backend.prepare(batch)
+        backend.write_kv(heads, kv, batch, group)
+        backend.attend(heads.query, kv, batch, group, out)
         return out, kv
 
 
 def make_step(shape: AttentionShape, lengths: list[tuple[int, int]], *, padding: int = 0, rotate: bool = False) -> Step:
     random = torch.Generator().manual_seed(3)
-    size, block_size, window = shape.head_size, shape.block_size, shape.windows[0]
+    spec, block_size = shape.groups[0], shape.block_size
+    size, window = spec.head_size, spec.window
     counts = [-(-seq_len // block_size) for _, seq_len in lengths]
     ids = (torch.randperm(sum(counts), generator=random) + 1).split(counts)
-    pool_shape = (sum(counts) + 1, 3, 2, shape.num_kv_heads, block_size, size)
+    pool_shape = (sum(counts) + 1, 3, 2, spec.num_kv_heads, block_size, size)
     filler = torch.full(pool_shape, math.nan, dtype=shape.dtype).to(shape.cache_dtype)
     kv = (filler.view(torch.uint8) if filler.itemsize == 1 else filler)[:, 1]
     tables = torch.full((len(lengths), max(counts) + 1), NO_BLOCK, dtype=torch.int32)
@@ -65,32 +67,23 @@ def make_step(shape: AttentionShape, lengths: list[tuple[int, int]], *, padding:
     for table, blocks, (query_len, seq_len) in zip(tables, ids, lengths, strict=True):
         table[: len(blocks)] = blocks
         first = 0 if window is None else max(0, seq_len - query_len - window + 1)
-        old = torch.randn(2, shape.num_kv_heads, seq_len, size, generator=random).to(shape.cache_dtype)
+        old = torch.randn(2, spec.num_kv_heads, seq_len, size, generator=random).to(shape.cache_dtype)
         for at in range(first, seq_len - query_len):
             kv[table[at // block_size], :, :, at % block_size] = old[:, :, at].view(kv.dtype)
         new = range(max(0, seq_len - query_len), seq_len)
         slots += [int(table[at // block_size]) * block_size + at % block_size for at in new]
         slots += [PAD_SLOT] * (query_len - len(new))
         table[: first // block_size] = NO_BLOCK
-    starts = torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0)
-    num_tokens = int(starts[-1]) + padding
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    num_tokens = sum(query_len for query_len, _ in lengths) + padding
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     fused = torch.randn(num_tokens, sum(heads), size, generator=random).to(shape.dtype)
     angles = torch.rand(num_tokens, size // 2, generator=random) * 6
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
     rotation = Rotation(cos.to(shape.dtype), sin.to(shape.dtype)) if rotate else None
-    metadata = AttentionMetadata(
-        num_tokens=num_tokens,
-        num_seqs=len(lengths),
-        max_query_len=max(query_len for query_len, _ in lengths),
-        max_seq_len=max(seq_len for _, seq_len in lengths),
-        query_start_loc=starts.to(torch.int32),
-        seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32),
-        block_tables=(tables,) * len(shape.windows),
-        slot_mapping=(torch.tensor(slots + [PAD_SLOT] * padding),) * len(shape.windows),
-    )
+    num_groups = len(shape.groups)
+    batch = step_batch(lengths, [tables] * num_groups, [torch.tensor(slots + [PAD_SLOT] * padding)] * num_groups)
     query, key, value = fused.split(heads, 1)
-    return Step(shape, metadata, Heads(query, key, value, rotation), kv)
+    return Step(shape, batch, Heads(query, key, value, rotation), kv)
 
 
 def backend_for(shape: AttentionShape) -> CudaBackend:
@@ -111,7 +104,7 @@ BATCHES = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "padded": PADDE
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    check(make_step(replace(SHAPE, dtype=dtype), lengths, padding=3 if lengths is PADDED else 0))
+    check(make_step(changed(SHAPE, dtype=dtype), lengths, padding=3 if lengths is PADDED else 0))
 
 
 @pytest.mark.parametrize(
@@ -131,21 +124,21 @@ def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) 
 )
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:
-    check(make_step(replace(SHAPE, **changes), lengths))
+    check(make_step(changed(SHAPE, **changes), lengths))
 
 
 def test_rotates_before_it_stores() -> None:
-    check(make_step(replace(SHAPE, dtype=FP16), MIXED, rotate=True))
+    check(make_step(changed(SHAPE, dtype=FP16), MIXED, rotate=True))
 
 
 def test_groups_have_their_own_tables_and_windows() -> None:
-    shape = replace(SHAPE, windows=(None, 5))
+    shape = changed(SHAPE, windows=(None, 5))
     step = make_step(shape, MIXED)
-    other = torch.full_like(step.metadata.block_tables[0], NO_BLOCK)
-    step.metadata.block_tables = (other, step.metadata.block_tables[0])
-    step.metadata.slot_mapping = (
-        torch.full_like(step.metadata.slot_mapping[0], PAD_SLOT),
-        step.metadata.slot_mapping[1],
+    other = torch.full_like(step.batch.block_tables[0], NO_BLOCK)
+    step.batch.block_tables = (other, step.batch.block_tables[0])
+    step.batch.slot_mapping = (
+        torch.full_like(step.batch.slot_mapping[0], PAD_SLOT),
+        step.batch.slot_mapping[1],
     )
     check(replace(step, shape=shape), group=1)
 
@@ -155,11 +148,11 @@ def test_a_row_has_the_bits_of_a_padded_bucket() -> None:
     step = make_step(SHAPE, [(1, 40), (1, 600)])
     bucket = make_step(SHAPE, [(1, 40), (1, 600), (1, 0), (1, 0)], padding=0)
     bucket.kv = step.kv
-    bucket.metadata.block_tables[0][:2] = step.metadata.block_tables[0]
-    bucket.metadata.max_seq_len = 5000
+    bucket.batch.block_tables[0][:2] = step.batch.block_tables[0]
+    bucket.batch.max_seq_len = 5000
     for name in ("query", "key", "value"):
         getattr(bucket.heads, name)[:2] = getattr(step.heads, name)
-    bucket.metadata.slot_mapping[0][:2] = step.metadata.slot_mapping[0]
+    bucket.batch.slot_mapping[0][:2] = step.batch.slot_mapping[0]
     alone, padded = step.run(backend_for(SHAPE))[0], bucket.run(backend_for(SHAPE))[0]
     assert torch.equal(padded[:2], alone)
     assert (padded[2:] == 0).all()
@@ -169,9 +162,9 @@ def test_a_row_has_the_bits_of_a_padded_bucket() -> None:
 
 
 def plan_of(backend: CudaBackend, lengths: list[tuple[int, int]], **changes: Any) -> Any:
-    metadata = replace(make_step(backend.shape, lengths).metadata, **changes)
-    backend.prepare(metadata)
-    return metadata.plan
+    batch = replace(make_step(backend.shape, lengths).batch, **changes)
+    backend.prepare(batch)
+    return batch.plan
 
 
 def test_only_kernels_that_may_have_work_are_launched() -> None:
@@ -184,7 +177,7 @@ def test_only_kernels_that_may_have_work_are_launched() -> None:
 
 
 def test_the_workspace_is_what_was_announced_and_stays() -> None:
-    shape = replace(SHAPE, max_seq_len=100_000, windows=(None, 64))
+    shape = changed(SHAPE, max_seq_len=100_000, windows=(None, 64))
     backend = backend_for(shape)
     assert backend.split_tokens == 1568  # 100 000 / 64, rounded up to tiles
     assert backend_for(SHAPE).split_tokens == 512
@@ -193,7 +186,7 @@ def test_the_workspace_is_what_was_announced_and_stays() -> None:
     assert first.nbytes == backend.workspace_bytes(10**6, len(DECODE), 100_000) == 6 * 4 * 64 * 65 * 4
     assert plan_of(backend, DECODE, max_seq_len=2000).workspace is first
     assert plan_of(backend, DECODE * 2, max_seq_len=100_000).workspace.nbytes == 2 * first.nbytes
-    assert backend_for(replace(shape, windows=(64,))).workspace_bytes(10**6, 256, 100_000) == 0
+    assert backend_for(changed(shape, windows=(64,))).workspace_bytes(10**6, 256, 100_000) == 0
     assert backend_for(replace(shape, dtype=FP32)).workspace_bytes(10**6, 256, 100_000) == 0
 
 
@@ -215,7 +208,7 @@ def test_the_workspace_is_what_was_announced_and_stays() -> None:
     ],
 )
 def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
-    given = kernels_reason(replace(SHAPE, **changes))
+    given = kernels_reason(changed(SHAPE, **changes))
     if reason is None:
         assert given is None
     else:

@@ -1,16 +1,16 @@
 """The backends that a CPU has against attention written out token by token in float64."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from tests.attention_steps import attention_shape, changed, step_batch
+from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS, select_backend
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 
@@ -62,6 +62,7 @@ class Batch:
         backend=ReferenceBackend,
         block_size=16,
         group=2,
+        num_kv_heads=NUM_KV_HEADS,
         head_size=HEAD_SIZE,
         filler=math.nan,
         dtype=torch.float32,
@@ -72,19 +73,21 @@ class Batch:
         data = torch.Generator().manual_seed(1)
         self.lengths = lengths
         self.block_size = block_size
-        sizes = (NUM_KV_HEADS * group, NUM_KV_HEADS, head_size, block_size)
-        self.shape = AttentionShape(*sizes, dtype, torch.device("cpu"), windows, **shape)
+        self.num_kv_heads, self.num_heads = num_kv_heads, num_kv_heads * group
+        sizes = (self.num_heads, num_kv_heads, head_size)
+        self.shape = attention_shape(sizes, block_size, dtype, windows, **shape)
+        self.spec = self.shape.groups[0]
         self.backend = backend(self.shape)
         num_tokens = sum(query_len for query_len, _ in lengths)
-        heads = (self.shape.num_heads, NUM_KV_HEADS, NUM_KV_HEADS)
+        heads = (self.num_heads, num_kv_heads, num_kv_heads)
         fused = torch.randn(num_tokens, sum(heads), head_size, generator=data).to(dtype)
         self.query, self.key, self.value = fused.split(heads, dim=1)  # strided, as the fused projection leaves them
-        self.keys = [torch.randn(t, NUM_KV_HEADS, head_size, generator=data).to(dtype) for _, t in lengths]
-        self.values = [torch.randn(t, NUM_KV_HEADS, head_size, generator=data).to(dtype) for _, t in lengths]
+        self.keys = [torch.randn(t, num_kv_heads, head_size, generator=data).to(dtype) for _, t in lengths]
+        self.values = [torch.randn(t, num_kv_heads, head_size, generator=data).to(dtype) for _, t in lengths]
         counts = [-(-t // block_size) for _, t in lengths]
         ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(ids_seed)) + 1
         self.blocks = [list(map(int, part)) for part in ids.split(counts)]
-        pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, NUM_KV_HEADS, block_size, head_size), filler)
+        pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_size), filler)
         self.pool = pool.to(self.shape.cache_dtype)
         self.kv = self.pool[:, LAYER]
         self.fill()
@@ -95,7 +98,7 @@ class Batch:
     def first_seen(self, i):
         """The first position that a row of sequence i sees; positions before it may be anything in the cache."""
         query_len, seq_len = self.lengths[i]
-        return max(0, seq_len - query_len + 1 - (self.shape.windows[0] or seq_len))
+        return max(0, seq_len - query_len + 1 - (self.spec.window or seq_len))
 
     def fill(self):
         """Old tokens go to the cache by hand; the new ones are left for write_kv."""
@@ -132,37 +135,27 @@ class Batch:
     def loaded(self, x, which):
         return x if x.dtype.itemsize > 1 else x.float() * (self.shape.k_scale, self.shape.v_scale)[which]
 
-    def metadata(self, extra_rows=0):
-        starts = torch.tensor([0] + [query_len for query_len, _ in self.lengths]).cumsum(0)
+    def step(self, extra_rows=0):
         longest = max(map(len, self.blocks)) + 1  # at least one entry of each row lies past its blocks
         table = [blocks + [0] * (longest - len(blocks)) for blocks in self.blocks]
         for i, row in enumerate(table):  # what a window has left behind is not even looked up
             unseen = self.first_seen(i) // self.block_size
             row[:unseen] = [NO_BLOCK] * unseen
-        metadata = AttentionMetadata(
-            num_tokens=int(starts[-1]) + extra_rows,
-            num_seqs=len(self.lengths),
-            max_query_len=max(query_len for query_len, _ in self.lengths),
-            max_seq_len=max(seq_len for _, seq_len in self.lengths),
-            query_start_loc=starts.to(torch.int32),
-            seq_lens=torch.tensor([seq_len for _, seq_len in self.lengths], dtype=torch.int32),
-            block_tables=(torch.tensor(table, dtype=torch.int32),),
-            slot_mapping=(torch.tensor(self.slots + [PAD_SLOT] * extra_rows),),
-        )
-        self.backend.prepare(metadata)
-        return metadata
+        slots = torch.tensor(self.slots + [PAD_SLOT] * extra_rows)
+        batch = step_batch(self.lengths, [torch.tensor(table, dtype=torch.int32)], [slots])
+        self.backend.prepare(batch)
+        return batch
 
     def run(self):
-        metadata = self.metadata()
-        self.backend.write_kv(Heads(self.query, self.key, self.value), self.kv, metadata, 0)
+        step = self.step()
+        self.backend.write_kv(Heads(self.query, self.key, self.value), self.kv, step, 0)
         out = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
-        self.backend.attend(self.query, self.kv, metadata, 0, out)
+        self.backend.attend(self.query, self.kv, step, 0, out)
         return out
 
     def expected(self):
         rows = self.query.split([query_len for query_len, _ in self.lengths])
-        window = self.shape.windows[0]
-        scores = (window, self.shape.soft_cap, self.shape.alibi_slopes)
+        scores = (self.spec.window, self.spec.soft_cap, self.spec.alibi_slopes)
         parts = [attention_by_hand(*qkv, *scores) for qkv in zip(rows, self.keys, self.values, strict=True)]
         return torch.cat(parts)
 
@@ -192,7 +185,7 @@ def test_windows_match_attention_by_hand(backend, lengths, block_size, window):
 def test_a_window_one_too_wide_would_show(backend):
     batch = Batch([(1, 17), (5, 33)], windows=(6,), filler=0.0, backend=backend)
     expected = batch.expected()
-    batch.backend.shape = replace(batch.shape, windows=(7,))
+    batch.backend = backend(changed(batch.shape, windows=(7,)))
     assert not torch.allclose(batch.run().double(), expected, rtol=0, atol=1e-3)
 
 
@@ -249,7 +242,7 @@ def test_what_unused_slots_hold_changes_no_bit(backend, filler):
 def test_writing_touches_its_own_slots_and_no_other(backend):
     batch = Batch([(5, 17), (1, 16), (3, 3)], filler=0.0, backend=backend)
     before = batch.pool.clone()
-    batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, batch.metadata(), 0)
+    batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, batch.step(), 0)
     for row, slot in enumerate(batch.slots):
         block, offset = divmod(slot, batch.block_size)
         before[block, LAYER, 0, :, offset] = batch.key[row]
@@ -279,27 +272,27 @@ def test_padding_rows_and_empty_sequences_give_zeros(backend):
 
 def test_rows_after_the_last_sequence_give_zeros(backend):
     batch = Batch([(2, 7), (1, 3)], backend=backend)
-    metadata = batch.metadata(extra_rows=2)
+    step = batch.step(extra_rows=2)
     query = torch.cat((batch.query, torch.full((2, *batch.query.shape[1:]), math.nan)))
     key, value = torch.full((2, 5, NUM_KV_HEADS, HEAD_SIZE), math.nan)
     key[:3], value[:3] = batch.key, batch.value
-    batch.backend.write_kv(Heads(query, key, value), batch.kv, metadata, 0)
+    batch.backend.write_kv(Heads(query, key, value), batch.kv, step, 0)
     out = torch.full(query.shape, 7.0)
-    batch.backend.attend(query, batch.kv, metadata, 0, out)
+    batch.backend.attend(query, batch.kv, step, 0, out)
     assert torch.allclose(out[:3].double(), batch.expected(), rtol=0, atol=2e-6)
     assert torch.equal(out[3:], torch.zeros_like(out[3:]))
 
 
 def test_groups_have_their_own_tables_and_slots(backend):
     first, second = Batch(CHUNKED, ids_seed=1, backend=backend), Batch(CHUNKED, ids_seed=2, backend=backend)
-    metadata, other = first.metadata(), second.metadata()
-    metadata.block_tables += other.block_tables
-    metadata.slot_mapping += other.slot_mapping
-    first.backend.shape = replace(first.shape, windows=(5, None))
-    first.backend.prepare(metadata)
+    step, other = first.step(), second.step()
+    step.block_tables += other.block_tables
+    step.slot_mapping += other.slot_mapping
+    first.backend = backend(changed(first.shape, windows=(5, None)))
+    first.backend.prepare(step)
     out = torch.empty_like(first.query)
-    first.backend.write_kv(Heads(second.query, second.key, second.value), second.kv, metadata, 1)
-    first.backend.attend(second.query, second.kv, metadata, 1, out)
+    first.backend.write_kv(Heads(second.query, second.key, second.value), second.kv, step, 1)
+    first.backend.attend(second.query, second.kv, step, 1, out)
     assert torch.equal(out, Batch(CHUNKED, backend=backend).run())
 
 
@@ -309,6 +302,6 @@ def test_select():
     assert isinstance(select_backend(shape, "reference"), ReferenceBackend)
     with pytest.raises(ConfigError, match=f"'flash' is unknown; use auto, {', '.join(BACKENDS)}"):
         select_backend(shape, "flash")
-    odd = AttentionShape(5, 2, 8, 16, torch.float32, torch.device("cpu"))
+    odd = attention_shape((5, 2, 8), 16, torch.float32)
     with pytest.raises(ConfigError, match="5 heads cannot share 2 KV heads"):
         select_backend(odd)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
-from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec, Rope
+from vllm_lite.checkpoint.model_spec import AttentionSpec, KVGroup, LayerSpec, ModelSpec, Rope
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import BlockOp
@@ -23,19 +23,18 @@ N, M = 7, 5
 COPY, SWAP_OUT, SWAP_IN = BlockOp.COPY, BlockOp.SWAP_OUT, BlockOp.SWAP_IN
 
 
+HEADS = AttentionSpec(4, 2, 4, scale=0.5)
+
+
 def make_spec(num_layers=3, groups=None):
     return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=32,
         hidden_size=16,
         intermediate_size=16,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
+        layers=(LayerSpec(HEADS, Rope("default", 1e4)),) * num_layers,
         norm_eps=1e-5,
         activation="silu",
-        rope=Rope("default", 1e4),
         max_position_embeddings=64,
         tie_word_embeddings=False,
         attention_bias=False,
@@ -44,7 +43,7 @@ def make_spec(num_layers=3, groups=None):
         bos_token_id=None,
         eos_token_ids=(),
         dtype="float32",
-        kv_groups=groups or (KVGroup("full", tuple(range(num_layers))),),
+        kv_groups=groups or (KVGroup(tuple(range(num_layers)), HEADS),),
     )
 
 
@@ -122,8 +121,8 @@ def with_mover(engine, mover):
 def numbered_engine(mover="torch"):
     """Every element of every block is the block's global id."""
     engine = with_mover(make_engine(), mover)
-    engine.pool.copy_(torch.arange(N)[:, None, None, None, None, None].expand_as(engine.pool))
-    engine.host_pool.copy_(torch.arange(N, N + M)[:, None, None, None, None, None].expand_as(engine.host_pool))
+    engine.pool.copy_(torch.arange(N)[:, None].expand_as(engine.pool))
+    engine.host_pool.copy_(torch.arange(N, N + M)[:, None].expand_as(engine.host_pool))
     return engine
 
 
@@ -302,7 +301,7 @@ def test_layers_see_their_part_of_every_block():
     for layer, view in enumerate(views):
         assert view.shape == (N, 2, 2, 2, 4)
         view.fill_(layer + 1)
-    assert torch.equal(engine.pool[3].flatten(1)[:, 0], torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(engine.pool[3].view(3, -1)[:, 0], torch.tensor([1.0, 2.0, 3.0]))
     assert engine.pool.is_contiguous()
 
 
@@ -312,9 +311,9 @@ def test_block_bytes_are_those_the_spec_promises():
 
 
 def test_groups_share_the_places_in_a_block():
-    groups = (KVGroup("full", (0, 2)), KVGroup("full", (1, 3)))
+    groups = (KVGroup((0, 2), HEADS), KVGroup((1, 3), HEADS))
     engine = make_engine(num_layers=4, groups=groups)
-    assert engine.pool.shape[1] == 2
+    assert engine.pool.shape[1] == 2 * 2 * 2 * 2 * 4
     pointers = [view.data_ptr() for view in engine.layer_views()]
     assert pointers[0] == pointers[1] != pointers[2] == pointers[3]
 

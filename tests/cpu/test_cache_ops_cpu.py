@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tests.attention_steps import attention_shape, step_batch
 from tests.cpu.test_attention_cpu import FLOAT8, FLOATS, threads  # noqa: F401
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.cache_ops import copy_blocks
 from vllm_lite.kernels.ops import Rotation
@@ -37,9 +38,8 @@ class Write:
     """New tokens, and a pool of NaN that they are written to."""
 
     def __init__(self, num_tokens, head_size, dtype, kv_dtype=None, slots=None, **scales):
-        cpu_device = torch.device("cpu")
-        sizes = (NUM_HEADS, NUM_KV_HEADS, head_size, BLOCK_SIZE)
-        self.shape = AttentionShape(*sizes, dtype, cpu_device, kv_dtype=kv_dtype, **scales)
+        heads = (NUM_HEADS, NUM_KV_HEADS, head_size)
+        self.shape = attention_shape(heads, BLOCK_SIZE, dtype, kv_dtype=kv_dtype, **scales)
         num_blocks = num_tokens // BLOCK_SIZE + 2
         self.pool = torch.full((num_blocks, 3, 2, NUM_KV_HEADS, BLOCK_SIZE, head_size), torch.nan)
         self.pool = self.pool.to(self.shape.cache_dtype)
@@ -49,21 +49,11 @@ class Write:
 
     def run(self, rotation=None):
         """The rows and the slots of the pool afterwards."""
-        num_tokens = len(self.rows)
-        metadata = AttentionMetadata(
-            num_tokens=num_tokens,
-            num_seqs=0,
-            max_query_len=0,
-            max_seq_len=0,
-            query_start_loc=torch.zeros(1, dtype=torch.int32),
-            seq_lens=torch.zeros(0, dtype=torch.int32),
-            block_tables=(torch.zeros(0, 1, dtype=torch.int32),),
-            slot_mapping=(self.slots,),
-        )
+        batch = step_batch([], [torch.zeros(0, 1, dtype=torch.int32)], [self.slots])
         backend = CpuBackend(self.shape)
-        backend.prepare(metadata)
+        backend.prepare(batch)
         query, key, value = self.heads
-        backend.write_kv(Heads(query, key, value, rotation), self.pool[:, 1], metadata, 0)
+        backend.write_kv(Heads(query, key, value, rotation), self.pool[:, 1], batch, 0)
         return self.pool[:, 1].float().permute(0, 3, 1, 2, 4).flatten(0, 1)  # [slot, 2, num_kv_heads, head_size]
 
 
@@ -110,23 +100,15 @@ def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):
     """A sequence of one token attends to its own V alone; the 256 codes are the V of 32 sequences of 8 elements."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     for dtype in (torch.float32, torch.bfloat16):
-        shape = AttentionShape(1, 1, 8, 1, dtype, torch.device("cpu"), kv_dtype=kv_dtype, v_scale=2.0)
+        shape = attention_shape((1, 1, 8), 1, dtype, kv_dtype=kv_dtype, v_scale=2.0)
         kv = torch.zeros(32, 2, 1, 1, 8).to(kv_dtype)
         kv[:, 1] = codes.view(32, 1, 1, 8)
-        metadata = AttentionMetadata(
-            num_tokens=32,
-            num_seqs=32,
-            max_query_len=1,
-            max_seq_len=1,
-            query_start_loc=torch.arange(33, dtype=torch.int32),
-            seq_lens=torch.ones(32, dtype=torch.int32),
-            block_tables=(torch.arange(32, dtype=torch.int32)[:, None],),
-            slot_mapping=(torch.full((32,), PAD_SLOT),),
-        )
+        table = torch.arange(32, dtype=torch.int32)[:, None]
+        batch = step_batch([(1, 1)] * 32, [table], [torch.full((32,), PAD_SLOT)])
         backend = CpuBackend(shape)
-        backend.prepare(metadata)
+        backend.prepare(batch)
         out = torch.empty(32, 1, 8, dtype=dtype)
-        backend.attend(torch.zeros(32, 1, 8, dtype=dtype), kv, metadata, 0, out)
+        backend.attend(torch.zeros(32, 1, 8, dtype=dtype), kv, batch, 0, out)
         expected, given = 2 * codes.float(), out.flatten().float()
         finite = expected.isfinite()
         assert torch.equal(given[finite], expected[finite])

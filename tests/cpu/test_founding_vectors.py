@@ -2,10 +2,10 @@
 
 import torch
 
+from tests.attention_steps import attention_shape, step_batch
 from tests.cpu.test_input_batch import new_batch, new_request, run
-from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.sizing import num_host_blocks
 from vllm_lite.config import GIB
 from vllm_lite.engine.blocks.groups import KVGroup
@@ -23,23 +23,13 @@ def test_a_cached_position_is_padding_and_is_not_written() -> None:
 
 
 def test_head_13_of_32_reads_kv_head_3_of_8() -> None:
-    shape = AttentionShape(32, 8, 8, 4, torch.float32, torch.device("cpu"))
-    backend = ReferenceBackend(shape)
+    backend = ReferenceBackend(attention_shape((32, 8, 8), 4, torch.float32))
     kv = torch.zeros(3, 2, 8, 4, 8)
     kv[2, 1] = torch.arange(8.0)[:, None, None]  # the values of KV head h are h
-    metadata = AttentionMetadata(
-        num_tokens=1,
-        num_seqs=1,
-        max_query_len=1,
-        max_seq_len=4,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([4], dtype=torch.int32),
-        block_tables=(torch.tensor([[2]], dtype=torch.int32),),
-        slot_mapping=(torch.tensor([PAD_SLOT]),),
-    )
-    backend.prepare(metadata)
+    batch = step_batch([(1, 4)], [torch.tensor([[2]], dtype=torch.int32)], [torch.tensor([PAD_SLOT])])
+    backend.prepare(batch)
     out = torch.empty(1, 32, 8)
-    backend.attend(torch.ones(1, 32, 8), kv, metadata, 0, out)
+    backend.attend(torch.ones(1, 32, 8), kv, batch, 0, out)
     assert out[0, 13].tolist() == [3.0] * 8
 
 

@@ -18,8 +18,8 @@ from tests.driver import Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import graphs_of
 from vllm_lite.attention.cuda import CudaBackend
-from vllm_lite.attention.metadata import PAD_SLOT
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
@@ -321,17 +321,17 @@ def test_inputs_are_where_the_views_say() -> None:
     object.__setattr__(step, "slot_mapping", tuple(slots))
     object.__setattr__(step, "block_tables", tuple(tables))
     inputs.load(step, 4)
-    metadata = inputs.metadata(4, 99)
+    batch = inputs.batch(4, 99)
     rows, _ = inputs.views(4)
     assert rows[:2].tolist() == [[11, 12, 13, 0], [1, 2, 3, 0]]
-    assert [slots.tolist() for slots in metadata.slot_mapping] == [[5, 6, 7, PAD_SLOT], [8, 9, PAD_SLOT, PAD_SLOT]]
-    assert metadata.seq_lens.tolist() == [2, 3, 4, 0]
-    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-    assert (metadata.num_tokens, metadata.num_seqs, metadata.max_query_len, metadata.max_seq_len) == (4, 4, 1, 99)
-    assert [table.shape for table in metadata.block_tables] == [(4, 5), (4, 5)]
-    assert metadata.block_tables[0][:3, :2].eq(21).all()
-    assert metadata.block_tables[1][:3, 0].eq(31).all()
-    assert [tensor.dtype for tensor in (metadata.seq_lens, metadata.query_start_loc, metadata.slot_mapping[1])] == [
+    assert [slots.tolist() for slots in batch.slot_mapping] == [[5, 6, 7, PAD_SLOT], [8, 9, PAD_SLOT, PAD_SLOT]]
+    assert batch.seq_lens.tolist() == [2, 3, 4, 0]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert (batch.num_tokens, batch.num_seqs, batch.max_query_len, batch.max_seq_len) == (4, 4, 1, 99)
+    assert [table.shape for table in batch.block_tables] == [(4, 5), (4, 5)]
+    assert batch.block_tables[0][:3, :2].eq(21).all()
+    assert batch.block_tables[1][:3, 0].eq(31).all()
+    assert [tensor.dtype for tensor in (batch.seq_lens, batch.query_start_loc, batch.slot_mapping[1])] == [
         torch.int32,
         torch.int32,
         torch.int64,
@@ -341,9 +341,9 @@ def test_inputs_are_where_the_views_say() -> None:
 def test_a_bucket_keeps_its_addresses() -> None:
     """A graph knows addresses; `load` must never make new tensors of what it reads."""
     inputs = DecodeInputs(8, 5, 1, torch.device("cpu"))
-    before = inputs.metadata(4, 9)
+    before = inputs.batch(4, 9)
     inputs.load(padding_step(3, 3, 1, 16, num_sampling=3), 4)
-    after = inputs.metadata(4, 9)
+    after = inputs.batch(4, 9)
     for one, other in zip(
         (before.seq_lens, before.slot_mapping[0], before.block_tables[0], before.query_start_loc),
         (after.seq_lens, after.slot_mapping[0], after.block_tables[0], after.query_start_loc),

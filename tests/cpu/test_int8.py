@@ -9,8 +9,8 @@ from tests.checkpoints import make_checkpoint
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import quantize
-from vllm_lite.layers.weight_form import Int8Form, NativeForm, weight_form
-from vllm_lite.models.llama import Llama
+from vllm_lite.layers.matmul import Int8Matmul, NativeMatmul, Quantization, make_matmul
+from vllm_lite.models.registry import build
 from vllm_lite.models.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def test_error_against_the_unquantized_product(monkeypatch: pytest.MonkeyPatch, 
             continue
         if not native:
             monkeypatch.setattr(cpu, "available", lambda: False)
-        form = weight_form(weight, None, "int8")
-        assert isinstance(form, NativeForm if native else Int8Form)
+        form = make_matmul(weight, None, "int8")
+        assert isinstance(form, NativeMatmul if native else Int8Matmul)
         out = torch.empty(16, 256)
         form.forward(x, out)
         relative = ((out - expected).norm() / expected.norm()).item()
@@ -60,11 +60,12 @@ def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path) -> Non
     spec = ModelSpec.load(checkpoint)
     hidden = random(4, spec.hidden_size)
     logits = []
-    for quantization in (None, "int8"):
-        model = Llama(spec, torch.float32, CPU, 16, 4)
-        load_weights(model, checkpoint, quantization=quantization)
+    quantizations: tuple[Quantization | None, ...] = (None, "int8")
+    for quantization in quantizations:
+        model = build(spec, torch.float32, CPU, 16, 4, quantization)
+        load_weights(model, checkpoint)
         ids, table = torch.tensor([1, 5]), torch.empty(2, spec.hidden_size)
-        model.embedding.forward(ids, table)
+        model.embedding.forward(ids, table)  # type: ignore[attr-defined]
         logits.append((model.logits(hidden), table))
     (exact, rows), (quantized, same_rows) = logits
     assert torch.equal(rows, same_rows)  # embeddings are not quantized

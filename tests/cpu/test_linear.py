@@ -9,9 +9,11 @@ from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
-from vllm_lite.layers.weight_form import DenseForm, Int8Form, NativeForm, OneDnnForm
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_form import DenseForm
 from vllm_lite.layers.weight_slot import Shard, Split
 from vllm_lite.models.llama import Llama
 
@@ -23,43 +25,44 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def make_linear(dtype, bias):
-    return Linear(Split.whole(48), [Split.whole(size) for size in SIZES], bias=bias, dtype=dtype, device=CPU)
+def make_linear(dtype, bias, quantization=None):
+    outputs = [Split.whole(size) for size in SIZES]
+    return Linear(Split.whole(48), outputs, bias=bias, dtype=dtype, device=CPU, form=DenseForm(quantization))
 
 
 def give(group, weight):
     """What a loader does: a weight that is lent is something else afterwards."""
-    group.take(mine := weight.clone(), None)
-    if group.lent:
+    group.take(mine := weight.clone())
+    if group.stacks[0].lent:
         mine.zero_()
 
 
-def only(monkeypatch, form):
-    """Make layers take this form of weights."""
-    if form is NativeForm:
+def only(monkeypatch, kind):
+    """Make layers take this kind of matrix product."""
+    if kind is NativeMatmul:
         if not cpu.available():
             pytest.skip("no native library")
         return
     monkeypatch.setattr(cpu, "available", lambda: False)
-    if form is DenseForm:
+    if kind is DenseMatmul:
         monkeypatch.setattr(onednn, "pack", lambda _: None)
 
 
-@pytest.mark.parametrize("form", [NativeForm, OneDnnForm, DenseForm, Int8Form])
+@pytest.mark.parametrize("kind", [NativeMatmul, OneDnnMatmul, DenseMatmul, Int8Matmul])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-def test_linear(monkeypatch, num_rows, dtype, bias, form):
-    only(monkeypatch, form)
-    linear = make_linear(dtype, bias)
+def test_linear(monkeypatch, num_rows, dtype, bias, kind):
+    only(monkeypatch, kind)
+    linear = make_linear(dtype, bias, "int8" if kind is Int8Matmul else None)
     x, weight = random(num_rows, 48, dtype=dtype), random(40, 48, dtype=dtype)
     expected = x.double() @ weight.double().t()
     if bias:
         expected += random(40, dtype=dtype).double()
-    linear.load(weight, random(40, dtype=dtype) if bias else None, "int8" if form is Int8Form else None)
-    assert isinstance(linear.form, form) or (form is OneDnnForm and dtype == torch.float16)
+    linear.load(weight, *([random(40, dtype=dtype)] if bias else []))
+    assert isinstance(linear.matmul, kind) or (kind is OneDnnMatmul and dtype == torch.float16)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    if form is Int8Form:
+    if kind is Int8Matmul:
         tolerance = 0.35
     for out_dtype in (dtype, torch.float32):
         out = torch.full((num_rows, 40), torch.nan, dtype=out_dtype)
@@ -75,9 +78,9 @@ def test_this_torch_can_pack():
     assert torch.allclose(packed_linear(x, packed, bias), x @ weight.t() + bias, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [NativeForm, OneDnnForm])
-def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, form):
-    only(monkeypatch, form)
+@pytest.mark.parametrize("kind", [NativeMatmul, OneDnnMatmul])
+def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, kind):
+    only(monkeypatch, kind)
     linear = make_linear(torch.bfloat16, bias=False)
     linear.load(random(40, 48, dtype=torch.bfloat16))
     x, out = random(64, 48, dtype=torch.bfloat16), torch.empty(64, 40, dtype=torch.bfloat16)
@@ -89,24 +92,24 @@ def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, form):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("form", [NativeForm, OneDnnForm, DenseForm])
+@pytest.mark.parametrize("kind", [NativeMatmul, OneDnnMatmul, DenseMatmul])
 @pytest.mark.parametrize("tied", [True, False])
-def test_lm_head(monkeypatch, tied, form, quantization):
+def test_lm_head(monkeypatch, tied, kind, quantization):
     """Logits are float32, whatever the model is; the embedding is exact, also where it has given its weight away."""
-    only(monkeypatch, form)
+    only(monkeypatch, kind)
     embedding = Embedding(40, 48, dtype=torch.bfloat16, device=CPU)
-    head = LMHead(embedding, tied=tied)
+    head = LMHead(embedding, tied=tied, quantization=quantization)
     table, hidden = random(40, 48, dtype=torch.bfloat16), random(3, 48, dtype=torch.bfloat16)
     weight = table if tied else table * 2
     expected = hidden.double() @ weight.double().t()
-    give(head.group("head", quantization), weight)
+    give(head.group("head"), weight)
     if not tied:
         give(embedding.group("table"), table)
     logits = torch.empty(3, 40)
     head.forward(hidden, logits)
     assert logits.dtype == torch.float32
     assert torch.allclose(logits.double(), expected, rtol=0, atol=0.15 if quantization is None else 1)
-    shares = tied and form is NativeForm and quantization is None
+    shares = tied and kind is NativeMatmul and quantization is None
     assert (embedding.packed is not None) == shares
     out = torch.empty(3, 48, dtype=torch.bfloat16)
     embedding.forward(torch.tensor([7, 39, 0], dtype=torch.int32), out)
@@ -132,7 +135,7 @@ def test_ranks_load_the_parts_of_the_whole(tmp_path):
     spec = ModelSpec.load(path)
 
     def loaded(shard):
-        model = Llama(spec, torch.float32, CPU, 16, 4, shard)
+        model = Llama(Parts(spec, torch.float32, CPU, shard), 16, 4)
         return load_and_see(model, path)
 
     whole, *ranks = (loaded(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))

@@ -1,11 +1,12 @@
 """Every family gives the logits of transformers at every position, however its prompt is cut up and its blocks lie."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
@@ -77,11 +78,11 @@ def test_mixed_batch_of_several_sequences(oracle):
 def test_hidden_states_of_wanted_tokens_are_those_of_all(oracle, monkeypatch):
     forward = oracle.model.forward
 
-    def compared(*args):
-        every = forward(*args).clone()
+    def compared(batch, *args):
+        every = forward(batch, *args).clone()
         last = len(every) - 1
         for wanted in ([last], [last, 0, last // 2], [], list(range(len(every)))):
-            few = forward(*args, torch.tensor(wanted, dtype=torch.int64))
+            few = forward(replace(batch, wanted=torch.tensor(wanted, dtype=torch.int64)), *args)
             assert few.shape == (len(wanted), every.shape[1])
             assert torch.allclose(few, every[wanted], rtol=0, atol=1e-4)
         return every
@@ -158,7 +159,7 @@ def test_llama3_frequencies_are_those_of_transformers():
 def test_registry_and_spec_know_the_same_architectures(llama):
     assert MODELS.keys() == ARCHITECTURES.keys()
     with pytest.raises(ModelError, match=r"'Other'.*LlamaForCausalLM"):
-        build(replace(llama.spec, architecture="Other"), "float32", "cpu", 8, 8)
+        build(msgspec.structs.replace(llama.spec, architecture="Other"), "float32", "cpu", 8, 8)
 
 
 def test_num_parameters_counts_what_the_model_holds(oracle):

@@ -19,14 +19,14 @@ from tests.driver import Driver, make_prompt, new_request
 from tests.plays import graphs_of, run_both
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import int64, pointer
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
-from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.models.llama import Llama
 from vllm_lite.protocol.step import Continue, Draft
 from vllm_lite.worker.graphs import CpuCapture, Graph
@@ -129,7 +129,9 @@ def test_an_operation_that_falls_back_to_torch_is_noticed(
     tiny_checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what == "linear":
-        monkeypatch.setattr("vllm_lite.layers.linear.weight_form", lambda weight, bias, _: DenseForm(weight, bias))
+        monkeypatch.setattr(
+            "vllm_lite.layers.weight_form.make_matmul", lambda weight, bias, _: DenseMatmul(weight, bias)
+        )
     elif what == "norm":
         monkeypatch.setattr(CpuOps, "add_rms_norm", CpuOps.__mro__[1].add_rms_norm)  # type: ignore[attr-defined]
     else:
@@ -163,27 +165,27 @@ def test_enforce_eager_records_nothing(tiny_checkpoint: Path) -> None:
 # ---- attention with splits, whose memory grows
 
 
-def attention(batch: Batch, max_seq_len: int) -> tuple[Program, AttentionMetadata, torch.Tensor]:
+def attention(batch: Batch, max_seq_len: int) -> tuple[Program, StepBatch, torch.Tensor]:
     """A program of one layer's attention on the batch's own memory."""
-    metadata = batch.metadata()
-    metadata.max_seq_len = max_seq_len
+    step = batch.step()
+    step.max_seq_len = max_seq_len
     out = torch.full(batch.query.shape, 7.0, dtype=batch.query.dtype)
 
     def run() -> None:
-        batch.backend.prepare(metadata)
-        batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, metadata, 0)
-        batch.backend.attend(batch.query, batch.kv, metadata, 0, out)
+        batch.backend.prepare(step)
+        batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, step, 0)
+        batch.backend.attend(batch.query, batch.kv, step, 0, out)
 
-    return recorded(run), metadata, out
+    return recorded(run), step, out
 
 
 def test_lengths_may_grow_to_the_longest_after_recording() -> None:
     long = Batch([(1, 5000), (1, 3), (1, 9000)], backend=CpuBackend, filler=0.0)
     expected = long.run()
-    program, metadata, out = attention(long, max_seq_len=9000)
-    lengths = metadata.seq_lens.clone()
+    program, step, out = attention(long, max_seq_len=9000)
+    lengths = step.seq_lens.clone()
     for lens in ([1, 3, 0], [600, 1, 1030], lengths.tolist()):
-        metadata.seq_lens.copy_(torch.tensor(lens))
+        step.seq_lens.copy_(torch.tensor(lens))
         program.replay()
         assert out.isfinite().all()
     assert torch.equal(out, expected)
@@ -193,11 +195,11 @@ def test_memory_of_a_program_outlives_its_replacement() -> None:
     """A larger step makes the backend take new scratch memory; a program goes on with its own."""
     batch = Batch([(1, 2000), (1, 1500)], backend=CpuBackend)
     expected = batch.run()
-    program, metadata, out = attention(batch, max_seq_len=2048)
-    before = batch.backend.kernels.scratch
-    batch.backend.kernels._reserve(*(2 * len(part) + 1 for part in before))
-    assert batch.backend.kernels.scratch[0] is not before[0]
-    assert all(any(kept is part for kept in metadata.plan.scratch) for part in before)
+    program, step, out = attention(batch, max_seq_len=2048)
+    before = batch.backend.kernels[0].scratch
+    batch.backend.kernels[0]._reserve(*(2 * len(part) + 1 for part in before))
+    assert batch.backend.kernels[0].scratch[0] is not before[0]
+    assert all(any(kept is part for kept in step.plan.scratch) for part in before)
     del before
     gc.collect()
     program.replay()
@@ -206,14 +208,14 @@ def test_memory_of_a_program_outlives_its_replacement() -> None:
 
 def test_a_longer_sequence_than_was_prepared_for_is_an_error() -> None:
     batch = Batch([(1, 400), (1, 400)], backend=CpuBackend)
-    program, metadata, _ = attention(batch, max_seq_len=400)
+    program, step, _ = attention(batch, max_seq_len=400)
     program.replay()
-    metadata.seq_lens.fill_(5000)
+    step.seq_lens.fill_(5000)
     with pytest.raises(RuntimeError, match=r"call 0 of 3 .*vllm_lite_attention_plan"):
         program.replay()
-    metadata.max_seq_len = 400
+    step.max_seq_len = 400
     with pytest.raises(RuntimeError, match="longer than 400"):
-        batch.backend.prepare(metadata)
+        batch.backend.prepare(step)
 
 
 # ---- programs

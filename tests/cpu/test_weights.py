@@ -77,7 +77,10 @@ def test_fused_weights_hold_their_parts_in_order(originals):
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     for index, layer in enumerate(model.layers):
         attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-        for linear, prefix, parts in ((layer.qkv, attention, "qkv"), (layer.gate_up, mlp, ("gate", "up"))):
+        for linear, prefix, parts in (
+            (layer.attention.qkv, attention, "qkv"),
+            (layer.mlp.gate_up, mlp, ("gate", "up")),
+        ):
             weight = torch.cat([stored[f"{prefix}{part}_proj.weight"] for part in parts])
             out, expected = torch.empty(3, len(weight)), x @ weight.t()
             if linear.bias:

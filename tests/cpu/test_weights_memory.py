@@ -14,7 +14,10 @@ from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.matmul import Quantization
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
 
@@ -22,8 +25,12 @@ CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 
-def make_model(path: Path, dtype: torch.dtype) -> Llama:
-    return Llama(ModelSpec.load(path), dtype, CPU, max_model_len=64, max_num_tokens=8)
+def make_model(
+    path: Path, dtype: torch.dtype, quantization: Quantization | None = None, device: torch.device = CPU
+) -> Llama:
+    form = DenseForm(quantization)
+    parts = Parts(ModelSpec.load(path), dtype, device, form=form, head_quantization=quantization)
+    return Llama(parts, max_model_len=64, max_num_tokens=8)
 
 
 def reorder(path: Path, num_shards: int) -> None:
@@ -83,16 +90,19 @@ class Live:
 @needs_native
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_memory_does_not_grow_with_the_number_of_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization | None
 ) -> None:
     peaks = []
     for num_layers in (2, 8):
         path = make_checkpoint(tmp_path / str(num_layers), dtype="bfloat16", num_hidden_layers=num_layers)
-        live, model = Live(), make_model(path, torch.float32)  # other than what is stored: every tensor is converted
+        live, model = (
+            Live(),
+            make_model(path, torch.float32, quantization),
+        )  # other than what is stored: every tensor is converted
         with monkeypatch.context() as patch:
             patch.setattr(memory, "zeros", live.watch(memory.zeros))
-            patch.setattr(WeightGroup, "empty", live.watch(WeightGroup.empty))
-            load_weights(model, path, quantization=quantization)  # type: ignore[arg-type]
+            patch.setattr(WeightStack, "empty", live.watch(WeightStack.empty))
+            load_weights(model, path)
         kept = sum(norm.weight.nbytes for layer in model.layers for norm in (layer.input_norm, layer.mlp_norm))
         kept += model.norm.weight.nbytes + model.embedding.weight.nbytes
         assert live.num_bytes == kept
@@ -108,14 +118,15 @@ def test_what_is_lent_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     groups = Llama.weight_groups
     wiped = []
 
-    def wiping(model: Llama, quantization: None = None) -> Iterator[WeightGroup]:
-        for group in groups(model, quantization):
+    def wiping(model: Llama) -> Iterator[WeightGroup]:
+        for group in groups(model):
 
-            def take(weight: torch.Tensor, bias: torch.Tensor | None, group: WeightGroup = group) -> None:
-                group.take(weight, bias)
-                if group.lent:
-                    wiped.append(group.weights[0].name)
-                    weight.zero_()
+            def take(*tensors: torch.Tensor, group: WeightGroup = group) -> None:
+                group.take(*tensors)
+                for stack, tensor in zip(group.stacks, tensors, strict=True):
+                    if stack.lent:
+                        wiped.append(stack.slots[0].name)
+                        tensor.zero_()
 
             yield group._replace(take=take)
 
@@ -123,8 +134,8 @@ def test_what_is_lent_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         model = make_model(path, torch.float32)
         load_weights(model, path)
-        out = torch.empty(2, sum(rows.size for rows in model.layers[1].qkv.outputs))
-        model.layers[1].qkv.forward(x, out)
+        out = torch.empty(2, sum(rows.size for rows in model.layers[1].attention.qkv.shape.outputs))
+        model.layers[1].attention.qkv.forward(x, out)
         outputs.append((out, model.logits(x)))
         monkeypatch.setattr(Llama, "weight_groups", wiping)
     assert len(wiped) == 2 * 4 + 1
@@ -171,13 +182,18 @@ def test_a_checkpoint_is_given_back_while_it_is_read(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_another_device_is_given_tensors_of_its_own(tmp_path: Path, quantization: str | None, tied: bool) -> None:
+def test_another_device_is_given_tensors_of_its_own(
+    tmp_path: Path, quantization: Quantization | None, tied: bool
+) -> None:
     path = make_checkpoint(tmp_path, tie_word_embeddings=tied, attention_bias=True)
     device = torch.device("meta")
-    model = Llama(ModelSpec.load(path), torch.bfloat16, device, max_model_len=64, max_num_tokens=8)
-    assert not any(group.lent for group in model.weight_groups())
-    load_weights(model, path, quantization=quantization)  # type: ignore[arg-type]
-    forms = [vars(form.form) for layer in model.layers for form in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    kept = [part for form in (*forms, vars(model.lm_head.form)) for part in form.values() if torch.is_tensor(part)]
+    model = make_model(path, torch.bfloat16, quantization, device)
+    assert not any(stack.lent for group in model.weight_groups() for stack in group.stacks)
+    load_weights(model, path)
+    made = [model.lm_head.matmul]
+    for layer in model.layers:
+        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        made += [linear.matmul for linear in linears]
+    kept = [part for matmul in made for part in vars(matmul).values() if torch.is_tensor(part)]
     assert kept
     assert {part.device for part in (*kept, model.embedding.weight, model.norm.weight)} == {device}

@@ -77,7 +77,7 @@ def test_several_sequences_in_one_step(oracle: Oracle) -> None:
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_a_window_of_another_size_shows(oracle: Oracle, off_by: int) -> None:
     paged = Paged(oracle)
-    paged.set_windows([window and (window + off_by or 3) for window in paged.shape.windows])
+    paged.set_windows([window and (window + off_by or 3) for window in (group.window for group in paged.groups)])
     assert oracle.difference(paged.run(oracle.tokens, 1000)) > 0.01
 
 

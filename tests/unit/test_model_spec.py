@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_lite.checkpoint.model_spec import ARCHITECTURES, KVGroup, ModelSpec, Rope, make_kv_groups, resolve_dtype
+from vllm_lite.checkpoint.model_spec import (
+    ARCHITECTURES,
+    AttentionSpec,
+    KVGroup,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+    make_kv_groups,
+    resolve_dtype,
+)
 from vllm_lite.errors import ConfigError, ModelError
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
@@ -19,6 +28,17 @@ CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 def config(name: str = "llama_new") -> dict[str, Any]:
     raw: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
     return raw
+
+
+HEADS = AttentionSpec(32, 8, 128, scale=128**-0.5)
+
+
+def group_of(layers, window=None, **heads):
+    return KVGroup(tuple(layers), msgspec.structs.replace(HEADS, window=window, **heads))
+
+
+def layer_of(window, **heads):
+    return LayerSpec(msgspec.structs.replace(HEADS, window=window, **heads), Rope("default", 10000.0))
 
 
 def load(folder: Path, raw: object, generation: object = None) -> ModelSpec:
@@ -46,13 +66,9 @@ def test_llama(tmp_path):
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+        layers=(LayerSpec(HEADS, Rope("llama3", 500000.0, 8.0, 1.0, 4.0, 8192)),) * 32,
         norm_eps=1e-5,
         activation="silu",
-        rope=Rope("llama3", 500000.0, 8.0, 1.0, 4.0, 8192),
         max_position_embeddings=131072,
         tie_word_embeddings=False,
         attention_bias=False,
@@ -61,22 +77,22 @@ def test_llama(tmp_path):
         bos_token_id=128000,
         eos_token_ids=(128001, 128008, 128009),
         dtype="bfloat16",
-        kv_groups=(KVGroup("full", tuple(range(32))),),
+        kv_groups=(group_of(range(32)),),
     )
 
 
 def test_qwen3(tmp_path):
     spec = load(tmp_path, config("qwen3_new"))
-    assert (spec.head_dim, spec.qk_norm, spec.tie_word_embeddings) == (128, True, True)
-    assert spec.rope == Rope("default", 1000000.0)
+    assert (spec.layers[0].attention.head_size, spec.qk_norm, spec.tie_word_embeddings) == (128, True, True)
+    assert {layer.rope for layer in spec.layers} == {Rope("default", 1000000.0)}
     assert spec.eos_token_ids == (151645,)
 
 
 def test_mistral_has_one_window(tmp_path):
     spec = load(tmp_path, config("mistral_new"))
-    assert (spec.num_kv_heads, spec.head_dim, spec.qk_norm) == (8, 128, False)
-    assert spec.kv_groups == (KVGroup("sliding", tuple(range(32)), 4096),)
-    whole = (KVGroup("full", tuple(range(32))),)
+    assert not spec.qk_norm
+    assert spec.kv_groups == (group_of(range(32), 4096),)
+    whole = (group_of(range(32)),)
     assert load(tmp_path, config("mistral_new") | {"sliding_window": None}).kv_groups == whole
     raw = config("mistral_new")
     del raw["sliding_window"]
@@ -84,12 +100,12 @@ def test_mistral_has_one_window(tmp_path):
 
 
 def test_qwen3_may_have_a_window_in_some_layers(tmp_path):
-    full, sliding = KVGroup("full", tuple(range(14))), KVGroup("sliding", tuple(range(14, 28)), 4096)
+    full, sliding = group_of(range(14), num_heads=16), group_of(range(14, 28), 4096, num_heads=16)
     spec = load(tmp_path, config("qwen3_mixed_old"))
     assert spec.kv_groups == (full, sliding)
     assert spec.kv_block_bytes(block_size=16, dtype_bytes=2) == 14 * 2 * 16 * 8 * 128 * 2
     everywhere = config("qwen3_mixed_old") | {"max_window_layers": 0}
-    assert load(tmp_path, everywhere).kv_groups == (KVGroup("sliding", tuple(range(28)), 4096),)
+    assert load(tmp_path, everywhere).kv_groups == (group_of(range(28), 4096, num_heads=16),)
     alternating = config("qwen3_mixed_new") | {"layer_types": ["sliding_attention", "full_attention"] * 14}
     groups = load(tmp_path, alternating).kv_groups
     assert [(group.kind, group.layers[:2]) for group in groups] == [("full", (1, 3)), ("sliding", (0, 2))]
@@ -109,7 +125,7 @@ def test_qwen3_may_have_a_window_in_some_layers(tmp_path):
     ],
 )
 def test_layers_are_partitioned_so_that_little_is_padded(num_full, num_sliding, sizes):
-    groups = make_kv_groups([None] * num_full + [64] * num_sliding)
+    groups = make_kv_groups([layer_of(None)] * num_full + [layer_of(64)] * num_sliding)
     assert [len(group.layers) for group in groups] == sizes
     assert sorted(layer for group in groups for layer in group.layers) == list(range(num_full + num_sliding))
     assert [group.window for group in groups] == sorted((group.window for group in groups), key=lambda w: w or 0)
@@ -137,14 +153,14 @@ def test_defaults_of_keys_that_older_configs_lack(tmp_path):
     for key in ("num_key_value_heads", "rope_theta", "rope_scaling", "torch_dtype", "tie_word_embeddings", "mlp_bias"):
         del raw[key]
     spec = load(tmp_path, raw)
-    assert (spec.num_kv_heads, spec.head_dim, spec.rope, spec.dtype) == (32, 128, Rope("default", 10000.0), "float32")
+    assert (spec.layers[0], spec.dtype) == (layer_of(None, num_kv_heads=32), "float32")
     assert not spec.tie_word_embeddings
 
 
 def test_rope_scaling_in_its_oldest_form_says_type(tmp_path):
     raw = config("llama_old")
     raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_type")
-    assert load(tmp_path, raw).rope.kind == "llama3"
+    assert {layer.rope and layer.rope.kind for layer in load(tmp_path, raw).layers} == {"llama3"}
 
 
 @pytest.mark.parametrize(
@@ -253,9 +269,11 @@ def test_kv_block_bytes_of_the_founding_documents(tmp_path):
 
 def test_kv_heads_are_split_or_replicated(tmp_path):
     spec = load(tmp_path, config() | {"num_key_value_heads": 2})
-    assert [spec.kv_heads_per_rank(tp) for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
+    heads = spec.layers[0].attention
+    assert [heads.per_rank(tp).num_kv_heads for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
+    assert [heads.per_rank(tp).num_heads for tp in (1, 2, 4, 8)] == [32, 16, 8, 4]
     with pytest.raises(ConfigError, match="tensor_parallel_size 3"):
-        spec.kv_heads_per_rank(3)
+        heads.per_rank(3)
 
 
 def test_resolve_dtype(tmp_path):

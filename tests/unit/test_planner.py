@@ -28,14 +28,15 @@ def checkpoint(tmp_path: Path, name: str = "llama_new", **changes: Any) -> Check
     values = json.loads((FIXTURES / f"{name}.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
     spec = ModelSpec.load(tmp_path)
-    hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.layers[0].attention.head_size
+    heads = spec.layers[0].attention
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         at = f"model.layers.{layer}."
-        shapes |= {at + f"self_attn.{name}_proj.weight": (spec.num_kv_heads * head, hidden) for name in "kv"}
-        shapes |= {at + f"self_attn.{name}_proj.weight": (spec.num_heads * head, hidden) for name in "qo"}
+        shapes |= {at + f"self_attn.{name}_proj.weight": (heads.num_kv_heads * head, hidden) for name in "kv"}
+        shapes |= {at + f"self_attn.{name}_proj.weight": (heads.num_heads * head, hidden) for name in "qo"}
         shapes |= {at + f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up", "down")}
         shapes |= {at + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         shapes |= {at + f"self_attn.{name}_norm.weight": (head,) for name in "qk" if spec.qk_norm}
@@ -86,7 +87,7 @@ def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
-    heads = model.spec.num_kv_heads
+    heads = model.spec.layers[0].attention.num_kv_heads
     kv = sum(tensor.num_elements for name, tensor in model.tensors.items() if ".k_proj" in name or ".v_proj" in name)
     vectors = sum(tensor.num_elements for tensor in model.tensors.values() if len(tensor.shape) == 1)
     others = model.spec.num_parameters() - kv - vectors
@@ -99,7 +100,7 @@ def test_what_a_token_takes_with_sliding_windows(tmp_path: Path) -> None:
     spec = model.spec
     plan = make_plan(config(gpu="80GiB"), model)
     full = [group for group in spec.kv_groups if group.window is None]
-    block = spec.layers_per_group() * 2 * 16 * spec.num_kv_heads * spec.head_dim * 2
+    block = max(len(group.layers) for group in spec.kv_groups) * 2 * 16 * 8 * 128 * 2
     assert plan.block_bytes == block
     assert plan.kv_bytes_per_token == len(spec.kv_groups) * block // 16
     assert plan.kv_bytes_per_token_beyond_windows == len(full) * block // 16 < plan.kv_bytes_per_token

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: one interface, one metadata class, several backends, the reference as truth."""
+"""Attention over a paged KV cache: one interface, one StepBatch, several backends, the reference as truth."""

@@ -4,36 +4,31 @@ A layer's cache is a strided view `kv: [num_blocks, 2, num_kv_heads, block_size,
 of the second axis and V at 1. Only the last axis is sure to have stride 1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in every attention layer of a model, and what a backend is made for."""
+    """What a backend is made for: how the layers of each KV group attend, and what all groups have in common."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    groups: tuple[AttentionSpec, ...]
+    """Per KV group, with the heads of this rank."""
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    windows: tuple[int | None, ...] = (None,)
-    """Per KV group how many tokens a query sees, itself included; None = all before it."""
     kv_dtype: torch.dtype | None = None
     """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated; others
     have no scales."""
     k_scale: float = 1.0
     v_scale: float = 1.0
-    soft_cap: float = 0.0
-    """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
-    alibi_slopes: tuple[float, ...] | None = None
-    """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 
@@ -42,13 +37,22 @@ class AttentionShape:
             raise ValueError(f"k_scale and v_scale are for float8 caches, not for {self.cache_dtype}")
 
     @property
-    def scale(self) -> float:
-        """Factor on the scores, 1 / sqrt(head_size)."""
-        return float(self.head_size**-0.5)
-
-    @property
     def cache_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
+
+    def first_reason(self, reason: Callable[[AttentionSpec], str | None]) -> str | None:
+        """Why the layers of some group cannot be served: what no backend can do, or the first `reason` that a backend
+        gives; None if there is none."""
+        return next((why for spec in self.groups if (why := _reason(spec) or reason(spec))), None)
+
+
+def _reason(spec: AttentionSpec) -> str | None:
+    """Why no backend can serve layers like these."""
+    if spec.num_heads % spec.num_kv_heads:
+        return f"{spec.num_heads} heads cannot share {spec.num_kv_heads} KV heads evenly"
+    if spec.alibi_slopes is not None and len(spec.alibi_slopes) != spec.num_heads:
+        return f"there are {len(spec.alibi_slopes)} ALiBi slopes for {spec.num_heads} heads"
+    return "it has no attention sinks" if spec.sinks else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Heads:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute paged attention. Stateless between steps: what a step needs is in `metadata.plan`.
+    """One way to compute paged attention. Stateless between steps: what a step needs is in `batch.plan`.
 
     Under a CUDA graph `write_kv` and `attend` are captured; the other methods run outside of it.
     """
@@ -83,25 +87,28 @@ class AttentionBackend(Protocol):
         """Peak bytes of scratch memory that a step within these limits needs, to be left free beside the KV cache."""
         ...
 
-    def prepare(self, metadata: AttentionMetadata) -> None:
-        """Fill `metadata.plan` with all that the layers of this step can share. Once per step, before the forward."""
+    def prepare(self, batch: StepBatch) -> None:
+        """Fill `batch.plan` with all that the layers of this step can share. Once per step, before the forward."""
         ...
 
     def write_kv(
         self,
         heads: Heads,
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
-        metadata: AttentionMetadata,
+        batch: StepBatch,
         group: int,
     ) -> None:
-        """Turn Q and K in place by `heads.rotation` and store K and V at their slots; PAD_SLOT's are not stored."""
+        """Turn Q and K in place by `heads.rotation` and store K and V at their slots; PAD_SLOT's are not stored.
+
+        `group` is the layer's KV group: an index into `shape.groups`, `batch.block_tables` and `batch.slot_mapping`.
+        """
         ...
 
     def attend(
         self,
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
-        metadata: AttentionMetadata,
+        batch: StepBatch,
         group: int,
         out: torch.Tensor,  # [num_tokens, num_heads, head_size]
     ) -> None:

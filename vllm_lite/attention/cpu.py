@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from vllm_lite.attention.backend import AttentionShape, Heads
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu import attention as kernels
 from vllm_lite.kernels.cpu.dtypes import DTYPES, dtype_code
 from vllm_lite.kernels.cpu.library import available, num_threads
@@ -21,6 +23,7 @@ from vllm_lite.kernels.cpu.library import available, num_threads
 class _Group:
     """One KV group's part of a step, as the kernels take it."""
 
+    kernels: kernels.Kernels
     plan: int  # address
     table: tuple[int, int]  # address, stride
     slots: int  # address
@@ -28,7 +31,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Plan:
-    groups: tuple[_Group, ...]
+    groups: list[_Group]
     memory: Any
     """What the addresses point into."""
     scratch: Any
@@ -42,67 +45,79 @@ class CpuBackend:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        in_float8 = shape.cache_dtype.itemsize == 1
-        sizes = kernels.Shape(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            block_size=shape.block_size,
-            dtype=dtype_code(shape.dtype),
-            kv_dtype=dtype_code(shape.cache_dtype),
-            scale=shape.scale,
-            soft_cap=shape.soft_cap,
-            k_scale=shape.k_scale if in_float8 else 1.0,
-            v_scale=shape.v_scale if in_float8 else 1.0,
-        )
-        self.kernels = kernels.Kernels(sizes, kernels.floats(shape.alibi_slopes))
+        by_heads: dict[AttentionSpec, kernels.Kernels] = {}  # groups that differ by their windows share scratch memory
+        for spec in shape.groups:
+            heads = replace(spec, window=None)
+            if heads not in by_heads:
+                by_heads[heads] = _make_kernels(heads, shape)
+        self.kernels = [by_heads[replace(spec, window=None)] for spec in shape.groups]
+        """Per KV group."""
+        self._first_like = [shape.groups.index(spec) for spec in shape.groups]
+        """Per KV group the first that attends alike, with which it shares its plan."""
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         if shape.device.type != "cpu":
             return f"it runs on a CPU, not on {shape.device}"
-        if shape.num_heads % shape.num_kv_heads:
-            return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads evenly"
-        if shape.head_size % 8 or not 0 < shape.head_size <= kernels.MAX_HEAD_SIZE:
-            return f"head size {shape.head_size} is no multiple of 8 up to {kernels.MAX_HEAD_SIZE}"
+        if reason := shape.first_reason(_reason):
+            return reason
         if shape.dtype not in DTYPES or shape.dtype.itemsize == 1 or shape.cache_dtype not in DTYPES:
             return f"it has no kernels for {shape.dtype} with a cache in {shape.cache_dtype}"
-        if shape.alibi_slopes is not None and len(shape.alibi_slopes) != shape.num_heads:
-            return f"there are {len(shape.alibi_slopes)} ALiBi slopes for {shape.num_heads} heads"
-        if not available():
-            return "the native library is missing"
-        return None
+        return None if available() else "the native library is missing"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """Partial results of split sequences, and each thread's scratch memory."""
-        shape = self.shape
-        group = shape.num_heads // shape.num_kv_heads
-        num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, group)
-        partials = num_rows * shape.num_kv_heads * (shape.head_size + 2) * 4
+        partials = 0
+        for spec in {replace(spec, window=None) for spec in self.shape.groups}:
+            sharing = spec.num_heads // spec.num_kv_heads
+            num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing)
+            partials += num_rows * spec.num_kv_heads * (spec.head_size + 2) * 4
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
-    def prepare(self, metadata: AttentionMetadata) -> None:
+    def prepare(self, batch: StepBatch) -> None:
         """Recordable: a program that does this again cuts the lengths that it then finds in memory."""
-        starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
-        plans = {
-            window: self.kernels.plan(starts, seq_lens, metadata.num_tokens, metadata.max_seq_len, window)
-            for window in set(self.shape.windows)
-        }
-        groups = [
-            _Group(plans[window].ctypes.data, (table.data_ptr(), table.stride(0)), slots.data_ptr())
-            for window, table, slots in zip(
-                self.shape.windows, metadata.block_tables, metadata.slot_mapping, strict=True
-            )
-        ]
-        memory = (plans, metadata.block_tables, metadata.slot_mapping)
-        metadata.plan = _Plan(tuple(groups), memory, self.kernels.scratch)
+        starts, seq_lens = batch.query_start_loc, batch.seq_lens
+        plans: list[Any] = []
+        groups = []
+        parts = zip(self.kernels, self._first_like, batch.block_tables, batch.slot_mapping, strict=True)
+        for index, (kernel, first_like, table, slots) in enumerate(parts):
+            if first_like == index:
+                window = self.shape.groups[index].window
+                plans.append(kernel.plan(starts, seq_lens, batch.num_tokens, batch.max_seq_len, window))
+            else:
+                plans.append(plans[first_like])
+            place = (table.data_ptr(), table.stride(0))
+            groups.append(_Group(kernel, plans[-1].ctypes.data, place, slots.data_ptr()))
+        scratch = [part for kernel in self.kernels for part in kernel.scratch]
+        batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, metadata: AttentionMetadata, group: int) -> None:
-        slots = metadata.plan.groups[group].slots
-        self.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, slots, kv)
+    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+        part: _Group = batch.plan.groups[group]
+        part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int, out: torch.Tensor
-    ) -> None:
-        part: _Group = metadata.plan.groups[group]
-        self.kernels.attend(part.plan, part.table, query, kv, out)
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+        part: _Group = batch.plan.groups[group]
+        part.kernels.attend(part.plan, part.table, query, kv, out)
+
+
+def _reason(spec: AttentionSpec) -> str | None:
+    if spec.head_size % 8 or not 0 < spec.head_size <= kernels.MAX_HEAD_SIZE:
+        return f"head size {spec.head_size} is no multiple of 8 up to {kernels.MAX_HEAD_SIZE}"
+    return None
+
+
+def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels:
+    in_float8 = shape.cache_dtype.itemsize == 1
+    sizes = kernels.Shape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        block_size=shape.block_size,
+        dtype=dtype_code(shape.dtype),
+        kv_dtype=dtype_code(shape.cache_dtype),
+        scale=spec.scale,
+        soft_cap=spec.soft_cap,
+        k_scale=shape.k_scale if in_float8 else 1.0,
+        v_scale=shape.v_scale if in_float8 else 1.0,
+    )
+    return kernels.Kernels(sizes, kernels.floats(spec.alibi_slopes))

@@ -1,12 +1,12 @@
 """Paged attention by the CUDA kernels of csrc/cuda.
 
-A step may mix decodes (sequences with one row) and chunks of prompts. No host knows which is which without waiting for
-the device, so both kernels are launched over all sequences and each leaves the other's alone: `decode_attention` takes
-those with one row and also clears padding, `prefill_attention` takes those with more. A kernel that the host can tell
-has nothing to do is not launched. float32 models run on one simple kernel for both.
+A step may mix decodes (sequences with one row) and chunks of prompts. Both kernels are launched over all sequences and
+each leaves the other's alone: `decode_attention` takes those with one row and also clears padding, `prefill_attention`
+takes those with more. A kernel that has nothing to do, by the lengths that the host knows, is not launched. float32
+models run on one simple kernel for both.
 
-For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the metadata's numbers. What they need
-besides lies in `metadata.plan`, which the owner of a graph keeps.
+For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
+besides lies in `batch.plan`, which the owner of a graph keeps.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from vllm_lite.attention.backend import AttentionShape, Heads
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention_simple import attention_simple
@@ -33,7 +34,7 @@ from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 
 MIN_CAPABILITY = (8, 0)
 MAX_SPLITS = 64
-"""Of the longest sequence: enough to fill a GPU with one sequence of 8 KV heads; more would only cost workspace."""
+"""Splits of the longest sequence: enough to fill a GPU with one of 8 KV heads; more would only cost workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,20 @@ class CudaBackend:
         self.split_tokens = SPLIT_TOKENS
         if shape.max_seq_len is not None:  # fixed for all steps: another split would change bits
             self.split_tokens = max(SPLIT_TOKENS, -(-shape.max_seq_len // (MAX_SPLITS * TILE)) * TILE)
-        slopes = shape.alibi_slopes
-        self._options: dict[str, Any] = {  # of every kernel that attends
-            "scale": shape.scale,
-            "soft_cap": shape.soft_cap,
-            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=shape.device),
-            "k_scale": shape.k_scale,
-            "v_scale": shape.v_scale,
-        }
+        self._options = [self._options_of(spec) for spec in shape.groups]
         self._workspace: torch.Tensor | None = None
+
+    def _options_of(self, spec: AttentionSpec) -> dict[str, Any]:
+        """The arguments of every kernel that attends for a group."""
+        slopes, device = spec.alibi_slopes, self.shape.device
+        return {
+            "scale": spec.scale,
+            "soft_cap": spec.soft_cap,
+            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
+            "k_scale": self.shape.k_scale,
+            "v_scale": self.shape.v_scale,
+            "window": spec.window,
+        }
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
@@ -89,67 +95,74 @@ class CudaBackend:
     def _workspace_floats(self, num_seqs: int, max_seq_len: int) -> int:
         if self.shape.dtype == torch.float32:
             return 0
-        splits = max(num_splits(max_seq_len, window, self.split_tokens) for window in self.shape.windows)
-        return workspace_floats(num_seqs, self.shape.num_heads, self.shape.head_size, splits)
+        floats = 0
+        for spec in self.shape.groups:
+            splits = num_splits(max_seq_len, spec.window, self.split_tokens)
+            floats = max(floats, workspace_floats(num_seqs, spec.num_heads, spec.head_size, splits))
+        return floats
 
-    def prepare(self, metadata: AttentionMetadata) -> None:
-        all_prefill = metadata.max_query_len > 1 and metadata.num_tokens == metadata.num_seqs * metadata.max_query_len
+    def prepare(self, batch: StepBatch) -> None:
+        decodes = _may_decode(batch)
         workspace = None
-        floats = 0 if all_prefill else self._workspace_floats(metadata.num_seqs, metadata.max_seq_len)
+        floats = self._workspace_floats(batch.num_seqs, batch.max_seq_len) if decodes else 0
         if floats:
             if self._workspace is None or len(self._workspace) < floats:
                 self._workspace = torch.empty(floats, dtype=torch.float32, device=self.shape.device)
             workspace = self._workspace
-        metadata.plan = _Plan(not all_prefill, metadata.max_query_len > 1, workspace)
+        batch.plan = _Plan(decodes, batch.max_query_len > 1, workspace)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, metadata: AttentionMetadata, group: int) -> None:
-        slots = cache_ops.CacheSlots(kv, metadata.slot_mapping[group], self.shape.k_scale, self.shape.v_scale)
+    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+        slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], self.shape.k_scale, self.shape.v_scale)
         if heads.rotation is None:
             cache_ops.reshape_and_cache(self.launcher, heads.key, heads.value, slots)
         else:
             rows = (heads.query, heads.key, heads.value)
             cache_ops.rope_and_cache(self.launcher, *rows, heads.rotation, slots)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int, out: torch.Tensor
-    ) -> None:
-        plan: _Plan = metadata.plan
-        table, starts, lens = metadata.block_tables[group], metadata.query_start_loc, metadata.seq_lens
-        window = self.shape.windows[group]
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+        plan: _Plan = batch.plan
+        table, starts, lens = batch.block_tables[group], batch.query_start_loc, batch.seq_lens
+        options = self._options[group]
         if self.shape.dtype == torch.float32:
-            attention_simple(self.launcher, out, query, kv, table, starts, lens, window=window, **self._options)
+            attention_simple(self.launcher, out, query, kv, table, starts, lens, **options)
             return
         if plan.decodes:
             decode_attention(
                 *(self.launcher, out, query, kv, table, lens, plan.workspace),
                 query_start_loc=starts,
-                max_seq_len=metadata.max_seq_len,
-                window=window,
+                max_seq_len=batch.max_seq_len,
                 split_tokens=self.split_tokens,
-                **self._options,
+                **options,
             )
         if plan.prefills:
             prefill_attention(
                 *(self.launcher, out, query, kv, table, starts, lens),
-                max_query_len=metadata.max_query_len,
-                max_seq_len=metadata.max_seq_len,
-                window=window,
-                **self._options,
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+                **options,
             )
+
+
+def _may_decode(batch: StepBatch) -> bool:
+    """Whether there may be sequences of one row, or padding."""
+    lens = batch.host
+    if lens is None:
+        return True
+    return bool((lens.query_lens <= 1).any() or (lens.seq_lens == 0).any() or lens.query_lens.sum() < batch.num_tokens)
 
 
 def kernels_reason(shape: AttentionShape) -> str | None:
     """None when there are kernels for `shape`, whatever the device, else the reason why not."""
-    if shape.num_heads % shape.num_kv_heads:
-        return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads evenly"
-    if shape.alibi_slopes is not None and len(shape.alibi_slopes) != shape.num_heads:
-        return f"there are {len(shape.alibi_slopes)} ALiBi slopes for {shape.num_heads} heads"
     if shape.block_size.bit_count() != 1:
         return f"its kernels take blocks of 2^n tokens, not of {shape.block_size}"
-    if shape.dtype == torch.float32:
-        if shape.head_size > 256:
-            return f"head size {shape.head_size} is above 256"
+
+    def reason(spec: AttentionSpec) -> str | None:
+        if shape.dtype != torch.float32:
+            return decode_reason(shape.dtype, spec.head_size, shape.cache_dtype)
+        if spec.head_size > 256:
+            return f"head size {spec.head_size} is above 256"
         if shape.cache_dtype not in (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
             return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
         return None
-    return decode_reason(shape.dtype, shape.head_size, shape.cache_dtype)
+
+    return shape.first_reason(reason)

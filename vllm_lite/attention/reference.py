@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import TorchOps
 
 
@@ -59,63 +60,60 @@ class ReferenceBackend:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        self.group_heads = shape.num_heads // shape.num_kv_heads
         self.ops = TorchOps()
-        self.slopes: torch.Tensor | None = None  # float32 [num_kv_heads, group_heads, 1, 1]
-        if shape.alibi_slopes is not None:
-            slopes = torch.tensor(shape.alibi_slopes, device=shape.device)
-            self.slopes = slopes.view(shape.num_kv_heads, self.group_heads, 1, 1)
+        self.slopes = [_slopes(spec, shape.device) for spec in shape.groups]
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
-        if shape.num_heads % shape.num_kv_heads:
-            return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} KV heads evenly"
-        if shape.alibi_slopes is not None and len(shape.alibi_slopes) != shape.num_heads:
-            return f"there are {len(shape.alibi_slopes)} ALiBi slopes for {shape.num_heads} heads"
-        return None
+        return shape.first_reason(lambda _: None)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
         """K and V of the longest sequence twice (as blocks, then by head), Q and output once more, and the masks."""
-        shape = self.shape
-        kv_bytes = 2 * 2 * max_seq_len * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
-        rows_bytes = 2 * max_num_tokens * shape.num_heads * shape.head_size * shape.dtype.itemsize
-        return kv_bytes + rows_bytes + max_num_tokens * self.group_heads * max_seq_len
 
-    def prepare(self, metadata: AttentionMetadata) -> None:
-        starts = metadata.query_start_loc.tolist()
+        def of(spec: AttentionSpec) -> int:
+            kv = 2 * 2 * max_seq_len * spec.num_kv_heads * spec.head_size
+            rows = 2 * max_num_tokens * spec.num_heads * spec.head_size
+            masks = max_num_tokens * (spec.num_heads // spec.num_kv_heads) * max_seq_len
+            return (kv + rows) * self.shape.dtype.itemsize + masks
+
+        return max(map(of, self.shape.groups))
+
+    def prepare(self, batch: StepBatch) -> None:
+        starts = batch.query_start_loc.tolist()
         sequences = []
         num_rows = 0
-        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+        for i, seq_len in enumerate(batch.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
             query_len = rows.stop - rows.start
             if seq_len == 0 or query_len == 0:
                 continue
-            by_window = {window: self._span(query_len, seq_len, window) for window in set(self.shape.windows)}
-            spans = tuple(by_window[window] for window in self.shape.windows)
-            blocks = tuple(table[i, span.table] for table, span in zip(metadata.block_tables, spans, strict=True))
+            by_spec = {spec: self._span(query_len, seq_len, spec) for spec in set(self.shape.groups)}
+            spans = tuple(by_spec[spec] for spec in self.shape.groups)
+            blocks = tuple(table[i, span.table] for table, span in zip(batch.block_tables, spans, strict=True))
             sequences.append(_Sequence(rows, blocks, spans))
             num_rows += query_len
-        writes = tuple(self._write(slots) for slots in metadata.slot_mapping)
-        metadata.plan = _Plan(writes, sequences, has_padding=num_rows < metadata.num_tokens)
+        writes = tuple(self._write(slots) for slots in batch.slot_mapping)
+        batch.plan = _Plan(writes, sequences, has_padding=num_rows < batch.num_tokens)
 
-    def _span(self, query_len: int, seq_len: int, window: int | None) -> _Span:
+    def _span(self, query_len: int, seq_len: int, spec: AttentionSpec) -> _Span:
         """Row j, at position seq_len - query_len + j, sees the keys up to its own, in a window the last of them."""
+        window, device, block_size = spec.window, self.shape.device, self.shape.block_size
         first_row = seq_len - query_len
         first = 0 if window is None else max(0, first_row - window + 1)
-        first_block = first // self.shape.block_size
-        offset = first_block * self.shape.block_size
+        first_block = first // block_size
+        offset = first_block * block_size
         visible = None
         if query_len > 1:
-            visible = torch.ones(query_len, seq_len - first, dtype=torch.bool, device=self.shape.device)
+            visible = torch.ones(query_len, seq_len - first, dtype=torch.bool, device=device)
             visible.tril_(first_row - first)
             if window is not None:
                 visible.triu_(first_row - first - window + 1)
-            visible = visible.repeat(self.group_heads, 1)
+            visible = visible.repeat(spec.num_heads // spec.num_kv_heads, 1)
         distances = None
-        if self.slopes is not None:
-            keys = torch.arange(first, seq_len, dtype=torch.float32, device=self.shape.device)
-            distances = keys - torch.arange(first_row, seq_len, device=self.shape.device)[:, None]
-        table = slice(first_block, -(-seq_len // self.shape.block_size))
+        if spec.alibi_slopes is not None:
+            keys = torch.arange(first, seq_len, dtype=torch.float32, device=device)
+            distances = keys - torch.arange(first_row, seq_len, device=device)[:, None]
+        table = slice(first_block, -(-seq_len // block_size))
         return _Span(table, slice(first - offset, seq_len - offset), distances, visible)
 
     def _write(self, slots: torch.Tensor) -> _Write:
@@ -124,11 +122,11 @@ class ReferenceBackend:
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, metadata: AttentionMetadata, group: int) -> None:
+    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
         if heads.rotation is not None:
             self.ops.rotate(heads.query, heads.rotation)
             self.ops.rotate(heads.key, heads.rotation)
-        write: _Write = metadata.plan.writes[group]
+        write: _Write = batch.plan.writes[group]
         key, value = heads.key, heads.value
         if write.rows is not None:
             key, value = key[write.rows], value[write.rows]
@@ -146,25 +144,18 @@ class ReferenceBackend:
         return (new.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
 
     def _loaded(self, cached: torch.Tensor, scale: float) -> torch.Tensor:
-        return (
-            cached.to(self.shape.dtype) if cached.dtype.itemsize > 1 else (cached.float() * scale).to(self.shape.dtype)
-        )
+        loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
+        return loaded.to(self.shape.dtype)
 
-    def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, group: int, out: torch.Tensor
-    ) -> None:
-        plan: _Plan = metadata.plan
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+        plan: _Plan = batch.plan
         if plan.has_padding:
             out.zero_()
-        queries, outs = self._by_kv_head(query), self._by_kv_head(out)
+        num_kv_heads = self.shape.groups[group].num_kv_heads
+        queries, outs = _by_kv_head(query, num_kv_heads), _by_kv_head(out, num_kv_heads)
         for sequence in plan.sequences:
             attended = self._attend_one(queries[:, :, sequence.rows], kv, sequence, group)
             outs[:, :, sequence.rows].copy_(attended)
-
-    def _by_kv_head(self, heads: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, head_size] -> a view [num_kv_heads, group_heads, num_tokens, head_size]."""
-        by_kv_head = heads.view(len(heads), -1, self.group_heads, self.shape.head_size)
-        return by_kv_head.permute(1, 2, 0, 3)
 
     def _attend_one(
         self,
@@ -173,39 +164,51 @@ class ReferenceBackend:
         sequence: _Sequence,
         group: int,
     ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
+        spec, slopes = self.shape.groups[group], self.slopes[group]
         blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
         cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, n * block_size, head_size]
         span = sequence.spans[group]
         key, value = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
         key, value = self._loaded(key, self.shape.k_scale), self._loaded(value, self.shape.v_scale)
-        if self.shape.soft_cap or self.slopes is not None:
-            return self._attend_by_steps(query, key, value, span)
+        if spec.soft_cap or slopes is not None:
+            scores = query.float() @ key.float()[:, None].transpose(2, 3) * spec.scale
+            return (_weights(scores, span, spec.soft_cap, slopes) @ value.float()[:, None]).to(query.dtype)
         attended = scaled_dot_product_attention(
             query.flatten(1, 2)[None],  # [1, num_kv_heads, group_heads * query_len, head_size]
             key[None],
             value[None],
             attn_mask=span.visible,
-            scale=self.shape.scale,
+            scale=spec.scale,
         )
         return attended.view(query.shape)
 
-    def _attend_by_steps(
-        self,
-        query: torch.Tensor,  # [num_kv_heads, group_heads, query_len, head_size]
-        key: torch.Tensor,  # [num_kv_heads, seq_len - first, head_size]
-        value: torch.Tensor,  # [num_kv_heads, seq_len - first, head_size]
-        span: _Span,
-    ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
-        """What the fused operator of torch cannot do, in float32."""
-        scores = query.float() @ key.float()[:, None].transpose(2, 3) * self.shape.scale
-        cap = self.shape.soft_cap
-        if cap:
-            scores = (scores / cap).tanh_() * cap
-        if self.slopes is not None and span.distances is not None:
-            scores += self.slopes * span.distances
-        if span.visible is not None:
-            scores.masked_fill_(~span.visible[: scores.shape[2]], -torch.inf)
-        return (scores.softmax(-1) @ value.float()[:, None]).to(query.dtype)
+
+def _slopes(spec: AttentionSpec, device: torch.device) -> torch.Tensor | None:
+    """ALiBi's slopes by KV head: float32 [num_kv_heads, group_heads, 1, 1]."""
+    if spec.alibi_slopes is None:
+        return None
+    return torch.tensor(spec.alibi_slopes, device=device).view(spec.num_kv_heads, -1, 1, 1)
+
+
+def _by_kv_head(heads: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[num_tokens, num_heads, head_size] -> a view [num_kv_heads, group_heads, num_tokens, head_size]."""
+    return heads.view(len(heads), num_kv_heads, -1, heads.shape[-1]).permute(1, 2, 0, 3)
+
+
+def _weights(
+    scores: torch.Tensor,  # float32 [num_kv_heads, group_heads, query_len, seq_len - first], which are overwritten
+    span: _Span,
+    soft_cap: float,
+    slopes: torch.Tensor | None,  # float32 [num_kv_heads, group_heads, 1, 1]
+) -> torch.Tensor:
+    """The softmax over the keys, with what the fused operator of torch cannot do: a cap on the scores, and ALiBi."""
+    if soft_cap:
+        scores = (scores / soft_cap).tanh_() * soft_cap
+    if slopes is not None and span.distances is not None:
+        scores += slopes * span.distances
+    if span.visible is not None:
+        scores.masked_fill_(~span.visible[: scores.shape[2]], -torch.inf)
+    return scores.softmax(-1)
 
 
 def _as_bytes(kv: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`
 refused here, by name, before any weight is opened.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -52,15 +53,70 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int = 8192
 
 
-class KVGroup(msgspec.Struct, frozen=True):
-    """Layers whose KV blocks are allocated together, because they see the same positions.
+class AttentionSpec(msgspec.Struct, frozen=True):
+    """How a layer attends: all that a KV cache and an attention backend have to know of it."""
 
-    `window` counts the tokens that a query sees, itself included: query i sees the keys (i - window, i].
-    """
-
-    kind: Literal["full", "sliding"]
-    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """Factor on the scores."""
     window: int | None = None
+    """How many tokens a query sees, itself included: query i sees the keys (i - window, i]. None = all before it."""
+    soft_cap: float = 0.0
+    """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
+    sinks: bool = False
+    """Whether each head has a learned logit that joins the softmax and attends to nothing."""
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's Q."""
+        return self.num_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        """Elements of a token's Q, K and V together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    def per_rank(self, tp: int) -> "AttentionSpec":
+        """What one of `tp` ranks holds: a share of the heads, or one copy of a KV head when there are fewer."""
+        if tp < 1 or self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads):
+            raise ConfigError(
+                f"tensor_parallel_size {tp} does not fit this model: it must divide its {self.num_heads} heads, and "
+                f"divide or be a multiple of its {self.num_kv_heads} KV heads"
+            )
+        num_kv_heads = max(1, self.num_kv_heads // tp)
+        return msgspec.structs.replace(self, num_heads=self.num_heads // tp, num_kv_heads=num_kv_heads)
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """What one layer has of its own."""
+
+    attention: AttentionSpec
+    rope: Rope | None
+    """None = its heads are not rotated."""
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers whose KV blocks are allocated together, because they attend alike and see the same positions."""
+
+    layers: tuple[int, ...]
+    attention: AttentionSpec
+
+    @property
+    def window(self) -> int | None:
+        return self.attention.window
+
+    @property
+    def kind(self) -> str:
+        return "full" if self.window is None else "sliding"
+
+    def kv_shape(self, block_size: int, tp: int = 1) -> tuple[int, int, int, int, int]:
+        """What one rank keeps in one block: [num_layers, 2, num_kv_heads, block_size, head_size]."""
+        heads = self.attention.per_rank(tp)
+        return len(self.layers), 2, heads.num_kv_heads, block_size, heads.head_size
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +126,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     norm_eps: float
     activation: Literal["silu"]
-    rope: Rope
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -102,58 +154,56 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
         return spec
 
-    def kv_heads_per_rank(self, tp: int = 1) -> int:
-        """KV heads that one of `tp` ranks holds: a share of them, or one copy when there are more ranks than heads."""
-        if tp < 1 or self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads):
-            raise ConfigError(
-                f"tensor_parallel_size {tp} does not fit this model: it must divide its {self.num_heads} heads, and "
-                f"divide or be a multiple of its {self.num_kv_heads} KV heads"
-            )
-        return max(1, self.num_kv_heads // tp)
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-    def layers_per_group(self) -> int:
-        """Layers that one KV block spans. Groups share one pool, so the smaller ones are padded to the largest."""
-        return max(len(group.layers) for group in self.kv_groups)
+    def block_elements(self, block_size: int, tp: int = 1) -> int:
+        """K and V in one block on one rank. Groups share one pool, so the smaller ones are padded to the largest."""
+        return max(math.prod(group.kv_shape(block_size, tp)) for group in self.kv_groups)
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
         """Bytes of one KV block on one rank: K and V of `block_size` tokens in all layers of a group."""
-        tokens_bytes = block_size * self.kv_heads_per_rank(tp) * self.head_dim * dtype_bytes
-        return self.layers_per_group() * 2 * tokens_bytes
+        return self.block_elements(block_size, tp) * dtype_bytes
 
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        attention += self.attention_bias * (q + 2 * kv + self.hidden_size) + self.qk_norm * 2 * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        per_layer = attention + mlp + 2 * self.hidden_size
+        attention = sum(self._attention_parameters(layer.attention) for layer in self.layers)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * per_layer + self.hidden_size
+        return embeddings + attention + self.num_layers * (mlp + 2 * self.hidden_size) + self.hidden_size
+
+    def _attention_parameters(self, spec: AttentionSpec) -> int:
+        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        matrices = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
+        return matrices + self.attention_bias * (q + 2 * kv + self.hidden_size) + self.qk_norm * 2 * spec.head_size
 
 
-def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """Partition the layers into groups of one block size: by window, full attention first.
+def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
+    """Partition the layers into groups of one block size: by how they attend, full attention first.
 
-    All groups span the same number of layers, so a kind with fewer layers is padded and one with more is split. Of all
-    such numbers that one is taken for which padded layers plus groups are fewest: a padded layer costs memory in every
-    block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1 groups of 14;
-    4 full and 22 sliding make 1 + 6 of 4, two places padded; 3 full and 1 sliding make 3 + 1 of 1.
+    All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
+    all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
+    memory in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1
+    groups of 14; 4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    counts = [len(layers) for layers in kinds.values()]
+    kinds: dict[AttentionSpec, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(layer.attention, []).append(index)
+    widths = {kind: kind.num_kv_heads * kind.head_size for kind in kinds}  # of a layer in a block, per token
+    widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())
 
     def cost(size: int) -> int:
-        num_groups = sum(-(-count // size) for count in counts)
-        return num_groups * size - len(windows) + num_groups
+        num_groups = sum(-(-len(members) // (size // widths[kind])) for kind, members in kinds.items())
+        return num_groups * size - total + num_groups * widest
 
-    size = min(range(1, max(counts) + 1), key=cost)
+    sizes = {count * widths[kind] for kind, members in kinds.items() for count in range(1, len(members) + 1)}
+    size = min(sorted(size for size in sizes if size >= widest), key=cost)
     return tuple(
-        KVGroup("full" if window is None else "sliding", tuple(layers[first : first + size]), window)
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
-        for first in range(0, len(layers), size)
+        KVGroup(tuple(members[first : first + size // widths[kind]]), kind)
+        for kind, members in sorted(kinds.items(), key=lambda kind: kind[0].window or 0)
+        for first in range(0, len(members), size // widths[kind])
     )
 
 
@@ -262,18 +312,19 @@ def _parse_config(raw_json: Any) -> ModelSpec:
         raise ModelError(
             f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {raw.num_attention_heads}"
         )
+    head_size, rope = _head_dim(raw, family), _rope(raw)
+    attention = AttentionSpec(raw.num_attention_heads, num_kv_heads, head_size, scale=head_size**-0.5)
+    layers = tuple(
+        LayerSpec(msgspec.structs.replace(attention, window=window), rope) for window in _windows(raw, family)
+    )
     return ModelSpec(
         architecture=architecture,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
-        num_layers=raw.num_hidden_layers,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(raw, family),
+        layers=layers,
         norm_eps=raw.rms_norm_eps,
         activation="silu",
-        rope=_rope(raw),
         max_position_embeddings=raw.max_position_embeddings,
         tie_word_embeddings=raw.tie_word_embeddings,
         attention_bias=raw.attention_bias,
@@ -282,7 +333,7 @@ def _parse_config(raw_json: Any) -> ModelSpec:
         bos_token_id=raw.bos_token_id,
         eos_token_ids=_as_ids(raw.eos_token_id),
         dtype=_dtype(raw),
-        kv_groups=make_kv_groups(_windows(raw, family)),
+        kv_groups=make_kv_groups(layers),
     )
 
 
@@ -291,7 +342,7 @@ def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:
 
 
 def _family(raw_json: Any) -> tuple[str, Family]:
-    """Checked before all else: of a foreign model, its missing keys are not the news."""
+    """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report."""
     names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in ARCHITECTURES:

@@ -1,27 +1,35 @@
 """Preallocated activations: one set per model, used by all its layers in turn, sliced to a step's number of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.attention.backend import Heads
+from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.layers.weight_slot import Shard
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The attention activations of layers of one kind. Heads are views into the fused rows of `qkv`."""
+
+    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]
+    heads: Heads  # in qkv
+    attended: torch.Tensor  # [n, num_heads * head_size]
+    attended_heads: torch.Tensor  # [n, num_heads, head_size], the same memory
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The buffers of a step with n tokens. Heads are views into the fused rows of `qkv`."""
+    """The buffers of a step with n tokens."""
 
     residual: torch.Tensor  # [n, hidden_size]
     hidden: torch.Tensor  # [n, hidden_size], input and output of every block
-    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_dim]
-    query: torch.Tensor  # [n, num_heads, head_dim], in qkv
-    key: torch.Tensor  # [n, num_kv_heads, head_dim], in qkv
-    value: torch.Tensor  # [n, num_kv_heads, head_dim], in qkv
-    rotation: Rotation
-    attended: torch.Tensor  # [n, num_heads * head_dim]
-    attended_heads: torch.Tensor  # [n, num_heads, head_dim], the same memory
+    rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads that are rotated by it
+    by_kind: tuple[HeadRows, ...]  # for each of Parts.kinds; they share one memory
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]
     activated: torch.Tensor  # [n, intermediate_size]
 
@@ -29,25 +37,23 @@ class Rows:
 class Buffers:
     """Activations for up to `max_num_tokens` tokens. The sizes are this rank's share of the model's."""
 
-    def __init__(
-        self, spec: ModelSpec, shard: Shard, max_num_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        def buffer(*shape: int) -> torch.Tensor:
-            return torch.zeros(max_num_tokens, *shape, dtype=dtype, device=device)
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        def buffer(size: int) -> torch.Tensor:
+            return torch.zeros(max_num_tokens, size, dtype=parts.dtype, device=parts.device)
 
+        spec, self.kinds = parts.spec, parts.kinds
+        intermediate_size = spec.intermediate_size // parts.shard.world
         self.max_num_tokens = max_num_tokens
-        self.head_dim = head_dim = spec.head_dim
-        self.num_heads = num_heads = spec.num_heads // shard.world
-        self.num_kv_heads = num_kv_heads = spec.kv_heads_per_rank(shard.world)
-        intermediate_size = spec.intermediate_size // shard.world
         self.residual = buffer(spec.hidden_size)
         self.hidden = buffer(spec.hidden_size)
-        self.qkv = buffer((num_heads + 2 * num_kv_heads) * head_dim)
-        self.cos = buffer(head_dim)
-        self.sin = buffer(head_dim)
-        self.attended = buffer(num_heads * head_dim)
+        self.qkv = buffer(max(kind.attention.qkv_size for kind in self.kinds)).flatten()
+        self.attended = buffer(max(kind.attention.query_size for kind in self.kinds)).flatten()
         self.gate_up = buffer(2 * intermediate_size)
         self.activated = buffer(intermediate_size)
+        ropes = dict.fromkeys((kind.rope, kind.attention.head_size) for kind in self.kinds if kind.rope is not None)
+        self._ropes = list(ropes)
+        self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
+        self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
         self._last: tuple[int, Rows] | None = None
 
     def rows(self, n: int) -> Rows:
@@ -56,30 +62,38 @@ class Buffers:
             self._last = (n, self._slice(n))
         return self._last[1]
 
-    def gather(self, rows: Rows, wanted: torch.Tensor) -> Rows:  # wanted: int64 [k], k <= n
+    def select_rotations(self, rows: Rows, positions: torch.Tensor) -> None:
+        """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]."""
+        for table, rotation in zip(self._tables, rows.rotations, strict=True):
+            table.select(positions, rotation)
+
+    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int) -> Rows:  # wanted: int64 [k], k <= n
         """The residual stream and attention's result of some rows, moved together; all else of them is lost."""
-        residual, attended = rows.residual[wanted], rows.attended[wanted]
+        residual, attended = rows.residual[wanted], rows.by_kind[kind].attended[wanted]
         few = self.rows(len(wanted))
         few.residual.copy_(residual)
-        few.attended.copy_(attended)
+        few.by_kind[kind].attended.copy_(attended)
         return few
 
     def _slice(self, n: int) -> Rows:
         if n > self.max_num_tokens:
             raise ValueError(f"a step of {n} tokens exceeds the {self.max_num_tokens} that the buffers were made for")
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv, attended = self.qkv[:n], self.attended[:n]
-        by_head = qkv.view(n, heads + 2 * kv_heads, self.head_dim)
+        rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self._rotations)
         return Rows(
             residual=self.residual[:n],
             hidden=self.hidden[:n],
-            qkv=qkv,
-            query=by_head[:, :heads],
-            key=by_head[:, heads : heads + kv_heads],
-            value=by_head[:, heads + kv_heads :],
-            rotation=Rotation(self.cos[:n], self.sin[:n]),
-            attended=attended,
-            attended_heads=attended.view(n, heads, self.head_dim),
+            rotations=rotations,
+            by_kind=tuple(self._head_rows(kind, n, rotations) for kind in self.kinds),
             gate_up=self.gate_up[:n],
             activated=self.activated[:n],
         )
+
+    def _head_rows(self, kind: LayerSpec, n: int, rotations: Sequence[Rotation]) -> HeadRows:
+        own, rope = kind.attention, kind.rope
+        heads, keys = own.num_heads, own.num_heads + own.num_kv_heads
+        qkv = self.qkv[: n * own.qkv_size].view(n, own.qkv_size)
+        attended = self.attended[: n * own.query_size].view(n, own.query_size)
+        by_head = qkv.view(n, heads + 2 * own.num_kv_heads, own.head_size)
+        rotation = None if rope is None else rotations[self._ropes.index((rope, own.head_size))]
+        views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
+        return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))

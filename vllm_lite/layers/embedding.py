@@ -4,8 +4,8 @@ import torch
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
-from vllm_lite.layers.weight_form import NativeForm, Quantization, WeightForm, copies, weight_form
-from vllm_lite.layers.weight_slot import WeightGroup, whole_slot
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
 class Embedding:
@@ -35,7 +35,7 @@ class Embedding:
     def group(self, name: str) -> WeightGroup:
         """The checkpoint tensor `<name>.weight`."""
         slot = whole_slot(f"{name}.weight", self.vocab_size, self.hidden_size)
-        return WeightGroup((slot,), (), self.dtype, self.device, False, lambda weight, _: self.load(weight))
+        return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError."""
@@ -51,29 +51,28 @@ class LMHead:
     A tied one is loaded together with the embedding, from the same tensor.
     """
 
-    form: WeightForm
+    matmul: Matmul  # by `load`
 
-    def __init__(self, embedding: Embedding, *, tied: bool) -> None:
+    def __init__(self, embedding: Embedding, *, tied: bool, quantization: Quantization | None = None) -> None:
         self.embedding = embedding
         self.tied = tied
+        self.quantization = quantization
 
-    def load(self, weight: torch.Tensor, quantization: Quantization | None = None) -> None:
-        """weight: [vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up in the new form."""
-        self.form = weight_form(weight, None, quantization)
-        if self.tied and isinstance(self.form, NativeForm) and quantization is None:
-            self.embedding.share(self.form.packed)
+    def load(self, weight: torch.Tensor) -> None:
+        """weight: [vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up in what is made."""
+        self.matmul = make_matmul(weight, None, self.quantization)
+        if self.tied and isinstance(self.matmul, NativeMatmul) and self.quantization is None:
+            self.embedding.share(self.matmul.packed)
         elif self.tied:
             self.embedding.load(weight)
 
-    def group(self, name: str, quantization: Quantization | None = None) -> WeightGroup:
-        """The checkpoint tensor `<name>.weight`."""
+    def group(self, name: str) -> WeightGroup:
+        """The checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
         table = self.embedding
         slot = whole_slot(f"{name}.weight", table.vocab_size, table.hidden_size)
-        lent = copies(table.dtype, table.device) and not (self.tied and quantization)
-        return WeightGroup(
-            (slot,), (), table.dtype, table.device, lent, lambda weight, _: self.load(weight, quantization)
-        )
+        lent = copies(table.dtype, table.device) and not (self.tied and self.quantization)
+        return WeightGroup((WeightStack((slot,), table.dtype, table.device, lent),), self.load)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]."""
-        self.form.forward(hidden, out)
+        self.matmul.forward(hidden, out)

@@ -1,12 +1,12 @@
 """Linear layers over [out_features, in_features] weights, with several checkpoint tensors fused by rows."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from vllm_lite.layers.weight_form import Quantization, WeightForm, copies, weight_form
-from vllm_lite.layers.weight_slot import Split, WeightGroup, WeightSlot
+from vllm_lite.layers.matmul import Matmul
+from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
+from vllm_lite.layers.weight_slot import Split, WeightGroup, WeightSlot, WeightStack
 
 
 class Linear:
@@ -17,36 +17,38 @@ class Linear:
     the ranks, and only rank 0 may add the bias.
     """
 
-    form: WeightForm  # by `load`
+    matmul: Matmul  # by `load`
 
     def __init__(
-        self, inputs: Split, outputs: Sequence[Split], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: Split,
+        outputs: Sequence[Split],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightForm = DENSE,
     ) -> None:
-        self.inputs = inputs
-        self.outputs = tuple(outputs)
+        self.shape = LinearShape(inputs, tuple(outputs), dtype, device)
         self.bias = bias
-        self.dtype = dtype
-        self.device = device
+        self.form = form
 
-    def load(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
-    ) -> None:
-        """weight: [sum of out_features, in_features], bias: [sum of out_features]; kept in the form that multiplies
-        fastest."""
-        self.form = weight_form(weight, bias, quantization)
+    def load(self, *tensors: torch.Tensor) -> None:
+        """The tensors of the weight's form, then, if there is one, the bias: [sum of out_features]."""
+        weight, bias = (tensors[:-1], tensors[-1]) if self.bias else (tensors, None)
+        self.matmul = self.form.matmul(weight, bias)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_tokens, in_features], out: [num_tokens, sum of out_features]."""
-        self.form.forward(x, out)
+        self.matmul.forward(x, out)
 
-    def group(self, *names: str, quantization: Quantization | None = None) -> WeightGroup:
-        """The checkpoint tensors `<name>.weight` and `<name>.bias` of the fused projections, named in their order."""
-        inputs, weights, biases = self.inputs, [], []
-        for name, rows in zip(names, self.outputs, strict=True):
-            shape, start, size = (rows.total, inputs.total), (rows.start, inputs.start), (rows.size, inputs.size)
-            weights.append(WeightSlot(f"{name}.weight", shape, start, size))
-            if self.bias:
-                biases.append(WeightSlot(f"{name}.bias", shape[:1], start[:1], size[:1]))
-        lent = copies(self.dtype, self.device)
-        take = partial(self.load, quantization=quantization)
-        return WeightGroup(tuple(weights), tuple(biases), self.dtype, self.device, lent, take)
+    def group(self, *names: str) -> WeightGroup:
+        """The checkpoint tensors of the fused projections, named in their order; the biases are `<name>.bias`."""
+        stacks = self.form.stacks(names, self.shape)
+        if self.bias:
+            biases = (
+                WeightSlot(f"{name}.bias", (rows.total,), (rows.start,), (rows.size,))
+                for name, rows in zip(names, self.shape.outputs, strict=True)
+            )
+            stacks += (WeightStack(tuple(biases), self.shape.dtype, self.shape.device),)
+        return WeightGroup(stacks, self.load)

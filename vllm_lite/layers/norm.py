@@ -3,7 +3,7 @@
 import torch
 
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.weight_slot import WeightGroup, whole_slot
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
 class RMSNorm:
@@ -25,7 +25,7 @@ class RMSNorm:
     def group(self, name: str) -> WeightGroup:
         """The checkpoint tensor `<name>.weight`."""
         slot = whole_slot(f"{name}.weight", self.size)
-        return WeightGroup((slot,), (), self.dtype, self.device, False, lambda weight, _: self.load(weight))
+        return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x, out: [..., size]; `out` may be `x`."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding in the NeoX order: element i of a head turns with element i + head_dim / 2."""
+"""Rotary position embedding in the NeoX order: element i of a head turns with element i + head_size / 2."""
 
 import math
 
@@ -11,16 +11,16 @@ from vllm_lite.kernels.ops import Rotation
 
 
 class RotaryEmbedding:
-    """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_dim / 2].
+    """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_size / 2].
 
     `select` fetches a step's rows once; the attention backend turns the heads of each layer with them.
     """
 
-    def __init__(self, rope: Rope, head_dim: int, max_position: int, *, device: torch.device) -> None:
-        self.half = head_dim // 2
+    def __init__(self, rope: Rope, head_size: int, max_position: int, *, device: torch.device) -> None:
+        self.half = head_size // 2
         self.native = device.type == "cpu" and cpu.available()
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
-        angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(device)
+        angles = positions[:, None] * inverse_frequencies(rope, head_size).to(device)
         self.table = torch.stack((angles.cos(), angles.sin()), dim=1)
 
     def select(self, positions: torch.Tensor, out: Rotation) -> None:
@@ -28,19 +28,19 @@ class RotaryEmbedding:
         if self.native and fused.select_rotation(self.table, positions, out):
             return
         half = self.half
-        rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_dim / 2]
+        rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_size / 2]
         out.cos.view(-1, 2, half).copy_(rows[:, :1])
         out.sin.view(-1, 2, half).copy_(rows[:, 1:])
         out.sin[..., :half].neg_()
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair: float32 [head_dim / 2].
+def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
+    """Radians per position of each pair: float32 [head_size / 2].
 
     Kind "llama3" slows wavelengths that did not fit into the original context down by `factor`, leaves those that fit
     it `high_freq_factor` times alone, and blends linearly (in turns per context) in between.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
         return frequencies

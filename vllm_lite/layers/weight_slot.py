@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make a weight: the seam between checkpoint names and fused, sharded weights."""
+"""Which parts of which checkpoint tensors make up a layer's tensors, where several are fused and ranks share them."""
 
 import math
 from collections.abc import Callable
@@ -37,12 +37,12 @@ class Split(NamedTuple):
         return cls(total, shard.rank * size, size)
 
     @classmethod
-    def kv_heads(cls, num_heads: int, head_dim: int, shard: Shard) -> "Split":
+    def kv_heads(cls, num_heads: int, head_size: int, shard: Shard) -> "Split":
         """Whole KV heads: a share of them, or one that several ranks hold alike when there are fewer than ranks."""
         if shard.world <= num_heads:
-            return cls.even(num_heads * head_dim, Shard(shard.rank, shard.world))
+            return cls.even(num_heads * head_size, Shard(shard.rank, shard.world))
         head = shard.rank * num_heads // shard.world
-        return cls(num_heads * head_dim, head * head_dim, head_dim)
+        return cls(num_heads * head_size, head * head_size, head_size)
 
 
 class WeightSlot(NamedTuple):
@@ -68,25 +68,38 @@ def whole_slot(name: str, *shape: int) -> WeightSlot:
     return WeightSlot(name, shape, (0,) * len(shape), shape)
 
 
-class WeightGroup(NamedTuple):
-    """Checkpoint tensors that a layer takes at once, each kind stacked by rows in this order: Q, K and V, or one alone.
+class WeightStack(NamedTuple):
+    """Checkpoint tensors that become one tensor of a layer: those of Q, K and V side by side, or one alone.
 
-    `take(weight, bias)` is called once, with tensors of `dtype` on `device`, and None for a bias where there are no
-    `biases`. A weight that is `lent` is a buffer of the loader's or a part of a mapped file: to be read, and no longer
-    than `take` runs. Any other is the layer's to keep.
+    Floats are converted to `dtype`; a tensor of any other type must be stored in it. What is `lent` is a buffer of the
+    loader's or a part of a mapped file: the layer may read it while it takes it, and no longer. Any other tensor is
+    the layer's to keep.
     """
 
-    weights: tuple[WeightSlot, ...]
-    biases: tuple[WeightSlot, ...]
+    slots: tuple[WeightSlot, ...]
     dtype: torch.dtype
     device: torch.device
-    lent: bool
-    take: Callable[[torch.Tensor, torch.Tensor | None], None]
+    lent: bool = False
+    dim: int = 0
+    """Along which the slots' boxes are put side by side; in all others they have one size."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        size = list(self.slots[0].size)
+        size[self.dim] = sum(slot.size[self.dim] for slot in self.slots)
+        return tuple(size)
+
+    def empty(self) -> torch.Tensor:
+        """Memory that the layer is to keep."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+class WeightGroup(NamedTuple):
+    """What a layer takes at once: `take` is called with one tensor for each stack. At most one of them is lent."""
+
+    stacks: tuple[WeightStack, ...]
+    take: Callable[..., None]
 
     @property
     def slots(self) -> tuple[WeightSlot, ...]:
-        return self.weights + self.biases
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Memory for a tensor that the layer is to keep."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return tuple(slot for stack in self.stacks for slot in stack.slots)

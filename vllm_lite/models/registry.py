@@ -1,17 +1,19 @@
 """Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
-from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightGroup
+from vllm_lite.layers.matmul import Quantization
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.layers.weight_slot import WeightGroup
 
 MODELS = {
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
@@ -25,29 +27,19 @@ class Model(Protocol):
 
     spec: ModelSpec
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        max_num_tokens: int,
-        shard: Shard = SINGLE,
-    ) -> None: ...
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None: ...
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        batch: StepBatch,
         kv_caches: list[torch.Tensor],
-        metadata: AttentionMetadata,
         backend: AttentionBackend,
-        wanted: torch.Tensor | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def weight_groups(self, quantization: Quantization | None = None) -> Iterator[WeightGroup]: ...
+    def weight_groups(self) -> Iterator[WeightGroup]: ...
 
     def ignores(self, name: str) -> bool: ...
 
@@ -58,15 +50,19 @@ def build(
     device: torch.device | str,
     max_model_len: int,
     max_num_tokens: int,
+    quantization: Quantization | None = None,
 ) -> Model:
     """Make the model that `spec` describes, its weights not yet loaded.
 
     `dtype` may be a name like "bfloat16"; positions go up to `max_model_len`, a step has at most `max_num_tokens`
-    tokens. Raises ModelError for an architecture that is not in MODELS.
+    tokens. `quantization` is for all matrix products, the LM head's too; the embedding keeps the dtype.
+    Raises ModelError for an architecture that is not in MODELS.
     """
     if spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
     module, _, name = MODELS[spec.architecture].partition(":")
     model_class: type[Model] = getattr(import_module(module), name)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return model_class(spec, torch_dtype, torch.device(device), max_model_len, max_num_tokens)
+    form = DenseForm(quantization)
+    parts = Parts(spec, torch_dtype, torch.device(device), form=form, head_quantization=quantization)
+    return model_class(parts, max_model_len, max_num_tokens)

@@ -22,10 +22,11 @@ from tqdm import tqdm
 from vllm_lite.checkpoint.headers import weight_files
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
-from vllm_lite.layers.weight_form import Quantization
-from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
 
+STORED_AS = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8"}
+"""What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10
 """Names that an error lists of each kind."""
@@ -37,21 +38,16 @@ Read = Callable[[WeightSlot], torch.Tensor]
 
 
 def load_weights(
-    model: Model,
-    path: str | Path,
-    load_format: str = "auto",
-    seed: int = 0,
-    progress: Progress | None = None,
-    quantization: Quantization | None = None,
+    model: Model, path: str | Path, load_format: str = "auto", seed: int = 0, progress: Progress | None = None
 ) -> None:
-    """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype, and quantize it.
+    """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
 
     `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
     `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal.
     Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
     unknown load format.
     """
-    groups = list(model.weight_groups(quantization))
+    groups = list(model.weight_groups())
     with ExitStack() as stack:
         if load_format == "dummy":
             read: Read = partial(_random, seed)
@@ -59,35 +55,37 @@ def load_weights(
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-        total = sum(slot.num_elements * group.dtype.itemsize for group in groups for slot in group.slots)
-        report = stack.enter_context(_reporter(progress, total))
+        report = stack.enter_context(
+            _reporter(progress, sum(num_bytes for group in groups for num_bytes in _sizes(group)))
+        )
         staging = _Staging()
         for group in groups:
-            bias = _stack(group.biases, read, group.empty) if group.biases else None  # first: a weight may be lent
-            group.take(_weight(group, read, staging), bias)
-            for slot in group.slots:
-                report(slot.num_elements * group.dtype.itemsize)
+            loaded = {}
+            for index, part in sorted(enumerate(group.stacks), key=lambda part: part[1].lent):
+                loaded[index] = _load(part, read, staging)  # what is lent comes last: it lasts until the next is read
+            group.take(*(loaded[index] for index in range(len(loaded))))
+            del loaded
+            for num_bytes in _sizes(group):
+                report(num_bytes)
 
 
-def _weight(group: WeightGroup, read: Read, staging: "_Staging") -> torch.Tensor:
-    """The group's weight: lent as it lies in a file or in `staging`, or in memory of its own."""
-    if not group.lent:
-        return _stack(group.weights, read, group.empty)
-    if len(group.weights) == 1:
-        weight = read(group.weights[0])
-        if weight.dtype == group.dtype and weight.is_contiguous():
-            return weight
-        return staging.empty(weight.shape, group.dtype).copy_(weight)
-    return _stack(group.weights, read, lambda *shape: staging.empty(shape, group.dtype))
+def _sizes(group: WeightGroup) -> Iterator[int]:
+    """Bytes of each tensor, as the layer takes it."""
+    return (slot.num_elements * part.dtype.itemsize for part in group.stacks for slot in part.slots)
 
 
-def _stack(slots: Sequence[WeightSlot], read: Read, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The tensors of `slots`, stacked by rows in what `empty` makes."""
-    stacked = empty(sum(slot.size[0] for slot in slots), *slots[0].size[1:])
-    row = 0
-    for slot in slots:
-        stacked[row : row + slot.size[0]].copy_(read(slot))
-        row += slot.size[0]
+def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
+    """The tensor of a stack: lent as it lies in a file or in `staging`, or in memory of its own."""
+    if part.lent and len(part.slots) == 1:
+        tensor = read(part.slots[0])
+        if tensor.dtype == part.dtype and tensor.is_contiguous():
+            return tensor
+        return staging.empty(part.shape, part.dtype).copy_(tensor)
+    stacked = staging.empty(part.shape, part.dtype) if part.lent else part.empty()
+    start = 0
+    for slot in part.slots:
+        stacked.narrow(part.dim, start, slot.size[part.dim]).copy_(read(slot))
+        start += slot.size[part.dim]
     return stacked
 
 
@@ -109,7 +107,8 @@ class _Files:
                     other = self._stored[name].file.name
                     raise ModelError(f"{file}: tensor {name!r} is also in {other}; it must be in one")
                 self._stored[name] = _Stored(file, opened, name)
-        _check(_table(groups), self._stored, ignores, folder)
+        table = {slot.name: (slot, part) for group in groups for part in group.stacks for slot in part.slots}
+        _check(table, self._stored, ignores, folder)
 
     def read(self, slot: WeightSlot) -> torch.Tensor:
         """See Read. The memory that the tensor before has taken is given back, so that it never adds up."""
@@ -160,7 +159,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a file that safetensors refuses, where that can be told in terms of its tensors."""
+    """What is wrong with a file that safetensors refuses, where its header says enough to name a tensor."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -177,26 +176,28 @@ def _damage(file: Path) -> str | None:
 
 
 def _check(
-    table: dict[str, WeightSlot], found: dict[str, _Stored], ignores: Callable[[str], bool], folder: Path
+    table: dict[str, tuple[WeightSlot, WeightStack]],
+    found: dict[str, _Stored],
+    ignores: Callable[[str], bool],
+    folder: Path,
 ) -> None:
     """Raise one ModelError with all missing and unexpected tensors, wrong shapes and dtypes that cannot be read."""
-    both = [(name, table[name], found[name]) for name in table if name in found]
+    both = [(name, slot, part, found[name]) for name, (slot, part) in table.items() if name in found]
+    shapes = [
+        f"{name} {stored.shape}, not {slot.shape}" for name, slot, _, stored in both if stored.shape != slot.shape
+    ]
+    unreadable: dict[tuple[str, ...], list[str]] = {}
+    for name, _, part, stored in both:
+        readable: tuple[str, ...] = (STORED_AS[part.dtype],) if part.dtype in STORED_AS else STORED_DTYPES
+        if (stored_as := stored.slice.get_dtype()) not in readable:
+            unreadable.setdefault(readable, []).append(f"{name} {stored_as}")
     problems = [
         *_listing("missing", [name for name in table if name not in found]),
         *_listing("unexpected", [name for name in found if name not in table and not ignores(name)]),
-        *_listing(
-            "of another shape",
-            [f"{name} {stored.shape}, not {slot.shape}" for name, slot, stored in both if stored.shape != slot.shape],
-        ),
-        *_listing(
-            f"not stored as one of {', '.join(STORED_DTYPES)}",
-            [
-                f"{name} {stored.slice.get_dtype()}"
-                for name, _, stored in both
-                if stored.slice.get_dtype() not in STORED_DTYPES
-            ],
-        ),
+        *_listing("of another shape", shapes),
     ]
+    for kinds, names in unreadable.items():
+        problems += _listing(f"not stored as one of {', '.join(kinds)}", names)
     if problems:
         raise ModelError(f"{folder}: its tensors are not those that its config.json asks for. {'. '.join(problems)}")
 
@@ -244,7 +245,3 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
         return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
     generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
     return torch.randn(slot.shape, generator=generator).mul_(slot.shape[1] ** -0.5)[slot.box]
-
-
-def _table(groups: Sequence[WeightGroup]) -> dict[str, WeightSlot]:
-    return {slot.name: slot for group in groups for slot in group.slots}

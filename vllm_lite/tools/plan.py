@@ -179,13 +179,13 @@ class _Sizes:
     def _activations(self, dtype_bytes: int) -> int:
         """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
         spec, tp = self.spec, self.tp
-        query, kv = spec.num_heads * spec.head_dim // tp, spec.kv_heads_per_rank(tp) * spec.head_dim
-        row = 2 * spec.hidden_size + 2 * query + 2 * kv + 2 * spec.head_dim + 3 * (spec.intermediate_size // tp)
-        tables = 2 * self.length * spec.head_dim
+        heads = max((layer.attention.per_rank(tp) for layer in spec.layers), key=lambda own: own.qkv_size)
+        row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
+        row += 3 * (spec.intermediate_size // tp)
+        tables = 2 * self.length * heads.head_size
         logits = 3 * 4 * self.num_seqs * spec.vocab_size
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
-        rows = self.num_seqs * spec.num_heads // tp
-        scratch = 4 * rows * splits * (spec.head_dim + 1) if splits > 1 else 0
+        scratch = 4 * self.num_seqs * heads.num_heads * splits * (heads.head_size + 1) if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + logits + scratch
 
     def _graphs(self) -> int:
@@ -312,7 +312,8 @@ def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | 
         count, share = tensor.num_elements, 1.0
         if len(tensor.shape) == 2:
             is_kv = ".k_proj." in name or ".v_proj." in name
-            share = spec.kv_heads_per_rank(tp) / spec.num_kv_heads if is_kv else 1 / tp
+            heads = spec.layers[int(name.split(".")[2])].attention if is_kv else None
+            share = heads.per_rank(tp).num_kv_heads / heads.num_kv_heads if heads else 1 / tp
         embeds = name == "model.embed_tokens.weight"
         if quantization == "int8" and len(tensor.shape) == 2:
             quantized = count + 4 * tensor.shape[0]

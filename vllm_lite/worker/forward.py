@@ -1,5 +1,6 @@
 """From a step's inputs to the logits that are sampled: the seam at which eager execution and graphs are exchanged."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.step_batch import HostLens, StepBatch
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs
 
@@ -29,34 +30,38 @@ class EagerForward:
     def __init__(
         self,
         model: Model,
-        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_size]
         backend: AttentionBackend,
         device: torch.device,
+        progress: Callable[[], None] = lambda: None,  # called once a layer
     ) -> None:
         self.model = model
         self.kv_caches = kv_caches
         self.backend = backend
         self.device = device
+        self.progress = progress
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits are made of those rows only whose next token is wanted."""
         return self.model.logits(self.hidden(inputs))
 
     def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_wanted, hidden_size]
-        metadata = AttentionMetadata(
+        batch = StepBatch(
             num_tokens=inputs.num_tokens,
             num_seqs=len(inputs.rows),
             max_query_len=int(inputs.num_scheduled.max()),
             max_seq_len=int(inputs.seq_lens.max()),
+            token_ids=self._to_device(inputs.input_ids),
+            positions=self._to_device(inputs.positions),
             query_start_loc=self._to_device(inputs.query_start_loc),
             seq_lens=self._to_device(inputs.seq_lens),
             block_tables=tuple(self._to_device(table) for table in inputs.block_tables),
             slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
+            wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
+            host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )
-        self.backend.prepare(metadata)
-        input_ids, positions = self._to_device(inputs.input_ids), self._to_device(inputs.positions)
-        wanted = None if inputs.wanted is None else self._to_device(inputs.wanted)
-        return self.model.forward(input_ids, positions, self.kv_caches, metadata, self.backend, wanted)
+        self.backend.prepare(batch)
+        return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, self.device)

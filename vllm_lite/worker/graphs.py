@@ -12,14 +12,14 @@ Inside a graph: `model.forward` with the attention backend's `write_kv` and `att
 address and every grid in it is that of the capture, so all that changes from step to step is read from memory which a
 graph shares with the next step:
 
-- input ids, positions, slots and sequence lengths, which one copy brings to the device,
+- token ids, positions, slots and sequence lengths, which one copy brings to the device,
 - block tables, in their full width, of which a copy fills what the step uses.
 
 Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
 They write nothing, their attention is zero and nobody reads their logits.
 
-Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own metadata
-(there max_seq_len is max_model_len, and a backend must keep in `metadata.plan`, and read from device memory, all that
+Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own StepBatch
+(there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
 the captured kernels need; on a CPU it is the program's first part); sampling; and every step that is not pure decoding
 or has more sequences than the largest bucket. Such steps run eagerly, and so does every step over a backend that is not
 `graph_safe`.
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.runtime import log
@@ -67,7 +67,7 @@ class Capture(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """In use on the device; for the log."""
+        """Bytes in use on the device, for the log."""
         ...
 
 
@@ -130,21 +130,23 @@ class DecodeInputs:
         self._staged: tuple[int, NDArray[np.int64], NDArray[np.int32]] | None = None
 
     def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a bucket's part of the buffer: int64 [2 + num_groups, size] (input ids, positions, slots of each group)
-        and the sequence lengths, int32 [size].
+        """A bucket's part of the buffer: int64 [2 + num_groups, size] (token ids, positions, slots of each group) and
+        the sequence lengths, int32 [size].
 
         Buckets start at the same address, so their parts overlap: what one step wrote, the next overwrites as a whole.
         """
         return _split(self._memory[: size * self._row_bytes], self.num_groups, size)
 
-    def metadata(self, size: int, max_seq_len: int) -> AttentionMetadata:
-        """Of a bucket; the tensors are the shared memory."""
+    def batch(self, size: int, max_seq_len: int) -> StepBatch:
+        """The batch of a bucket; its tensors are the shared memory."""
         rows, seq_lens = self.views(size)
-        return AttentionMetadata(
+        return StepBatch(
             num_tokens=size,
             num_seqs=size,
             max_query_len=1,
             max_seq_len=max_seq_len,
+            token_ids=rows[0],
+            positions=rows[1],
             query_start_loc=self._starts[: size + 1],
             seq_lens=seq_lens,
             block_tables=tuple(table[:size] for table in self._tables),
@@ -192,10 +194,10 @@ def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One graph. `metadata` is kept because its plan holds memory that the graph reads."""
+    """One graph. `batch` is kept because its plan holds memory that the graph reads."""
 
     size: int
-    metadata: AttentionMetadata
+    batch: StepBatch
     graph: Graph
     logits: torch.Tensor  # float32 [size, vocab_size]
 
@@ -238,19 +240,18 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> _Bucket | None:
         eager = self.eager
-        metadata = self._inputs.metadata(size, self.max_model_len)
-        rows, _ = self._inputs.views(size)
+        batch = self._inputs.batch(size, self.max_model_len)
         logits = self._logits[:size]
 
         def run() -> None:
-            hidden = eager.model.forward(rows[0], rows[1], eager.kv_caches, metadata, eager.backend)
+            hidden = eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)
             eager.model.logits(hidden, logits)
 
-        graph = self.capture(lambda: eager.backend.prepare(metadata), run)
+        graph = self.capture(lambda: eager.backend.prepare(batch), run)
         if graph is None:
             self._largest = 0
             return None
-        self._buckets[size] = bucket = _Bucket(size, metadata, graph, logits)
+        self._buckets[size] = bucket = _Bucket(size, batch, graph, logits)
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:

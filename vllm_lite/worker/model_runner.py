@@ -1,4 +1,4 @@
-"""One step on one worker: block program, diffs, forward pass, sampling, answer. `ModelRunner.execute` is the table of
+"""One step on one worker: block program, diffs, forward pass, sampling, output. `ModelRunner.execute` is the table of
 contents; the parts are CacheEngine, InputBatch, the model, the attention backend and the Sampler, and stay there.
 """
 
@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.backend import AttentionBackend, AttentionShape
-from vllm_lite.attention.metadata import AttentionMetadata
+from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs
@@ -54,13 +53,15 @@ class ModelRunner:
         model: Model,
         cache_engine: CacheEngine,
         backend: AttentionBackend,
+        progress: Progress,
         drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
         self.cache_engine = cache_engine
+        self.progress = progress
         self.device = device = cache_engine.pool.device
-        self.eager = EagerForward(model, cache_engine.layer_views(), backend, device)
+        self.eager = EagerForward(model, cache_engine.layer_views(), backend, device, progress.advance)
         self.forward: Forward = self.eager
         self.batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
@@ -92,7 +93,7 @@ class ModelRunner:
         return _answer(step, inputs, sampled, kept, prompts)
 
     def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None]:
-        """Those that are sampled; and what was found of prompts, which graphs know nothing of."""
+        """The logits that are sampled, and the logprobs of prompts, which graphs know nothing of."""
         if inputs.scoring is None:
             return self.forward.logits(inputs), None
         hidden = self.eager.hidden(inputs)
@@ -104,14 +105,14 @@ class ModelRunner:
         if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
             self.batch.add_drafts(self.drafter.propose(batch))
 
-    def capture_graphs(self, capture: Capture, sizes: Sequence[int], progress: Progress) -> None:
+    def capture_graphs(self, capture: Capture, sizes: Sequence[int]) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
         limits = self.limits
         graphs = DecodeGraphs(
             self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
         )
         if not capture.on_demand:
-            graphs.capture_all(progress.advance)
+            graphs.capture_all(self.progress.advance)
         self.forward = graphs
 
     @torch.inference_mode()
@@ -184,31 +185,3 @@ def _answer(
         prompts=prompts,
         drafted=(int(np.count_nonzero(drafted)), int(drafted.sum())) if inputs.drafted else None,
     )
-
-
-class ObservedBackend:
-    """An attention backend that advances `progress` in each layer; everything else is `inner`'s."""
-
-    def __init__(self, inner: AttentionBackend, progress: Progress) -> None:
-        self.inner = inner
-        self.progress = progress
-        self.graph_safe = inner.graph_safe
-        self.workspace_bytes = inner.workspace_bytes
-        self.prepare = inner.prepare
-        self.write_kv = inner.write_kv
-
-    @classmethod
-    def supports(cls, shape: AttentionShape) -> str | None:  # noqa: ARG003 (the interface's)
-        """Whatever was chosen is observed."""
-        return None
-
-    def attend(
-        self,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_size]
-        kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
-        metadata: AttentionMetadata,
-        group: int,
-        out: torch.Tensor,  # [num_tokens, num_heads, head_size]
-    ) -> None:
-        self.progress.advance()
-        self.inner.attend(query, kv, metadata, group, out)

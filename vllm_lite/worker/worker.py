@@ -1,4 +1,4 @@
-"""A worker without its process: loads its shard, says what fits, and runs steps. Told everything, deciding nothing."""
+"""A worker without its process: it loads its shard, reports what fits, and runs the steps that the engine decided."""
 
 import time
 
@@ -26,7 +26,7 @@ from vllm_lite.worker.memory.profile import (
     profile_memory,
     warn_if_short,
 )
-from vllm_lite.worker.model_runner import ModelRunner, ObservedBackend, StepLimits, warm_up_step
+from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
 from vllm_lite.worker.sampling.sampler import Sampler
@@ -53,7 +53,7 @@ class Worker:
         self._generation: int | None = None
 
     def load(self) -> Ready:
-        """Load the weights and say what would fit beside them. Raises ModelError or ConfigError."""
+        """Load the weights and report what would fit beside them. Raises ModelError or ConfigError."""
         num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if self.device.is_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
@@ -90,7 +90,8 @@ class Worker:
     def _load_model(self) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits = self.device.memory, self.limits
-        self.model = build(self.spec, self.dtype, self.device.torch, limits.max_model_len, limits.max_num_tokens)
+        sizes = (limits.max_model_len, limits.max_num_tokens)
+        self.model = build(self.spec, self.dtype, self.device.torch, *sizes, self.config.quantization)
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,
@@ -98,7 +99,6 @@ class Worker:
             load_format=self.config.load_format,
             seed=self.config.seed,
             progress=_LoadReport(self.progress),
-            quantization=self.config.quantization,
         )
         if not memory:
             return 0
@@ -121,7 +121,7 @@ class Worker:
         return profile.num_blocks
 
     def _set_aside(self) -> tuple[int, int]:
-        """Bytes of what the largest step does not show: attention over the longest contexts, and graphs."""
+        """Bytes that the largest step does not show: attention over the longest contexts, and graphs."""
         limits, workspace = self.limits, self.backend.workspace_bytes
         longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
         shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
@@ -134,8 +134,7 @@ class Worker:
         """All slots are padding and all tables name the null block, the only one there is yet."""
         device = self.device.torch
         cache = CacheEngine(self.spec, self.config.block_size, 1, 0, self.kv_dtype, device)
-        backend = ObservedBackend(self.backend, self.progress)
-        forward = EagerForward(self.model, cache.layer_views(), backend, device)
+        forward = EagerForward(self.model, cache.layer_views(), self.backend, device, self.progress.advance)
         warm_up_step(forward, Sampler(self.spec.vocab_size, device), self.limits, self.limits.max_num_tokens)
 
     def start(self, start: Start) -> Started:
@@ -145,13 +144,12 @@ class Worker:
         """
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
-        backend = ObservedBackend(self.backend, self.progress)
         speculation = self.config.speculative_config
         drafter = NgramDrafter(speculation) if speculation is not None else None
-        self.runner = ModelRunner(self.limits, self.model, cache_engine, backend, drafter)
+        self.runner = ModelRunner(self.limits, self.model, cache_engine, self.backend, self.progress, drafter)
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
-            self.runner.capture_graphs(self.device.capture, self.graph_sizes, self.progress)
+            self.runner.capture_graphs(self.device.capture, self.graph_sizes)
         self._generation = start.generation
         return Started(self.rank, swap_blocks_per_s)
 
@@ -178,17 +176,13 @@ class Worker:
         return output
 
     def _attention_shape(self) -> AttentionShape:
-        spec = self.spec
         return AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_dim,
+            groups=tuple(group.attention for group in self.spec.kv_groups),
             block_size=self.config.block_size,
             dtype=self.dtype,
             device=self.device.torch,
             max_seq_len=self.limits.max_model_len,
             kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
-            windows=tuple(group.window for group in spec.kv_groups),
         )
 
     def _graph_sizes(self) -> tuple[int, ...]:

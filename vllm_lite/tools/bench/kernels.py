@@ -20,7 +20,7 @@ PARTS = ("attention", "linear", "fused")
 def run(
     parts: Sequence[str], threads: Sequence[int], report: Callable[[str], None] = lambda _line: None
 ) -> dict[str, Any]:
-    """Measure `parts` of PARTS with each number of threads; `report` is told what is being measured."""
+    """Measure `parts` of PARTS with each number of threads; `report` is called with what is being measured."""
     rows: list[dict[str, Any]] = []
     for num_threads in threads:
         for part in parts:
@@ -65,7 +65,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this file lies in, with a + where it has been changed since; "" without one."""
+    """The commit of the checkout that this file lies in, with a + where it has been changed; "" without one."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

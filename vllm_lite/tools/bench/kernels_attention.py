@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.metadata import PAD_SLOT, AttentionMetadata
 from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.ops import Rotation
@@ -26,7 +27,7 @@ from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 NUM_LAYERS = 2
-"""Of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
+"""Layers of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
 GROUPS = (1, 4, 8)
 """Heads that share a KV head."""
 CHUNK, PREFIXES = 512, (0, 4096)
@@ -45,7 +46,8 @@ class Batch:
     ) -> None:
         num_heads = NUM_KV_HEADS * group
         device = torch.device("cpu")
-        self.shape = AttentionShape(num_heads, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, dtype, device)
+        self.spec = AttentionSpec(num_heads, NUM_KV_HEADS, HEAD_SIZE, scale=HEAD_SIZE**-0.5)
+        self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device)
         counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
         self.kv = cache(sum(counts), dtype, layout)
         for block in self.kv:
@@ -55,18 +57,20 @@ class Batch:
         for row, blocks in zip(table, ids, strict=True):
             row[: len(blocks)] = blocks
         num_tokens = sum(query_len for query_len, _ in lengths)
-        self.metadata = AttentionMetadata(
+        self.step = StepBatch(
             num_tokens=num_tokens,
             num_seqs=len(lengths),
             max_query_len=max(query_len for query_len, _ in lengths),
             max_seq_len=max(seq_len for _, seq_len in lengths),
+            token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+            positions=torch.zeros(num_tokens, dtype=torch.int64),
             query_start_loc=torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0).int(),
             seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32),
             block_tables=(table,),
             slot_mapping=(torch.full((num_tokens,), PAD_SLOT),),
         )
         self.backend = CpuBackend(self.shape)
-        self.backend.prepare(self.metadata)
+        self.backend.prepare(self.step)
         self.query = torch.randn(num_tokens, num_heads, HEAD_SIZE).to(dtype)
         self.out = torch.empty_like(self.query)
         query_len, seq_len = lengths[0]
@@ -74,11 +78,11 @@ class Batch:
         self.lengths = lengths
 
     def attend(self) -> None:
-        self.backend.attend(self.query, self.kv, self.metadata, 0, self.out)
+        self.backend.attend(self.query, self.kv, self.step, 0, self.out)
 
     def attend_in_torch(self) -> torch.Tensor:
         """All sequences have the same lengths."""
-        blocks = self.kv[self.metadata.block_tables[0].flatten()]
+        blocks = self.kv[self.step.block_tables[0].flatten()]
         sequences = blocks.unflatten(0, (len(self.lengths), -1)).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         key, value = sequences  # [num_seqs, num_kv_heads, seq_len, head_size]
         query = self.query.unflatten(0, (len(self.lengths), -1)).transpose(1, 2)
@@ -127,7 +131,7 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     for prefix in PREFIXES:
         batch = Batch([(CHUNK, prefix + CHUNK)], 4, dtype)
         seconds, torch_s = _best_times(num_threads, [batch.attend, batch.attend_in_torch])
-        flops = 4 * HEAD_SIZE * batch.shape.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
+        flops = 4 * HEAD_SIZE * batch.spec.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
         yield _row("prefill", batch, gflop_s=flops / seconds / 1e9, ratio_torch=torch_s / seconds)
 
 
@@ -135,7 +139,7 @@ def writes(num_threads: int) -> Iterator[Row]:
     """Rotation of Q and K and the write of K and V, four heads to a KV head."""
     for num_tokens in NUM_WRITTEN:
         batch = Batch([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
-        batch.metadata.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
+        batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
         turn = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
         heads = Heads(batch.query, key, value, Rotation(turn, turn * 0))
@@ -146,9 +150,9 @@ def writes(num_threads: int) -> Iterator[Row]:
 
 def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, heads: Heads) -> Callable[[], object]:
     """One write of `heads`, with a plan of its own."""
-    backend, metadata = backend_type(batch.shape), replace(batch.metadata)
-    backend.prepare(metadata)
-    return lambda: backend.write_kv(heads, batch.kv, metadata, 0)
+    backend, step = backend_type(batch.shape), replace(batch.step)
+    backend.prepare(step)
+    return lambda: backend.write_kv(heads, batch.kv, step, 0)
 
 
 def layouts(num_threads: int) -> Iterator[Row]:
@@ -167,13 +171,13 @@ def _kv_bytes(batch: Batch) -> int:
 def _row(kernel: str, batch: Batch, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
-    heads = f"{batch.shape.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"
+    heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"
     dtype = str(batch.shape.dtype).removeprefix("torch.")
     return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {dtype}", **figures}
 
 
 def _best_times(num_threads: int, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of the shortest call of each. They take turns; quick ones are called several times a turn."""
+    """Seconds of the shortest call of each. All are called in every round, quick ones several times."""
     clock = time.process_time if num_threads == 1 else time.perf_counter
     best = [float("inf")] * len(calls)
     deadline = time.monotonic() + MIN_TIME_S * len(calls)

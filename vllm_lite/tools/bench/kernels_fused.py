@@ -1,7 +1,7 @@
-"""The small operations and the sampler on a CPU, ours and plain torch in turn in the same run.
+"""The small operations and the sampler on a CPU, ours and plain torch by turns in the same run.
 
 Each figure is the shortest of many calls, from Python and back, on data that lies in the caches: what a call costs when
-nobody else needs the machine, which the shortest one tells even if somebody often does.
+nobody else needs the machine, which the shortest one shows even if somebody often does.
 """
 
 import time
@@ -20,7 +20,7 @@ from vllm_lite.layers.rope import RotaryEmbedding
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_SIZE = 1024, 2816, 24, 64
-"""Of a model with 0.5 G parameters; the heads are those of Q and K."""
+"""Sizes of a model with 0.5 G parameters; the heads are those of Q and K."""
 NUM_ROWS = (1, 32, 512)
 DTYPES = (torch.bfloat16, torch.float32)
 FILTERS: dict[str, dict[str, float]] = {

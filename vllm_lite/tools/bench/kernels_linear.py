@@ -88,7 +88,7 @@ def _mm(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _onednn(weight: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> None:
-    onednn.packed_linear(x, weight, None)  # into a tensor of its own: it cannot be told where to
+    onednn.packed_linear(x, weight, None)  # into a tensor of its own: it has no `out`
 
 
 def _best_times(

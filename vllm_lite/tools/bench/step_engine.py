@@ -25,7 +25,7 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 
 def _end_steps(ledger: Ledger) -> None:
-    """Behind each turn of the loop that published something; it may have been about several steps."""
+    """End a step behind each pass of the loop that published something; it may have been about several steps."""
     num_steps = 0
     finish, publish = EngineCore.finish, ledger.timed("publish", EngineProcess._publish)  # noqa: SLF001
 

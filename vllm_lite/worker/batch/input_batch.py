@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.batch import DecodeRows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.attention.metadata import PAD_SLOT
+from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.sampling.drafter import NO_DRAFT
 from vllm_lite.worker.sampling.logprobs import StepScoring

@@ -1,7 +1,8 @@
 """The CacheEngine owns the bytes of the KV cache on one worker and executes the engine's block programs on them.
 
-Layout: block-major `[num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]`, on the device and in the
-host swap pool alike. All of a block's bytes lie together, so that a block moves in one copy.
+Layout: block-major `[num_blocks, block_elements]`, on the device and in the host swap pool alike. All of a block's
+bytes lie together, so that a block moves in one copy. The layers of its group share it as `[num_layers, 2,
+num_kv_heads, block_size, head_size]`; what is left over is unused.
 Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, num_blocks + num_host_blocks).
 """
 
@@ -52,23 +53,26 @@ class CacheEngine:
         self.spec = spec
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        block = (spec.layers_per_group(), 2, spec.num_kv_heads, block_size, spec.head_dim)
+        self.block_size = block_size
+        elements = spec.block_elements(block_size)
         if device.type == "cpu":
-            self.pool = _host_zeros((num_blocks, *block), dtype)
-            self.host_pool = _host_zeros((num_host_blocks, *block), dtype)
+            self.pool = _host_zeros((num_blocks, elements), dtype)
+            self.host_pool = _host_zeros((num_host_blocks, elements), dtype)
         else:
-            self.pool = _device_zeros((num_blocks, *block), dtype, device)
-            self.host_pool = self._locked(_host_zeros((num_host_blocks, *block), dtype))
+            self.pool = _device_zeros((num_blocks, elements), dtype, device)
+            self.host_pool = self._locked(_host_zeros((num_host_blocks, elements), dtype))
         self.mover = make_mover(Pools(self.pool, self.host_pool))
 
     def layer_views(self) -> list[torch.Tensor]:
-        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_dim].
+        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size].
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
         views: dict[int, torch.Tensor] = {}
         for group in self.spec.kv_groups:
-            views |= {layer: self.pool[:, place] for place, layer in enumerate(group.layers)}
+            shape = group.kv_shape(self.block_size)
+            layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
+            views |= dict(zip(group.layers, layers, strict=True))
         return [views[layer] for layer in range(self.spec.num_layers)]
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:

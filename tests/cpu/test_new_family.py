@@ -1,0 +1,219 @@
+"""What the next families and checkpoints need: another order of norms, heads that differ by layer, packed weights."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.paged import Oracle, Paged
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.select import select_backend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.model_spec import ARCHITECTURES, AttentionSpec, Family, LayerSpec, ModelSpec, make_kv_groups
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.attention_block import AttentionBlock
+from vllm_lite.layers.buffers import HeadRows, Rows
+from vllm_lite.layers.matmul import DenseMatmul, Matmul
+from vllm_lite.layers.mlp import GatedMLP
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightGroup, WeightSlot, WeightStack
+from vllm_lite.models.llama import DecoderLayer, Llama
+from vllm_lite.models.registry import MODELS, build
+from vllm_lite.models.weights import load_weights
+
+# ---- a family with norms behind the blocks, and over all heads together: OLMo 2
+
+
+class Olmo2Attention(AttentionBlock):
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        heads = parts.layers[layer].attention
+        self.parts = (heads.query_size, heads.num_kv_heads * heads.head_size)
+        self.query_norm, self.key_norm = (parts.norm(size) for size in self.parts)
+
+    def normalize(self, own: HeadRows) -> None:
+        query, key = own.qkv[:, : sum(self.parts)].split(self.parts, 1)
+        self.query_norm.forward(query, out=query)  # type: ignore[union-attr]
+        self.key_norm.forward(key, out=key)  # type: ignore[union-attr]
+
+
+class Olmo2Layer(DecoderLayer):
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first = layer == 0
+        self.attention, self.mlp = Olmo2Attention(parts, layer), GatedMLP(parts)
+        self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        if not self.first:
+            rows.residual.add_(rows.hidden)
+        rows.hidden.copy_(rows.residual)
+        self.attention.attend(rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        self.attention.project(rows)
+        self.attention_norm.forward(rows.hidden, out=rows.hidden)
+        rows.hidden.copy_(rows.residual.add_(rows.hidden))
+        self.mlp.forward(rows)
+        self.mlp_norm.forward(rows.hidden, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        yield from self.attention.weight_groups(f"{prefix}self_attn.")
+        yield self.attention_norm.group(f"{prefix}post_attention_layernorm")
+        yield from self.mlp.weight_groups(f"{prefix}mlp.")
+        yield self.mlp_norm.group(f"{prefix}post_feedforward_layernorm")
+
+
+class Olmo2(Llama):
+    layer = Olmo2Layer
+
+
+@pytest.fixture
+def olmo2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """The whole of adding it: what config.json does not say, the composition above, and its place in the registry."""
+    family = Family(qk_norm=False, default_head_dim=None, sliding="never")
+    monkeypatch.setitem(ARCHITECTURES, "Olmo2ForCausalLM", family)
+    monkeypatch.setitem(MODELS, "Olmo2ForCausalLM", f"{__name__}:Olmo2")
+    return Oracle(make_checkpoint(tmp_path, "olmo2"))
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_another_order_of_norms_gives_the_logits_of_transformers(olmo2: Oracle, chunk: int) -> None:
+    assert olmo2.difference(Paged(olmo2).run(olmo2.tokens, chunk)) < 3e-4
+
+
+# ---- layers whose heads differ
+
+
+class Mixed(Oracle):
+    """A random model, two of whose layers have few wide heads and two many narrow ones, in a window and not turned."""
+
+    def __init__(self, path: Path) -> None:
+        spec = ModelSpec.load(path)
+        wide, rope = LayerSpec(AttentionSpec(4, 2, 32, scale=0.2), spec.layers[0].rope), spec.layers[0].rope
+        narrow = LayerSpec(AttentionSpec(8, 8, 8, scale=0.3, window=11, soft_cap=20.0), None)
+        turned = LayerSpec(narrow.attention, rope)
+        layers = (wide, narrow, wide, turned)
+        self.spec = msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
+        self.model = build(self.spec, "float32", "cpu", max_model_len=256, max_num_tokens=512)
+        load_weights(self.model, path, load_format="dummy", seed=3)
+        self.tokens = torch.randint(3, 384, (150,), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Mixed:
+    return Mixed(make_checkpoint(tmp_path))
+
+
+def test_groups_may_differ_in_heads(mixed: Mixed) -> None:
+    """However the prompt is cut up and whatever backend computes it, the logits are the same."""
+    assert [group.layers for group in mixed.spec.kv_groups] == [(0, 2), (1, 3)]
+    assert [group.kv_shape(8) for group in mixed.spec.kv_groups] == [(2, 2, 2, 8, 32), (2, 2, 8, 8, 8)]
+    assert mixed.spec.kv_block_bytes(8, 4) == 2 * 2 * 64 * 8 * 4
+    paged = Paged(mixed)
+    assert [tuple(view.shape[2:]) for view in paged.kv] == [(2, 8, 32), (8, 8, 8), (2, 8, 32), (8, 8, 8)]
+    logits = paged.run(mixed.tokens, 1000)
+    for chunk in (1, 7):
+        assert (Paged(mixed).run(mixed.tokens, chunk) - logits).abs().max() < 1e-4
+    reference = Paged(mixed)
+    reference.backend = select_backend(reference.shape, "reference")
+    assert (reference.run(mixed.tokens, 7) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change", [{"window": None}, {"scale": 0.31}, {"soft_cap": 0.0}])
+def test_each_group_has_its_own_numbers(mixed: Mixed, change: dict[str, Any]) -> None:
+    """The control: a backend that took another group's number would show."""
+    logits = Paged(mixed).run(mixed.tokens, 1000)
+    paged = Paged(mixed)
+    full, sliding = paged.shape.groups
+    groups = (full, msgspec.structs.replace(sliding, **change))
+    paged.backend = select_backend(type(paged.shape)(groups, 8, paged.dtype, torch.device("cpu")))
+    assert (paged.run(mixed.tokens, 1000) - logits).abs().max() > 1e-3
+
+
+def test_layers_with_more_bytes_make_smaller_groups() -> None:
+    """Blocks have the same bytes: two layers with 4 KV heads take what four with 2 do."""
+    big, small = (LayerSpec(AttentionSpec(8, n, 16, 1.0, window), None) for n, window in ((4, None), (2, 9)))
+    groups = make_kv_groups((big, small, small) * 4)
+    assert [len(group.layers) for group in groups] == [4, 8]
+    assert {group.kv_shape(16)[0] * group.attention.num_kv_heads for group in groups} == {16}
+
+
+def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
+    paged = Paged(mixed)
+    groups = (*paged.shape.groups, msgspec.structs.replace(paged.shape.groups[0], sinks=True))
+    with pytest.raises(ConfigError, match="cpu: it has no attention sinks; reference: it has no"):
+        select_backend(type(paged.shape)(groups, 8, paged.dtype, torch.device("cpu")))
+
+
+# ---- a checkpoint whose matrices are packed
+
+
+class PackedForm:
+    """Four int8 in an int32, along the inputs, and a scale for each output: `<name>.packed` and `<name>.scales`."""
+
+    def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
+        packed, scales = [], []
+        for name, rows in zip(names, shape.outputs, strict=True):
+            at, width = (rows.start, shape.inputs.start // 4), (rows.size, shape.inputs.size // 4)
+            packed.append(WeightSlot(f"{name}.packed", (rows.total, shape.inputs.total // 4), at, width))
+            scales.append(WeightSlot(f"{name}.scales", (rows.total,), at[:1], width[:1]))
+        lent = WeightStack(tuple(packed), torch.int32, shape.device, lent=True)
+        return lent, WeightStack(tuple(scales), shape.dtype, shape.device)
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        packed, scales = tensors
+        return DenseMatmul(packed.contiguous().view(torch.int8) * scales[:, None], bias)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose matrices are small integers times a scale, and the same one packed."""
+    plain, packed = make_checkpoint(tmp_path / "plain", attention_bias=True), make_checkpoint(tmp_path / "packed")
+    dense, small = load_file(plain / SINGLE_FILE), {}
+    for name, tensor in list(dense.items()):
+        if not name.endswith("_proj.weight"):
+            small[name] = tensor
+            continue
+        scales = tensor.abs().amax(1) / 127
+        integers = (tensor / scales[:, None]).round().to(torch.int8)
+        dense[name] = integers * scales[:, None]
+        stem = name.removesuffix(".weight")
+        small |= {f"{stem}.packed": integers.view(torch.int32), f"{stem}.scales": scales}
+    save_file(dense, plain / SINGLE_FILE)
+    save_file(small, packed / SINGLE_FILE)
+    return plain, packed
+
+
+def packed_model(path: Path, shard: Shard = SINGLE) -> Llama:
+    return Llama(Parts(ModelSpec.load(path), torch.float32, torch.device("cpu"), shard, PackedForm()), 256, 512)
+
+
+def test_a_form_names_its_own_tensors(packed: tuple[Path, Path]) -> None:
+    oracle = Oracle(packed[0])
+    oracle.model = packed_model(packed[0])
+    load_weights(oracle.model, packed[1])
+    assert oracle.difference(Paged(oracle).run(oracle.tokens, 64)) < 3e-4
+
+
+def test_a_packed_tensor_of_another_type_is_refused(packed: tuple[Path, Path]) -> None:
+    tensors = load_file(packed[1] / SINGLE_FILE)
+    name = "model.layers.0.mlp.up_proj.packed"
+    save_file(tensors | {name: tensors[name].float()}, packed[1] / SINGLE_FILE)
+    with pytest.raises(ModelError, match=f"1 not stored as one of I32: {name} F32"):
+        load_weights(packed_model(packed[0]), packed[1])
+
+
+def test_a_rank_takes_its_part_of_what_is_packed(packed: tuple[Path, Path]) -> None:
+    groups = packed_model(packed[0], Shard(1, 2)).weight_groups()
+    slots = {slot.name.removeprefix("model.layers.1."): slot for group in groups for slot in group.slots}
+    assert slots["self_attn.k_proj.packed"][1:] == ((32, 16), (16, 0), (16, 16))
+    assert slots["self_attn.k_proj.scales"][1:] == ((32,), (16,), (16,))
+    assert slots["mlp.down_proj.packed"][1:] == ((64, 24), (0, 12), (64, 12))
+    assert "self_attn.k_proj.weight" not in slots

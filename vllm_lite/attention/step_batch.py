@@ -1,0 +1,45 @@
+"""One step's batch, as the model, its layers and the attention backend see it. Made once per step, shared by all."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+PAD_SLOT = -1
+"""Slot of a token whose K and V are not written: padding, and a recomputed token whose KV is already in the cache."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The tokens of a step and where their KV lies. A tuple has one entry for each KV group.
+
+    Rows of all sequences stand one after another: sequence i owns rows `query_start_loc[i] : query_start_loc[i + 1]`.
+    Its query rows are the last ones of its `seq_lens[i]` tokens, so row j of q may see the first seq_len - q + j + 1.
+    Padding: rows after the last sequence's, and sequences with seq_len 0; their attention is zero.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int
+    max_seq_len: int
+    token_ids: torch.Tensor  # int [num_tokens]
+    positions: torch.Tensor  # int64 [num_tokens]
+    query_start_loc: torch.Tensor  # int32 [num_seqs + 1]
+    seq_lens: torch.Tensor  # int32 [num_seqs], tokens in the cache after this step's writes
+    block_tables: tuple[torch.Tensor, ...]  # int32 [num_seqs, max_blocks], entries past the length unused
+    slot_mapping: tuple[torch.Tensor, ...]  # int64 [num_tokens], block id * block size + offset, or PAD_SLOT
+    wanted: torch.Tensor | None = None  # int64 [num_wanted], rows whose hidden states are wanted; None = all
+    host: "HostLens | None" = None
+    """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
+    plan: Any = None
+    """What the backend's `prepare` worked out for this step; opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLens:
+    """The lengths of a step's sequences in host memory: to read them from a GPU would be to wait for it."""
+
+    query_lens: NDArray[np.integer[Any]]  # [num_seqs]
+    seq_lens: NDArray[np.integer[Any]]  # [num_seqs]
