@@ -186,7 +186,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "reference", "cpu", "cuda"],
+        Literal["auto", "reference", "cpu", "cuda", "paged"],
         Section("kernels"),
         Meta(description="which kernels compute attention"),
     ] = "auto"

@@ -72,22 +72,23 @@ __global__ void rope_and_cache(T* query, T* key, const T* value, const T* cos, c
 
 // The same for the layout of paged_attention_v1 and v2: K split in vectors of x = 16 / sizeof(Cache) elements,
 // [num_blocks, num_kv_heads, head_size / x, block_size, x], V transposed, [num_blocks, num_kv_heads, head_size,
-// block_size]; both without gaps. One token's V goes to head_size places of one element each: what this layout costs.
-// Grid: num_tokens.
+// block_size]. Blocks and heads may have gaps, the same in both. One token's V goes to head_size places of one element
+// each: what this layout costs. Grid: num_tokens.
 template <class T, class Cache>
 __global__ void reshape_and_cache_x(const T* key, const T* value, Cache* key_cache, Cache* value_cache,
                                     const int64* slots, int num_kv_heads, int head_size, int block_size,
-                                    int64 key_stride, int64 value_stride, float k_scale, float v_scale) {
+                                    int64 key_stride, int64 value_stride, int64 block_stride, int64 head_stride,
+                                    float k_scale, float v_scale) {
   constexpr int x = 16 / sizeof(Cache);
   const int64 token = blockIdx.x, slot = slots[token];
   if (slot < 0) return;
   const int64 block = slot / block_size, offset = slot % block_size;
   for (int item = threadIdx.x; item < num_kv_heads * head_size; item += blockDim.x) {
-    const int64 head = block * num_kv_heads + item / head_size;
+    const int64 head = block * block_stride + item / head_size * head_stride;
     const int i = item % head_size;
     float k[1] = {to_float(key[token * key_stride + item])}, v[1] = {to_float(value[token * value_stride + item])};
-    store_cached<T>(key_cache + ((head * (head_size / x) + i / x) * block_size + offset) * x + i % x, k, k_scale);
-    store_cached<T>(value_cache + (head * head_size + i) * block_size + offset, v, v_scale);
+    store_cached<T>(key_cache + head + (i / x * block_size + offset) * x + i % x, k, k_scale);
+    store_cached<T>(value_cache + head + i * block_size + offset, v, v_scale);
   }
 }
 

@@ -12,7 +12,7 @@ from tests.attention_steps import attention_shape, changed, step_batch
 from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
 from tests.paged import Oracle, Paged
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
@@ -41,7 +41,7 @@ class Step:
     heads: Heads
     kv: torch.Tensor  # a layer's view of a pool, [num_blocks, 2, num_kv_heads, block_size, head_size]
 
-    def run(self, backend: CudaBackend | ReferenceBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, backend: AttentionBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """What attend gives, and the cache after it."""
         batch, kv = replace(self.batch), self.kv.clone()
         kv = kv.view(self.shape.cache_dtype)

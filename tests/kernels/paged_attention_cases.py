@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from tests.kernels import kv_layouts
+from vllm_lite.checkpoint.model_spec import BlockSparse
 from vllm_lite.kernels.cuda import paged_attention as pa
 from vllm_lite.kernels.cuda.launcher import Launcher
 
@@ -36,7 +38,7 @@ class Problem:
     soft_cap: float = 0.0
     alibi: bool = False
     window: int = 0
-    sparse: pa.BlockSparse | None = None
+    sparse: BlockSparse | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def reference(problem: Problem, drawn: Drawn) -> torch.Tensor:  # float64 [num_s
     return torch.stack(rows)
 
 
-def sparse_mask(sparse: pa.BlockSparse, num_heads: int, num_kv_heads: int, length: int) -> torch.Tensor:
+def sparse_mask(sparse: BlockSparse, num_heads: int, num_kv_heads: int, length: int) -> torch.Tensor:
     """bool [num_heads, length]: which tokens each head sees."""
     mask = torch.zeros(num_heads, length, dtype=torch.bool)
     for head in range(num_heads):
@@ -220,7 +222,9 @@ def chosen(launcher: Launcher, device: torch.device) -> None:
     check(launcher, device, Problem(seq_lens=(40, 20)), (pa.paged_attention,))
 
 
-_SPARSE = pa.BlockSparse(local_blocks=2, vert_stride=4, block_tokens=32, head_step=1)
+_SPARSE = BlockSparse(local_blocks=2, vert_stride=4, block_tokens=32, head_step=1)
+_SPARSE_BY_KV_HEAD = msgspec.structs.replace(_SPARSE, head_step=-3, tp_rank=1)
+_SPARSE_LINES = msgspec.structs.replace(_SPARSE, local_blocks=0, vert_stride=7)
 _F32 = torch.float32
 _HALF = Problem((5, 40, 200), dtype=torch.float16)
 
@@ -245,8 +249,14 @@ CASES: list[tuple[str, Case]] = [
         for name, kv in FP8.items()
     ),
     ("sparse", case(Problem((0, 1, 200, 1100), sparse=_SPARSE, dtype=_F32))),
-    ("sparse_kv_heads", case(Problem((200,), 4, 2, sparse=replace(_SPARSE, head_step=-3, tp_rank=1), dtype=_F32))),
-    ("sparse_only_lines", case(Problem((40, 300), sparse=replace(_SPARSE, local_blocks=0, vert_stride=7), dtype=_F32))),
+    (
+        "sparse_kv_heads",
+        case(Problem((200,), 4, 2, sparse=_SPARSE_BY_KV_HEAD, dtype=_F32)),
+    ),
+    (
+        "sparse_only_lines",
+        case(Problem((40, 300), sparse=_SPARSE_LINES, dtype=_F32)),
+    ),
     ("all_at_once", case(Problem((700,), soft_cap=4.0, alibi=True, window=300, sparse=_SPARSE, kv_dtype=FP8["e4m3"]))),
     ("repeatable", repeatable),
     ("one_partition_is_v1", one_partition_is_v1),

@@ -9,6 +9,7 @@ import torch
 from tests.kernels import kv_layouts
 from tests.kernels import paged_attention_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
+from vllm_lite.checkpoint.model_spec import BlockSparse
 from vllm_lite.kernels.cuda import paged_attention as pa
 
 CPU = torch.device("cpu")
@@ -120,8 +121,8 @@ def test_refusals() -> None:
     refused("window", window=-1)
     refused("soft_cap", soft_cap=-math.inf)
     refused("alibi_slopes", alibi_slopes=torch.zeros(4, dtype=torch.float64))
-    refused("no multiple of the block size", block_sparse=pa.BlockSparse(1, 2, 24))
-    refused("vert_stride at least 1", block_sparse=pa.BlockSparse(1, 0, 16))
+    refused("no multiple of the block size", block_sparse=BlockSparse(1, 2, 24))
+    refused("vert_stride at least 1", block_sparse=BlockSparse(1, 0, 16))
 
 
 def test_head_size_that_fp8_cannot_split() -> None:

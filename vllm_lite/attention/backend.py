@@ -40,18 +40,20 @@ class AttentionShape:
     def cache_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
-    def first_reason(self, reason: Callable[[AttentionSpec], str | None]) -> str | None:
+    def first_reason(self, reason: Callable[[AttentionSpec], str | None], *, block_sparse: bool = False) -> str | None:
         """Why the layers of some group cannot be served: what no backend can do, or the first `reason` that a backend
-        gives; None if there is none."""
-        return next((why for spec in self.groups if (why := _reason(spec) or reason(spec))), None)
+        gives; None if there is none. `block_sparse`: the backend has such patterns."""
+        return next((why for spec in self.groups if (why := _reason(spec, block_sparse) or reason(spec))), None)
 
 
-def _reason(spec: AttentionSpec) -> str | None:
-    """Why no backend can serve layers like these."""
+def _reason(spec: AttentionSpec, block_sparse: bool) -> str | None:
+    """Why layers like these cannot be served, as far as that does not depend on the backend's kernels."""
     if spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} heads cannot share {spec.num_kv_heads} KV heads evenly"
     if spec.alibi_slopes is not None and len(spec.alibi_slopes) != spec.num_heads:
         return f"there are {len(spec.alibi_slopes)} ALiBi slopes for {spec.num_heads} heads"
+    if spec.block_sparse is not None and not block_sparse:
+        return "it has no block-sparse attention, which the backend paged has"
     return "it has no attention sinks" if spec.sinks else None
 
 

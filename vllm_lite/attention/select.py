@@ -8,6 +8,7 @@ from vllm_lite.errors import ConfigError
 BACKENDS = {
     "cpu": "vllm_lite.attention.cpu:CpuBackend",
     "cuda": "vllm_lite.attention.cuda:CudaBackend",
+    "paged": "vllm_lite.attention.paged:PagedBackend",
     "reference": "vllm_lite.attention.reference:ReferenceBackend",
 }
 PREFERENCE = {

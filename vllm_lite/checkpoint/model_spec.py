@@ -53,6 +53,19 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int = 8192
 
 
+class BlockSparse(msgspec.Struct, frozen=True):
+    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
+
+    local_blocks: int
+    vert_stride: int
+    block_tokens: int
+    """Tokens of a sparse block, a multiple of the cache's block size."""
+    head_step: int = 0
+    """Shift from query head to query head; below 0: from KV head to KV head."""
+    tp_rank: int = 0
+    """The rank whose share of the heads this is."""
+
+
 class AttentionSpec(msgspec.Struct, frozen=True):
     """How a layer attends: all that a KV cache and an attention backend have to know of it."""
 
@@ -69,6 +82,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
     sinks: bool = False
     """Whether each head has a learned logit that joins the softmax and attends to nothing."""
+    block_sparse: BlockSparse | None = None
+    """The pattern of key blocks that a query sees; None = all."""
 
     @property
     def query_size(self) -> int:

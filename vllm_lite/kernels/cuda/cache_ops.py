@@ -97,10 +97,10 @@ def reshape_and_cache_x(
     slots: torch.Tensor,  # int64 [num_tokens], as in CacheSlots
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`reshape_and_cache` for the layout of paged_attention_v1 and v2. `caches` are K and V, both contiguous:
+    """`reshape_and_cache` for the layout of paged_attention_v1 and v2. `caches` are K and V:
 
     [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 bytes of elements, and
-    [num_blocks, num_kv_heads, head_size, block_size].
+    [num_blocks, num_kv_heads, head_size, block_size]; blocks and heads may have gaps, the same in both.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     key_cache, value_cache = caches
@@ -110,7 +110,12 @@ def reshape_and_cache_x(
     shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
     require_rows("key_cache", key_cache, value_cache.dtype, shape)
     require_rows("value_cache", value_cache, value_cache.dtype, (*shape[:2], head_size, block_size))
-    require(key_cache.is_contiguous() and value_cache.is_contiguous(), "both caches must be contiguous")
+    require(
+        key_cache.stride() == (*value_cache.stride()[:2], block_size * x, x, 1)
+        and value_cache.stride()[2:] == (block_size, 1),
+        f"the heads of a block must be contiguous and lie alike in both caches, strides {key_cache.stride()} and "
+        f"{value_cache.stride()}",
+    )
     require_rows("slots", slots, torch.int64, (num_tokens,))
     _require_heads("key", key, key)
     _require_heads("value", value, key)
@@ -118,7 +123,8 @@ def reshape_and_cache_x(
         return
     name = f"reshape_and_cache_x<{cuda_type(key.dtype, 'key')}, {cuda_type(key_cache.dtype, 'the cache')}>"
     sizes = (np.int32(num_kv_heads), np.int32(head_size), np.int32(block_size))
-    args = (key, value, key_cache, value_cache, slots, *sizes, np.int64(key.stride(0)), np.int64(value.stride(0)))
+    strides = map(np.int64, (key.stride(0), value.stride(0), *key_cache.stride()[:2]))
+    args: tuple[Arg, ...] = (key, value, key_cache, value_cache, slots, *sizes, *strides)
     threads = threads_for(num_kv_heads * head_size, 256)
     launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), (*args, *map(np.float32, scales)))
 

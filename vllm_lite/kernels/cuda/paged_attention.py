@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_lite.checkpoint.model_spec import BlockSparse
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 
 SOURCE = "paged_attention.cuh"
@@ -34,17 +35,6 @@ class SplitCache:
     max_seq_len: int  # no entry of seq_lens is larger
     k_scale: float = 1.0  # an fp8 code times this is the key
     v_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class BlockSparse:
-    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
-
-    local_blocks: int
-    vert_stride: int
-    block_tokens: int  # a multiple of the cache's block size
-    head_step: int = 0  # from query head to query head; below 0: from key-value head to key-value head
-    tp_rank: int = 0  # of this shard of the heads
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""The backend `paged` on the emulator against the reference backend: same step, same values in the cache, same rows."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention_steps import changed
+from tests.checkpoints import make_checkpoint
+from tests.cpu.test_attention_cuda_emulated import (
+    BATCHES,
+    BF16,
+    DECODE,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    MIXED,
+    PADDED,
+    SHAPE,
+    TOLERANCES,
+    Step,
+    make_step,
+)
+from tests.kernels import emulator, kv_layouts
+from tests.paged import Oracle, Paged
+from vllm_lite.attention import paged
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.paged import PagedBackend, split_layout_reason, split_views
+from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.kernels.cuda.paged_attention import PARTITION_TOKENS
+
+pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
+
+
+def backend_for(shape: AttentionShape) -> PagedBackend:
+    return PagedBackend(shape, emulator.EmulatorLauncher())
+
+
+def as_bytes(kv: torch.Tensor) -> torch.Tensor:
+    """Layouts of float8 are converted as bytes."""
+    return kv.view(torch.uint8) if kv.element_size() == 1 else kv
+
+
+def to_split_in_place(kv: torch.Tensor) -> None:
+    """Lay the blocks of a cache out as the kernels want them."""
+    for view, part in zip(split_views(as_bytes(kv)), kv_layouts.to_split(as_bytes(kv).clone()), strict=True):
+        view.copy_(part)
+
+
+def from_split(kv: torch.Tensor) -> torch.Tensor:
+    keys, values = split_views(as_bytes(kv))
+    return kv_layouts.from_split(keys, values).view(kv.dtype)
+
+
+def run(step: Step, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the backend gives over the step's cache, and the cache after it, in the engine's layout."""
+    kv = step.kv.clone()
+    to_split_in_place(kv.view(step.shape.cache_dtype))
+    out, kv = replace(step, kv=kv).run(backend_for(step.shape), group)
+    return out, from_split(kv)
+
+
+def check(step: Step, group: int = 0) -> None:
+    (out, kv), (want, want_kv) = run(step, group), step.run(ReferenceBackend(step.shape), group)
+    error = (out.double() - want.double()).abs().max()
+    assert error <= TOLERANCES[step.shape.dtype], f"off by {error}"
+    if step.heads.rotation is None:
+        assert torch.equal(kv.float().nan_to_num(-1), want_kv.float().nan_to_num(-1)), "the caches differ"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    check(make_step(changed(SHAPE, dtype=dtype), lengths, padding=3 if lengths is PADDED else 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (1,)},
+        {"windows": (7,), "block_size": 8},
+        {"soft_cap": 1.5, "num_heads": 6},
+        {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
+        {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
+        {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
+    ],
+    ids=lambda changes: ", ".join(f"{key} {value}" for key, value in changes.items()).replace("torch.", ""),
+)
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:
+    check(make_step(changed(SHAPE, **changes), lengths))
+
+
+def test_rotates_before_it_stores() -> None:
+    check(make_step(changed(SHAPE, dtype=FP16), MIXED, rotate=True))
+
+
+def test_the_second_group_has_its_own_window() -> None:
+    step = make_step(changed(SHAPE, windows=(5,)), MIXED)
+    check(replace(step, shape=changed(SHAPE, windows=(None, 5)), batch=in_two_groups(step)), group=1)
+
+
+def in_two_groups(step: Step) -> Any:
+    batch = step.batch
+    nowhere = torch.zeros_like(batch.block_tables[0])
+    return replace(batch, block_tables=(nowhere, *batch.block_tables), slot_mapping=batch.slot_mapping * 2)
+
+
+def test_both_versions_and_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence of more than a partition is for v2; more rows than MAX_ROWS take several launches."""
+    monkeypatch.setattr(paged, "MAX_ROWS", 4)
+    check(make_step(SHAPE, [(1, PARTITION_TOKENS + 20), (6, 30), (1, 5)]))
+
+
+def test_a_block_sparse_query_sees_its_pattern() -> None:
+    """Local blocks of 16 tokens and no others: as a window that begins where the query's block does."""
+    length, sparse = 40, BlockSparse(local_blocks=1, vert_stride=1000, block_tokens=16)
+    step = make_step(changed(SHAPE, dtype=FP32, block_sparse=sparse), [(1, length)])
+    seen_from = (length - 1) // 16 * 16
+    window = changed(SHAPE, dtype=FP32, windows=(length - seen_from,))
+    want, _ = replace(step, shape=window).run(ReferenceBackend(window))
+    assert (run(step)[0] - want).abs().max() <= TOLERANCES[FP32]
+    assert "block-sparse" in str(ReferenceBackend.supports(step.shape))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": FP32}, None),
+        ({"kv_dtype": E5M2}, None),
+        ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),
+        ({"alibi_slopes": (1.0,)}, "1 ALiBi slopes for 4 heads"),
+        ({"block_size": 4}, "blocks of 8, 16, 32, 64, 128 tokens, not of 4"),
+        ({"head_size": 40}, "not of 40"),
+        ({"head_size": 120, "kv_dtype": E4M3}, "not of 120"),
+        ({"kv_dtype": FP32}, "torch.float32 does not go with queries of torch.bfloat16"),
+    ],
+)
+def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
+    given = split_layout_reason(changed(SHAPE, **changes))
+    assert given is None if reason is None else reason in str(given)
+
+
+def test_a_cpu_is_refused() -> None:
+    assert PagedBackend.supports(SHAPE) == "it runs on a CUDA device, not on cpu"
+
+
+def test_a_model_gives_the_logits_of_the_reference_backend(tmp_path: Path) -> None:
+    """Prefills in chunks, mixed with decodes; logits are of the order of 10."""
+    oracle = Oracle(make_checkpoint(tmp_path / "model", head_dim=32), "float32")
+    logits = []
+    for emulated in (False, True):
+        model = Paged(oracle)
+        model.backend = backend_for(model.shape) if emulated else ReferenceBackend(model.shape)
+        first, second = model.sequence(oracle.tokens), model.sequence(oracle.tokens.flip(0))
+        for work in ([(first, 20)], [(first, 1), (second, 13)], [(first, 1), (second, 1)], [(second, 1), (first, 5)]):
+            model.step(*work)
+        logits.append(torch.cat(first.logits + second.logits))
+    assert logits[0].isfinite().all()
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-3

@@ -1,0 +1,152 @@
+"""Paged attention by the kernels of vLLM's paper, v1 and v2, over their split cache layout.
+
+The kernels (csrc/cuda/paged_attention.cuh) take one query token a sequence (Kwon et al. 2023). So every row of a step,
+a token of a prompt's chunk too, is a sequence to them: it ends at its own position and has the block table of the
+sequence that it belongs to. That is right for any step and slow for long chunks; the backend `cuda` is the fast one. A
+block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.cuda import MIN_CAPABILITY
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.cuda import cache_ops
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.kernels.cuda.launcher import CUDA_TYPES, Launcher
+from vllm_lite.kernels.cuda.paged_attention import (
+    BLOCK_SIZES,
+    HEAD_SIZES,
+    PARTITION_TOKENS,
+    Scoring,
+    SplitCache,
+    paged_attention,
+)
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MAX_ROWS = 256
+"""Rows of one launch: v2 keeps a partial result of each row, head and partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The rows of a step as the sequences that the kernels take."""
+
+    seq_lens: torch.Tensor  # int32 [num_tokens], tokens that the row sees; 0 for padding
+    block_tables: tuple[torch.Tensor, ...]  # per group: int32 [num_tokens, max_blocks]
+
+
+class PagedBackend:
+    """Attention for GPUs from sm_80 on, with ALiBi, windows, soft caps, block-sparse patterns and float8 caches."""
+
+    graph_safe = False  # `prepare` allocates anew for each step
+
+    def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
+        launcher = launcher or default_launcher()
+        if launcher is None:
+            raise ConfigError("the paged attention backend needs CuPy, which cannot be imported")
+        self.shape = shape
+        self.launcher = launcher
+        self.ops = CudaOps(launcher)
+        self._scorings = [self._scoring_of(spec) for spec in shape.groups]
+
+    def _scoring_of(self, spec: AttentionSpec) -> Scoring:
+        slopes, device = spec.alibi_slopes, self.shape.device
+        alibi = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
+        return Scoring(spec.scale, spec.soft_cap, alibi, spec.window or 0, spec.block_sparse)
+
+    @classmethod
+    def supports(cls, shape: AttentionShape) -> str | None:
+        if shape.device.type != "cuda":
+            return f"it runs on a CUDA device, not on {shape.device}"
+        if reason := split_layout_reason(shape):
+            return reason
+        capability = torch.cuda.get_device_capability(shape.device)
+        if capability < MIN_CAPABILITY:
+            return f"it needs compute capability 8.0 (Ampere), the device has {capability[0]}.{capability[1]}"
+        return "CuPy cannot be imported" if default_launcher() is None else None
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
+        """What one launch of v2 takes, and the tables of the rows."""
+        shape, rows = self.shape, min(max_num_tokens, MAX_ROWS)
+        num_partitions = -(-max_seq_len // PARTITION_TOKENS)
+        max_blocks = -(-max_seq_len // shape.block_size)
+        partial = max(spec.num_heads * (spec.head_size + 2) for spec in shape.groups)
+        tables = max_num_tokens * (1 + len(shape.groups) * max_blocks)
+        return 4 * (rows * num_partitions * partial + tables)
+
+    def prepare(self, batch: StepBatch) -> None:
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        rows = torch.arange(batch.num_tokens, dtype=starts.dtype, device=starts.device)
+        owner = torch.searchsorted(starts[1:], rows, right=True)
+        is_padding = owner >= batch.num_seqs
+        owner = owner.clamp(max=batch.num_seqs - 1)
+        seen = lens[owner] - (starts[owner + 1] - 1 - rows)
+        seen = seen.masked_fill(is_padding, 0).clamp(min=0)
+        tables = tuple(table[owner].contiguous() for table in batch.block_tables)
+        batch.plan = _Plan(seen.to(torch.int32), tables)
+
+    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+        if heads.rotation is not None:
+            self.ops.rotate(heads.query, heads.rotation)
+            self.ops.rotate(heads.key, heads.rotation)
+        scales = (self.shape.k_scale, self.shape.v_scale)
+        slots = batch.slot_mapping[group]
+        cache_ops.reshape_and_cache_x(self.launcher, heads.key, heads.value, split_views(kv), slots, scales)
+
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+        plan: _Plan = batch.plan
+        keys, values = split_views(kv)
+        for first in range(0, batch.num_tokens, MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            cache = SplitCache(
+                keys,
+                values,
+                plan.block_tables[group][rows],
+                plan.seq_lens[rows],
+                batch.max_seq_len,
+                self.shape.k_scale,
+                self.shape.v_scale,
+            )
+            paged_attention(self.launcher, out[rows], query[rows], cache, self._scorings[group])
+
+
+def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of a layer's cache in the split layout.
+
+    kv: [num_blocks, 2, num_kv_heads, block_size, head_size], where a head of a block is contiguous. Returns keys
+    [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 / itemsize, and values [num_blocks,
+    num_kv_heads, head_size, block_size].
+    """
+    num_blocks, _, num_kv_heads, block_size, head_size = kv.shape
+    block_stride, half_stride, head_stride = kv.stride()[:3]
+    x, at = 16 // kv.element_size(), kv.storage_offset()
+    keys = kv.as_strided(
+        (num_blocks, num_kv_heads, head_size // x, block_size, x),
+        (block_stride, head_stride, block_size * x, x, 1),
+        at,
+    )
+    values = kv.as_strided(
+        (num_blocks, num_kv_heads, head_size, block_size), (block_stride, head_stride, block_size, 1), at + half_stride
+    )
+    return keys, values
+
+
+def split_layout_reason(shape: AttentionShape) -> str | None:
+    """None when there are kernels for `shape`, whatever the device, else the reason why not."""
+    if shape.block_size not in BLOCK_SIZES:
+        return f"its kernels take blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not of {shape.block_size}"
+    if shape.dtype not in CUDA_TYPES or shape.cache_dtype not in (shape.dtype, *FLOAT8):
+        return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
+
+    def reason(spec: AttentionSpec) -> str | None:
+        if spec.head_size in HEAD_SIZES and spec.head_size * shape.cache_dtype.itemsize % 16 == 0:
+            return None
+        return f"its kernels take heads of {', '.join(map(str, HEAD_SIZES))}, not of {spec.head_size}"
+
+    return shape.first_reason(reason, block_sparse=True)
