@@ -29,7 +29,7 @@ DEADLINE_S = scaled(30.0)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--api-server-count", "2", "--api-key", "key", *SLOW) as server:
+    with serving("--api-server-count", "2", "--api-key", "key", "--dtype", "float32", *SLOW) as server:
         yield server
 
 
@@ -133,6 +133,14 @@ FORKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a decoded answer, in order."""
+    if isinstance(value, (int, float)):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers(each)
+
+
 @pytest.mark.parametrize("call_id", FORKED)
 def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
     """Greedy forks go on like the request itself, with its logprobs from the first token on."""
@@ -153,9 +161,11 @@ def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
         with ThreadPoolExecutor() as threads:
             answers = [answer.json() for answer in threads.map(fork, (both.of[0], both.of[1]))]
         running.join(DEADLINE_S)
-    first, second = (answer["choices"] for answer in answers)
-    assert first == second, answers
-    (choice,) = first
+    (choice,), (other,) = (answer["choices"] for answer in answers)
+    scores = list(numbers(choice)), list(numbers(other))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)  # the two were not in the same steps
+    for name in ("text", "message", "token_ids", "finish_reason"):
+        assert choice.get(name) == other.get(name), answers
     assert (choice["finish_reason"], answers[0]["usage"]["completion_tokens"]) == ("length", 550)
     if call_id == "cmpl-a":
         assert choice["text"].startswith(LONG["prompt"])
