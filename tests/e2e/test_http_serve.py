@@ -18,7 +18,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.http_server import READY_S, Server, children, client, serving, until
 from vllm_lite.errors import ConfigError
-from vllm_lite.server.processes.service import listen
+from vllm_lite.server.processes.http_server import listen
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
 

@@ -6,7 +6,9 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +19,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.http_server import READY_S, Server, children, client, serving, until
 
-MODULE = "vllm_lite.server.processes.api_server"
+MODULE = "vllm_lite.server.processes.http_server"
 KEY = {"Authorization": "Bearer key"}
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SLOW = ["--attention-backend", "reference", "--enforce-eager"]
@@ -27,7 +29,7 @@ DEADLINE_S = scaled(30.0)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--api-server-count", "2", "--api-key", "key", *SLOW) as server:
+    with serving("--api-server-count", "2", "--api-key", "key", "--dtype", "float32", *SLOW) as server:
         yield server
 
 
@@ -108,7 +110,7 @@ def test_every_request_is_found_from_the_other(server: Server, owner: int) -> No
                 assert branches.headers["content-type"].startswith("text/event-stream")
                 pieces = branches.iter_lines()
                 assert '"id":"cmpl-' in next(pieces)
-                assert load_of(server)["servers"][owner] == 2
+                assert load_of(server)["servers"] == [1, 1]  # forks run where they were asked for
             until(lambda: load_of(server)["server_load"] == 1, "the end of branches whose client has gone")
             refused = other.post("/v1/requests/cmpl-mine/fork", json={"max_tokens": 1})
             assert refused.status_code == 400
@@ -123,6 +125,74 @@ def test_every_request_is_found_from_the_other(server: Server, owner: int) -> No
         assert strange.status_code == 404
 
 
+FORKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "cmpl-a": ("/v1/completions", {**LONG, "logprobs": 1, "echo": True}),
+    "cmpl-b": ("/v1/completions", {**LONG, "prompt_logprobs": 1}),
+    "chatcmpl-c": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}),
+    "gen-d": ("/inference/v1/generate", {"token_ids": [5, 6, 7]}),
+}
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a decoded answer, in order."""
+    if isinstance(value, (int, float)):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers(each)
+
+
+@pytest.mark.parametrize("call_id", FORKED)
+def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
+    """Greedy forks go on like the request itself, with its logprobs from the first token on."""
+    path, body = FORKED[call_id]
+    params = {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    body = {**body, "request_id": call_id[-1], **({"sampling_params": params} if call_id == "gen-d" else params)}
+    with Both(server) as both, client(server, headers=KEY) as third:
+        running = threading.Thread(target=both.of[0].post, args=(path,), kwargs={"json": body})
+        running.start()
+
+        def has_begun() -> bool:
+            assert running.is_alive()
+            state = third.get(f"/v1/requests/{call_id}").json()
+            return "usage" in state and state["usage"]["completion_tokens"] > 2
+
+        until(has_begun, "tokens of the request")
+        fork = partial(httpx.Client.post, url=f"/v1/requests/{call_id}/fork", json={"max_tokens": 550})
+        with ThreadPoolExecutor() as threads:
+            answers = [answer.json() for answer in threads.map(fork, (both.of[0], both.of[1]))]
+        running.join(DEADLINE_S)
+    (choice,), (other,) = (answer["choices"] for answer in answers)
+    scores = list(numbers(choice)), list(numbers(other))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)  # the two were not in the same steps
+    for name in ("text", "message", "token_ids", "finish_reason"):
+        assert choice.get(name) == other.get(name), answers
+    assert (choice["finish_reason"], answers[0]["usage"]["completion_tokens"]) == ("length", 550)
+    if call_id == "cmpl-a":
+        assert choice["text"].startswith(LONG["prompt"])
+        assert len(choice["logprobs"]["token_logprobs"]) == answers[0]["usage"]["total_tokens"]
+    if call_id == "cmpl-b":
+        assert len(choice["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
+    if call_id == "chatcmpl-c":
+        assert len(choice["logprobs"]["content"]) == 550
+
+
+def test_both_know_the_prompts_of_a_list_that_have_ended(server: Server) -> None:
+    """As long as another one runs. The first prompt leaves room for 8 tokens."""
+    body = {**LONG, "prompt": [[5] * 2040, [6] * 10], "stream": True, "request_id": "list"}
+    with Both(server) as both, both.of[0].stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if '"finish_reason":"length"' in line)
+        states = [both.of[1].get("/v1/requests/cmpl-list").json() for _ in range(2)]
+        for state in states:
+            ended, live = state["prompts"]
+            assert ended == {"state": "finished", "prompt_tokens": 2040, "completion_tokens": 8, "priority": 0}
+            assert (live["state"], live["prompt_tokens"]) == ("running", 10)
+            assert state["usage"]["prompt_tokens"] == 2050
+            assert state["usage"]["completion_tokens"] == 8 + live["completion_tokens"]
+        assert both.of[1].delete("/v1/requests/cmpl-list").json()["deleted"] is True
+        assert '"finish_reason":"abort"' in "".join(lines)
+
+
 def test_a_unix_socket_has_several_servers_too() -> None:
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
         server = Server("--api-server-count", "2", "--uds", f"{folder}/s", env={"TMPDIR": folder})
@@ -130,7 +200,6 @@ def test_a_unix_socket_has_several_servers_too() -> None:
             server.wait_for("Try:")
             (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
             assert run_dir.stat().st_mode & 0o077 == 0
-            assert {path.name for path in run_dir.iterdir()} >= {"api0", "api1"}
             transport = httpx.HTTPTransport(uds=f"{folder}/s")
             with httpx.Client(transport=transport, base_url="http://server", timeout=DEADLINE_S) as http:
                 answer = http.post("/v1/completions", json={**LONG, "max_tokens": 3})

@@ -12,7 +12,8 @@ from vllm_lite.protocol.api import Admission, RequestState, SampleState
 
 
 def look(rig: Rig, *names: str) -> list[RequestState]:
-    return describe(rig.scheduler, names, 2.5).requests
+    requests = rig.scheduler.requests
+    return describe(rig.scheduler, [requests[name] for name in dict.fromkeys(names) if name in requests], 2.5)
 
 
 def one(rig: Rig, name: str) -> RequestState:
@@ -113,7 +114,7 @@ def test_looking_changes_nothing() -> None:
     recorded.add("b", list(range(20, 40)), max_tokens=8, ignore_eos=True)
     recorded.loop()
     before = state_of(recorded.scheduler)
-    (a, b) = recorded.core.describe(("a", "unknown", "b")).requests
+    (a, b) = recorded.core.describe(("a", "unknown", "b", "a")).requests
     assert state_of(recorded.scheduler) == before
     assert (a.request_id, b.request_id) == ("a", "b")
     assert a.age_s == b.age_s > 0

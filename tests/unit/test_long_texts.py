@@ -16,7 +16,7 @@ from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.calls.threads import Workers
+from vllm_lite.server.http.disconnect import Threads
 from vllm_lite.server.openai.errors import ApiError
 
 DEADLINE_S = scaled(30.0)
@@ -172,7 +172,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_so_many_work_at_a_time() -> None:
     async def main() -> None:
-        workers, may_go, lock = Workers(2, "test"), threading.Event(), threading.Lock()
+        workers, may_go, lock = Threads(2, "test"), threading.Event(), threading.Lock()
         running = most = 0
 
         def work(check: Callable[[], None]) -> int:
@@ -198,7 +198,7 @@ def test_so_many_work_at_a_time() -> None:
 
 def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> None:
     async def main() -> None:
-        workers, may_go = Workers(1, "test"), threading.Event()
+        workers, may_go = Threads(1, "test"), threading.Event()
         begun, ended = [], []
 
         def work(name: str) -> Callable[[Callable[[], None]], str]:

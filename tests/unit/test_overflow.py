@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.unit.test_server_answer import FACTORY
+from tests.unit.test_server_response import FACTORY
 from vllm_lite.errors import ContextLengthError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.openai.errors import ApiError, refused

@@ -35,6 +35,14 @@ PARAMS = SamplingParams(
 )
 
 MEASURED = api.RequestHistograms(*[api.Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
+STATE = api.RequestState(
+    "r",
+    api.Admission("LATER", "waits_for_blocks", 1, 2, 3, 4),
+    [api.SampleState(0, "waiting", 5, 0, 0, 0, 0)],
+    *(0, 7, 8, 9, -1),
+    0.5,
+    None,
+)
 
 MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Hello(1, "m")),
@@ -44,23 +52,21 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Ping()),
     (codec.client_to_engine, api.GetStats()),
     (codec.client_to_engine, api.Describe(("a", "b"))),
+    (codec.client_to_engine, api.Generate("r", b"", PARAMS, external_id="cmpl-r", context=b"any")),
+    (codec.client_to_engine, api.ForkRequest("r", "s", 1, PARAMS, "cmpl-s", b"any")),
+    (codec.client_to_engine, api.Describe(external_id="cmpl-r", with_content=True)),
+    (codec.client_to_engine, api.AbortExternal("cmpl-r")),
     (codec.client_to_engine, api.ResetPrefixCache()),
-    (codec.engine_to_client, api.PrefixCacheReset(1, 2, 3)),
+    (codec.engine_to_client, api.Aborted(2)),
     (
         codec.engine_to_client,
         api.Descriptions(
-            [
-                api.RequestState(
-                    "r",
-                    api.Admission("LATER", "waits_for_blocks", 1, 2, 3, 4),
-                    [api.SampleState(0, "waiting", 5, 0, 0, 0, 0)],
-                    *(0, 7, 8, 9, -1),
-                    0.5,
-                    None,
-                )
-            ]
+            [msgspec.structs.replace(STATE, content=api.RequestContent(PARAMS, b"1234", b"5678", [LOGPROBS]))],
+            [api.EndedRequest(b"any", 1, 2, 3)],
         ),
     ),
+    (codec.engine_to_client, api.PrefixCacheReset(1, 2, 3)),
+    (codec.engine_to_client, api.Descriptions([STATE])),
     (codec.engine_to_client, api.Refused("no")),
     (codec.engine_to_client, api.Dying("why")),
     (codec.engine_to_client, api.Heartbeat(1, 2)),

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from tests.deadlines import scaled
 from vllm_lite.server.http import connection as connection_module
-from vllm_lite.server.http.connection import MAX_UNPARSED_BYTES, PIECE_BYTES, Connection, limited
-from vllm_lite.server.processes import service as service_module
-from vllm_lite.server.processes.service import _Uvicorn
+from vllm_lite.server.http.connection import MAX_UNPARSED_BYTES, PIECE_BYTES, HttpConnection, with_timeouts
+from vllm_lite.server.processes import http_server as service_module
+from vllm_lite.server.processes.http_server import _Uvicorn
 
 DEADLINE_S = scaled(30.0)
 WRITE_TIMEOUT_S = scaled(20.0)
@@ -54,7 +54,7 @@ class Bench:
     """A server with one app, and a client's socket."""
 
     def __init__(self, app: App, *, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        kind = limited(60.0, write_timeout_s)
+        kind = with_timeouts(60.0, write_timeout_s)
         config = uvicorn.Config(app, http=kind, ws="none", loop="none", lifespan="off", log_config=None)
         self.server = _Uvicorn(config)
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -74,9 +74,9 @@ class Bench:
         await self.serving
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> HttpConnection:
         (one,) = self.server.server_state.connections
-        assert isinstance(one, Connection)
+        assert isinstance(one, HttpConnection)
         return one
 
     async def send(self, data: bytes) -> None:

@@ -1,26 +1,38 @@
-"""Forks and queued tokens on the server's side, against an engine that does as it is told."""
+"""Forks and queued tokens on the server's side, against an engine that the test plays."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from tests.unit.test_server_answer import FACTORY, WORDS, FakeSession
+from tests.unit.test_server_response import FACTORY, STYLE, WORDS, FakeSession
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream
-from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
-from vllm_lite.protocol.codec import unpack_tokens
+from vllm_lite.protocol.api import (
+    Abort,
+    Admission,
+    Finished,
+    ForkRequest,
+    Generate,
+    RequestContent,
+    RequestState,
+    SampleState,
+    TokenLogprobs,
+    Tokens,
+)
+from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.registry import Calls, Limits
-from vllm_lite.server.calls.relay import Relay
-from vllm_lite.server.calls.response import _as_answer
-from vllm_lite.server.http.reading import Reader
-from vllm_lite.server.live_requests import Requests
+from vllm_lite.server.calls.call import Call, CallContext
+from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.registry import Calls, QueueLimits
+from vllm_lite.server.calls.response import _as_error
+from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live_requests import LiveRequests, Member
 from vllm_lite.server.openai.bodies import ForkBody
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.processes.siblings import Siblings
+from vllm_lite.server.processes.scoreboard import Scoreboard
 
 REFUSED = "request 'parent' is not running"
 
@@ -42,23 +54,16 @@ class Session2(FakeSession):
         return request_id in self.sinks and request_id not in self.ended
 
 
-class Alone:
-    """No other server."""
-
-    async def know(self, _: str) -> bool:
-        return False
-
-
 class Desk:
     """Calls of one server."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self.session = Session2()
-        self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
-        self.calls = Calls(self.relay, Limits(9, 9, 9, max_tokens))
+        self.dispatcher = Dispatcher(cast(Session, self.session), asyncio.get_running_loop())
+        self.calls = Calls(self.dispatcher, QueueLimits(9, 9, 9, max_tokens))
 
     def call(self, name: str, num_tokens: int = 3, n: int = 1) -> Call:
-        return Call(name, [FACTORY.make([5] * num_tokens, SamplingParams(n=n, max_tokens=50, seed=1), name)])
+        return Call(name, [FACTORY.make([5] * num_tokens, SamplingParams(n=n, max_tokens=50, seed=1), name)], STYLE)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -71,8 +76,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def forked(desk: Desk, trunk: RequestStream) -> Call:
-    return Call("child", [FACTORY.fork(trunk, None, "child")], are_forks=True)
+def forked(parent: RequestStream) -> Call:
+    return Call("child", [FACTORY.fork(parent, None, "child")], STYLE, are_forks=True)
 
 
 def test_a_fork_is_sent_as_one() -> None:
@@ -82,12 +87,12 @@ def test_a_fork_is_sent_as_one() -> None:
         with desk.calls.run(parent):
             desk.session.say(Tokens("parent", 0, WORDS[:2]))
             await settle()
-            child = forked(desk, parent.streams[0])
+            child = forked(parent.streams[0])
             with desk.calls.run(child):
                 message = desk.session.messages[-1]
                 assert isinstance(message, ForkRequest)
                 assert (message.request_id, message.child_id, message.have) == ("parent", "child", 2)
-                assert desk.relay.num_queued_tokens == 0  # its prompt is computed
+                assert desk.dispatcher.num_queued_tokens == 0  # its prompt is computed
                 desk.session.sinks["child"]([Tokens("child", 2, WORDS[2:3])])
                 await settle()
                 assert child.streams[0].samples[0].token_ids == WORDS[:3]
@@ -105,7 +110,7 @@ def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) -> Non
         with desk.calls.run(parent):
             desk.session.say(Tokens("parent", 0, WORDS[:2]))
             await settle()
-            child = forked(desk, parent.streams[0])
+            child = forked(parent.streams[0])
             with desk.calls.run(child):
                 if parent_ended:
                     desk.session.ended.add("parent")
@@ -134,12 +139,12 @@ def test_what_the_engine_refuses_is_the_forks_fault() -> None:
             desk.session.say(Tokens("parent", 0, WORDS[:2]))
             await settle()
             for own, status in ([], 400), (WORDS[2:3], 500):
-                child = forked(desk, parent.streams[0])
+                child = forked(parent.streams[0])
                 with desk.calls.run(child):
                     desk.session.sinks["child"]([Tokens("child", 2, own)])
                     desk.session.sinks["child"]([Finished("child", 2 + len(own), [], "error", error="max_tokens")])
                     await settle()
-                    assert _as_answer(child).status == status
+                    assert _as_error(child).status == status
 
     run(main)
 
@@ -151,11 +156,11 @@ def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() 
         with desk.calls.run(parent):
             desk.session.say(Tokens("parent", 0, WORDS[:2]))
             await settle()
-            child = forked(desk, parent.streams[0])
+            child = forked(parent.streams[0])
             with desk.calls.run(child):
                 desk.calls.abort_all()
                 assert (parent.was_cut, child.was_cut) == (False, True)
-                assert _as_answer(child).status == 503
+                assert _as_error(child).status == 503
                 child.was_cut = False
                 desk.session.sinks["child"]([Tokens("child", 2, WORDS[2:3])])
                 await settle()
@@ -165,25 +170,66 @@ def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() 
     run(main)
 
 
+def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> list[Member]:
+    """A request that runs, as the engine describes it."""
+    admission = Admission("OK", None, 1, 1, 0, 1)
+    samples, numbers = [SampleState(0, "running", None, 3, len(output), 1, 0)], (0, 3, 0, 0, 0)
+    wanted = SamplingParams(max_tokens=50, seed=1, **params)
+    content = RequestContent(wanted, pack_tokens([5] * 3), pack_tokens(output), scores)
+    state = RequestState("parent@1", admission, samples, *numbers, 1.0, None, content=content)
+    return [(CallContext(1, 0, 1, False, STYLE), state)]
+
+
+def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
+    """Tokens, text and logprobs; a stop string in what is inherited does not count."""
+
+    async def main() -> None:
+        live = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None))
+        entries = [TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-2.0, 1, ()), TokenLogprobs(-3.0, 1, ())]
+        members = known(WORDS[:3], entries, logprobs=0, stop=("upon",))
+        call = await live._forks("cmpl-parent", members, ForkBody(n=2, return_token_ids=True))
+        assert call.style.token_ids
+        assert call.id.startswith("chatcmpl-")
+        for index, stream in enumerate(call.streams):
+            (sample,) = stream.samples
+            assert (sample.token_ids, sample.text, sample.finish_reason) == (WORDS[:3], "Once upon a", None)
+            scores = [each[token].logprob for each, token in zip(sample.logprobs or (), WORDS, strict=False)]
+            assert scores == [-1, -2, -3]
+            message = call.message(index)
+            assert isinstance(message, ForkRequest)
+            assert (message.request_id, message.have, message.external_id) == ("parent@1", 3, call.id)
+            context = msgspec.msgpack.decode(message.context, type=CallContext)
+            assert context == CallContext(call.created, index, 2, True, call.style)
+
+    run(main)
+
+
+def test_a_fork_with_logprobs_of_its_prompt_computes_them() -> None:
+    async def main() -> None:
+        live = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None))
+        call = await live._forks("cmpl-parent", known(WORDS[:2], [], prompt_logprobs=1), ForkBody())
+        message = call.message(0)
+        assert isinstance(message, Generate)
+        assert (message.have, unpack_tokens(message.output)) == (2, WORDS[:2])
+        assert message.params.prompt_logprobs == 1
+
+    run(main)
+
+
 @pytest.mark.parametrize(("max_tokens", "status"), [(2048, None), (2049, 400), (10**9, 400)])
 def test_a_fork_may_ask_for_the_context_and_no_more(max_tokens: int, status: int | None) -> None:
     """Like any request; what does not fit behind the prompt is cut by the engine."""
 
     async def main() -> None:
-        desk = Desk()
-        parent = desk.call("parent")
-        requests = Requests(desk.calls, FACTORY, cast(Reader, None), cast(Siblings, Alone()))
-        with desk.calls.run(parent):
-            desk.session.say(Tokens("parent", 0, WORDS[:2]))
-            await settle()
-            if status is None:
-                call = await requests._branches(parent, ForkBody(max_tokens=max_tokens))
-                assert call.streams[0].params.max_tokens == max_tokens
-                return
-            with pytest.raises(ApiError, match="maximum context length is 2048 tokens") as caught:
-                await requests._branches(parent, ForkBody(max_tokens=max_tokens))
-            assert (caught.value.status, caught.value.param) == (status, "max_tokens")
-            assert caught.value.code == "context_length_exceeded"
+        live, members = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None)), known(WORDS[:2], [])
+        if status is None:
+            call = await live._forks("cmpl-parent", members, ForkBody(max_tokens=max_tokens))
+            assert call.streams[0].params.max_tokens == max_tokens
+            return
+        with pytest.raises(ApiError, match="maximum context length is 2048 tokens") as caught:
+            await live._forks("cmpl-parent", members, ForkBody(max_tokens=max_tokens))
+        assert (caught.value.status, caught.value.param) == (status, "max_tokens")
+        assert caught.value.code == "context_length_exceeded"
 
     run(main)
 
@@ -194,8 +240,8 @@ def test_a_fork_may_ask_for_the_context_and_no_more(max_tokens: int, status: int
 def test_every_sample_of_a_request_counts() -> None:
     async def main() -> None:
         desk = Desk()
-        desk.calls = Calls(desk.relay, Limits(2, 4, 4))
-        many = Call("many", [FACTORY.make([5], SamplingParams(seed=1), f"many-{place}") for place in range(7)])
+        desk.calls = Calls(desk.dispatcher, QueueLimits(2, 4, 4))
+        many = Call("many", [FACTORY.make([5], SamplingParams(seed=1), f"many-{place}") for place in range(7)], STYLE)
         says = "7 sequences, n for each prompt; at most 6 may run and wait here .--max-num-queued-reqs 4.: send fewer"
         for call in (many, desk.call("many", n=7)):
             with pytest.raises(ApiError, match=says) as refused, desk.calls.run(call):
@@ -209,8 +255,8 @@ def test_every_sample_of_a_request_counts() -> None:
                 pass
             assert refused.value.status == 429
             with desk.calls.run(desk.call("c", n=2)):
-                assert desk.relay.num_sequences == 6
-        desk.calls = Calls(desk.relay, Limits(9, 4, 4))
+                assert desk.dispatcher.num_sequences == 6
+        desk.calls = Calls(desk.dispatcher, QueueLimits(9, 4, 4))
         with desk.calls.run(desk.call("a", n=5)):
             desk.calls._num_waiting = 3  # for blocks, not for a place in the batch
             desk.calls.check(1)
@@ -227,7 +273,7 @@ def test_prompts_wait_until_their_first_token() -> None:
     async def main() -> None:
         desk = Desk(max_tokens=10)
         with desk.calls.run(desk.call("a", 6)):
-            assert desk.relay.num_queued_tokens == 6
+            assert desk.dispatcher.num_queued_tokens == 6
             says = "prompts of 6 tokens are waiting, and 5 more are too many"
             with pytest.raises(ApiError, match=says) as refused, desk.calls.run(desk.call("b", 5)):
                 pass
@@ -235,18 +281,18 @@ def test_prompts_wait_until_their_first_token() -> None:
             assert refused.value.headers == {"Retry-After": "1"}
             assert len(desk.calls) == 1
             with desk.calls.run(desk.call("c", 4)):
-                assert desk.relay.num_queued_tokens == 10
+                assert desk.dispatcher.num_queued_tokens == 10
                 desk.session.say(Tokens("a", 0, []))  # logprobs of its prompt, say
                 await settle()
-                assert desk.relay.num_queued_tokens == 10
+                assert desk.dispatcher.num_queued_tokens == 10
                 desk.session.say(Tokens("a", 0, WORDS[:1]))
                 await settle()
-                assert desk.relay.num_queued_tokens == 4
+                assert desk.dispatcher.num_queued_tokens == 4
                 desk.session.say(Tokens("a", 1, WORDS[1:2]))
                 await settle()
-                assert desk.relay.num_queued_tokens == 4
-            assert desk.relay.num_queued_tokens == 0
-        assert desk.relay.num_queued_tokens == 0
+                assert desk.dispatcher.num_queued_tokens == 4
+            assert desk.dispatcher.num_queued_tokens == 0
+        assert desk.dispatcher.num_queued_tokens == 0
 
     run(main)
 
@@ -264,10 +310,10 @@ def test_a_prompt_that_finds_the_queue_empty_is_served_however_long() -> None:
 
 def test_streams_of_several_servers_have_names_of_their_own() -> None:
     async def main() -> None:
-        relay = Relay(cast(Session, FakeSession()), asyncio.get_running_loop())
-        names = []
+        dispatcher = Dispatcher(cast(Session, FakeSession()), asyncio.get_running_loop())
+        names, board = [], Scoreboard(3)
         for number in range(3):
-            calls = Calls(relay, Limits(9, 9, 9), number=number)
+            calls = Calls(dispatcher, QueueLimits(9, 9, 9), Scoreboard(3, number, board.fd))
             names += calls.stream_ids("cmpl-x", 1) + calls.stream_ids("cmpl-x", 2)
         assert names[:3] == ["cmpl-x", "cmpl-x-0", "cmpl-x-1"]
         assert len(set(names)) == 9
@@ -278,7 +324,7 @@ def test_streams_of_several_servers_have_names_of_their_own() -> None:
 def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
     async def main() -> None:
         desk = Desk()
-        desk.calls = Calls(desk.relay, Limits(4, 2, 2))
+        desk.calls = Calls(desk.dispatcher, QueueLimits(4, 2, 2))
         desk.calls._num_waiting = 5  # they have gone since
         with desk.calls.run(desk.call("a", n=2)), desk.calls.run(desk.call("b")):
             desk.calls.check()
@@ -293,7 +339,7 @@ def test_a_sample_that_met_a_stop_string_is_ended_in_the_engine() -> None:
     async def main() -> None:
         desk = Desk()
         params = SamplingParams(n=2, max_tokens=50, seed=1, stop=("bear",))
-        call = Call("call", [FACTORY.make([5], params, "call")])
+        call = Call("call", [FACTORY.make([5], params, "call")], STYLE)
         with desk.calls.run(call):
             desk.session.say(Tokens("call", 0, WORDS, index=1), Tokens("call", 0, WORDS[:1]))
             await settle()

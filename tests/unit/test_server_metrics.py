@@ -16,8 +16,8 @@ from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import BlockHistograms, Histogram, RequestHistograms, Stats
-from vllm_lite.server.calls.registry import Calls, Limits
-from vllm_lite.server.calls.relay import Relay
+from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.metrics import METRICS, Metrics, table
 from vllm_lite.server.openai.errors import ApiError
 
@@ -47,8 +47,8 @@ class Engine:
 
 def look(stats: Stats | None) -> str:
     async def main() -> str:
-        relay = Relay(cast(Session, Engine(stats)), asyncio.get_running_loop())
-        calls = Calls(relay, Limits(1, 1, 1))
+        dispatcher = Dispatcher(cast(Session, Engine(stats)), asyncio.get_running_loop())
+        calls = Calls(dispatcher, QueueLimits(1, 1, 1))
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, welcome(), "name", server="3")

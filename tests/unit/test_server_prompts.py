@@ -20,12 +20,12 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import app
-from vllm_lite.server.calls.rendering import Renderer, TextTooLongError
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai import prompts as server_prompts
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.prompts import ROLES, Prompts
+from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
 REQUEST = Request({"type": "http", "method": "POST", "headers": []})

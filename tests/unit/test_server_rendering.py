@@ -16,7 +16,7 @@ from vllm_lite.client.text import template_process
 from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.errors import EngineError, ModelError, RequestError
-from vllm_lite.server.calls.rendering import Renderer
+from vllm_lite.server.openai.rendering import Renderer
 
 DEADLINE_S = scaled(60.0)
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

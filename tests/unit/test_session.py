@@ -12,6 +12,8 @@ from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,
+    Aborted,
+    AbortExternal,
     Describe,
     Descriptions,
     Dying,
@@ -163,17 +165,21 @@ def test_garbage_is_counted_and_does_no_harm() -> None:
 def test_each_kind_of_question_has_its_own_answers() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         stats, state, reset = session.request_stats(), session.describe(["a", "b"]), session.reset_prefix_cache()
-        late = session.describe(["c"])
+        aborted = session.abort_external("y")
+        late = session.describe(external_id="c", with_content=True)
         engine.expect(GetStats)
         assert engine.expect(Describe).request_ids == ("a", "b")
         engine.expect(ResetPrefixCache)
-        engine.expect(Describe)
+        assert engine.expect(AbortExternal) == AbortExternal("y")
+        assert engine.expect(Describe) == Describe((), "c", with_content=True)
+        engine.send(Aborted(1))
         engine.send(PrefixCacheReset(1, 2, 3))
         engine.send(Descriptions([]))
         engine.send(Stats(*range(11)))
         assert reset.result(DEADLINE_S) == PrefixCacheReset(1, 2, 3)
         assert state.result(DEADLINE_S) == Descriptions([])
         assert stats.result(DEADLINE_S) == Stats(*range(11))
+        assert aborted.result(DEADLINE_S) == Aborted(1)
         assert not late.done()
         engine.die()
         with pytest.raises(EngineDeadError):

@@ -22,6 +22,8 @@ from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolE
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Aborted,
+    AbortExternal,
     Describe,
     Descriptions,
     Dying,
@@ -60,7 +62,7 @@ _REASON_S = 0.5
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
-_ANSWERS = (Stats, Descriptions, PrefixCacheReset)
+_ANSWERS = (Stats, Descriptions, Aborted, PrefixCacheReset)
 
 A = TypeVar("A")
 logger = log.get(__name__)
@@ -182,9 +184,16 @@ class Session:
         """Ask for the engine's counters. The future fails with EngineError if the engine does."""
         return self._ask(GetStats(), Stats)
 
-    def describe(self, request_ids: Sequence[str]) -> "Future[Descriptions]":
-        """Ask for the state of live requests, of any client. The future fails with EngineError if the engine does."""
-        return self._ask(Describe(tuple(request_ids)), Descriptions)
+    def describe(
+        self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
+    ) -> "Future[Descriptions]":
+        """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
+        future fails with EngineError if the engine does."""
+        return self._ask(Describe(tuple(request_ids), external_id, with_content), Descriptions)
+
+    def abort_external(self, external_id: str) -> "Future[Aborted]":
+        """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
+        return self._ask(AbortExternal(external_id), Aborted)
 
     def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
         """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""

@@ -92,7 +92,8 @@ class RequestStream:
     def message(self) -> Generate | ForkRequest:
         """Make the message that starts this request in an engine, behind the tokens that it has already, if any."""
         prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
-        if self._parent_id is not None:
+        is_scored = self.prompt_scores is None or self.prompt_scores.complete
+        if self._parent_id is not None and is_scored:  # a ForkRequest does not compute its prompt
             return ForkRequest(self._parent_id, self.request_id, have, self._wire_params())
         output = pack_tokens(self.samples[0].token_ids) if have else b""
         return Generate(self.request_id, prompt, self._wire_params(), have, output)

@@ -137,11 +137,13 @@ class EngineCore:
             raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
         tokens = sequence.tokens[: parent.num_prompt + message.have]
         prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
-        generate = Generate(message.child_id, prompt, message.params, message.have, output)
+        named = message.external_id, message.context
+        generate = Generate(message.child_id, prompt, message.params, message.have, output, *named)
         child = self._make_request(client, generate, parent.num_prompt)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self.meter.now_s = self._clock()
+        child.logprobs = parent.logprobs[: max(0, len(parent.logprobs) - (sequence.num_output - message.have))]
         self.scheduler.branching.fork_request(parent, child)
         self.recorder.forked(parent, child, self._clock())
         return child
@@ -162,8 +164,14 @@ class EngineCore:
             self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
         return ended
 
-    def describe(self, request_ids: tuple[str, ...]) -> Descriptions:
-        return describe(self.scheduler, request_ids, self._clock())
+    def describe(
+        self, request_ids: abc.Sequence[str] = (), external_id: str = "", *, with_content: bool = False
+    ) -> Descriptions:
+        requests, external = self.scheduler.requests, self.scheduler.queues.external
+        known = [requests[request_id] for request_id in request_ids if request_id in requests]
+        asked = dict.fromkeys(known + external.live(external_id))
+        states = describe(self.scheduler, asked, self._clock(), with_content=with_content)
+        return Descriptions(states, external.ended(external_id))
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
         done = self.scheduler.reset_prefix_cache()

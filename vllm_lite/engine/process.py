@@ -19,6 +19,8 @@ from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
+    Aborted,
+    AbortExternal,
     Describe,
     Finished,
     ForkRequest,
@@ -199,7 +201,13 @@ class EngineProcess:
             stats.malformed_messages = self._port.malformed
             self._port.send(peer, stats)
         elif isinstance(message, Describe):
-            self._port.send(peer, core.describe(message.request_ids))
+            with_content = message.with_content
+            self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
+        elif isinstance(message, AbortExternal):
+            requests = core.scheduler.queues.external.live(message.external_id)
+            for request in requests:
+                self._abort(core, request)
+            self._port.send(peer, Aborted(len(requests)))
         elif isinstance(message, ResetPrefixCache):
             self._port.send(peer, core.reset_prefix_cache())
 
@@ -236,6 +244,8 @@ class EngineProcess:
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
         for item in produced:
+            if item.logprobs is not None and item.request.num_samples == 1:
+                item.request.logprobs += item.logprobs
             port.push(item.request.client, _to_wire(item))
         now_s = time.monotonic()
         gone = port.flush(now_s)

@@ -7,6 +7,7 @@ they get the next step's own entries is collected in `entries`.
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.external import ExternalRequests
 from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.policy import GuardedPolicy
@@ -40,6 +41,7 @@ class Queues:
         self.step = 0
         """The number of the latest step."""
         self.requests: dict[str, Request] = {}
+        self.external = ExternalRequests()
         self.running: list[Sequence] = []
         self.entries: list[Entry] = []
         """What the next step begins with, in the order in which it happened."""
@@ -65,6 +67,7 @@ class Queues:
         self.num_arrived += 1
         request.queued_s = self.meter.now_s
         self.requests[request.request_id] = request
+        self.external.add(request)
         if request.deadline_s is not None:
             self._with_deadline[request.request_id] = request
 
@@ -80,6 +83,7 @@ class Queues:
         request.unforked = []
         self.meter.ended(request, reason)
         self.requests.pop(request.request_id, None)
+        self.external.end(request)
         self._with_deadline.pop(request.request_id, None)
 
     def late(self, now_s: float) -> list[Request]:

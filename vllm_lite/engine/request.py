@@ -31,6 +31,8 @@ class Request:
         """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id
         self.client = client
+        self.external_id = message.external_id
+        self.context = message.context
         self.params = message.params
         self.max_len = max_len
         self.stop_ids = stop_ids
@@ -43,6 +45,8 @@ class Request:
         self.first_token_s: float | None = None
         self.num_generated = self.longest_output = 0
         """Tokens that ended samples generated here: the sum, and the most of one sample."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Those of the last output tokens, if it has one sample: a fork by another client than its own needs them."""
         tokens = array("I")
         tokens.frombytes(message.prompt)
         self.num_prompt = len(tokens)

@@ -16,6 +16,8 @@ MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+ExternalId = Annotated[str, Meta(max_length=256)]
+"""Empty if the request has none."""
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -40,6 +42,9 @@ class Generate(_Message, tag="generate"):
     Idempotent: if the engine knows `request_id`, with the same prompt and parameters, the stream goes on to this client
     from output token `have`; a stream of another client ends with an error. If not, `output` (empty, or exactly `have`
     token ids) is what had been generated before, and generation goes on behind it.
+
+    `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
+    name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
     """
 
     request_id: RequestId
@@ -47,18 +52,23 @@ class Generate(_Message, tag="generate"):
     params: SamplingParams
     have: Annotated[int, Meta(ge=0)] = 0
     output: TokenBytes = b""
+    external_id: ExternalId = ""
+    context: TokenBytes = b""
 
 
 class ForkRequest(_Message, tag="fork"):
     """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV.
 
-    Its stream begins at token `have`, with draws of its own (`params.seed`).
+    Its stream begins at token `have`, with draws of its own (`params.seed`). `external_id` and `context` are those of
+    the new request, as in Generate.
     """
 
     request_id: RequestId
     child_id: RequestId
     have: Annotated[int, Meta(ge=0)]
     params: SamplingParams
+    external_id: ExternalId = ""
+    context: TokenBytes = b""
 
 
 class Abort(_Message, tag="abort"):
@@ -83,9 +93,18 @@ class GetStats(_Message, tag="get_stats"):
 
 
 class Describe(_Message, tag="describe"):
-    """Asks for the state of requests of any client; answered by one Descriptions."""
+    """Asks how requests are, of any client: those with these ids, and all with an external id. Answered by one
+    Descriptions; `with_content` asks for parameters, tokens and logprobs as well."""
 
-    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)]
+    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)] = ()
+    external_id: ExternalId = ""
+    with_content: bool = False
+
+
+class AbortExternal(_Message, tag="abort_external"):
+    """End the requests that have an external id, of any client; answered by Aborted. Their streams end as by Abort."""
+
+    external_id: ExternalId
 
 
 class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
@@ -328,11 +347,21 @@ class SampleState(_Message):
     num_host_blocks: int
 
 
+class RequestContent(_Message):
+    """What a live request consists of. `output` holds the tokens of its first sample so far; `logprobs` are those of
+    the last `len(logprobs)` of them, and only known of a request with one sample."""
+
+    params: SamplingParams
+    prompt: TokenBytes
+    output: TokenBytes
+    logprobs: list[TokenLogprobs]
+
+
 class RequestState(_Message):
     """The state of a live request. `admission` is that of its first sample that waits, or of the first one.
 
     `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
-    the moment at which it is ended.
+    the moment at which it is ended. `num_ended_output` counts tokens of samples that have ended.
     """
 
     request_id: str
@@ -345,12 +374,34 @@ class RequestState(_Message):
     priority: int
     age_s: float
     deadline_in_s: float | None
+    num_ended_output: int = 0
+    context: bytes = b""
+    content: RequestContent | None = None
+
+
+class EndedRequest(_Message):
+    """A request that has ended while another one with the same external id is live."""
+
+    context: bytes
+    num_prompt: int
+    num_output: int
+    priority: int
 
 
 class Descriptions(_Message, tag="descriptions"):
-    """The state of those requests that live, each once, in the order in which they were asked for."""
+    """The live requests that were asked for, each once: in the order of their ids, then those with the external id.
+
+    `ended` are earlier requests with that external id, as long as one of them is live.
+    """
 
     requests: list[RequestState]
+    ended: list[EndedRequest] = []
+
+
+class Aborted(_Message, tag="aborted"):
+    """How many live requests had the external id, and end now."""
+
+    num_requests: int
 
 
 class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
@@ -361,5 +412,5 @@ class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
     num_live: int
 
 
-FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | ResetPrefixCache
-ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | PrefixCacheReset
+FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache
+ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | Aborted | PrefixCacheReset

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,28 +21,28 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.response import Answer
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.http.gate import OPEN_PATHS, Gate
-from vllm_lite.server.live_requests import Requests, as_json
+from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
+from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics, Tally
 from vllm_lite.server.openai import bodies, openapi
-from vllm_lite.server.openai.answers import ChatShape, CompletionShape, TokensShape
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, error_body, refused
-from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_of
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
-"""By what ids begin with: where the prompt stands in the body."""
+"""The field of the body that the prompt stands in, by the kind of the call."""
+
+B = TypeVar("B", CompletionBody, ChatBody, GenerateBody)
 
 logger = log.get(__name__)
 
 
-class Model:
+class ServedModel:
     """What is served, and under which names."""
 
     def __init__(self, names: tuple[str, ...], path: str | None, max_model_len: int, defaults: dict[str, Any]) -> None:
@@ -74,76 +75,84 @@ class Model:
         }
 
 
+class Asked(NamedTuple, Generic[B]):
+    """A decoded body that asks for tokens; `headers` and the name of the `model` are for its answer."""
+
+    request: Request
+    body: B
+    headers: dict[str, str]
+    model: str
+
+
 class Api:
     """One method for each route."""
 
     def __init__(
-        self, config: ServeConfig, model: Model, factory: StreamFactory, prompts: Prompts, requests: Requests
+        self, config: ServeConfig, model: ServedModel, factory: StreamFactory, prompts: Prompts, live: LiveRequests
     ) -> None:
         self._config = config
         self._model = model
         self._factory = factory
         self._prompts = prompts
-        self._requests = requests
-        self._calls = requests.calls
-        self._reader = requests.reader
-        self._spelling = Spelling(factory.tokenizer)
+        self._live = live
+        self._calls = live.calls
+        self._reader = live.reader
 
     # ---- generation
 
     async def completions(self, request: Request) -> Response:
-        body, headers = await self._reader.read(request, CompletionBody)
-        name = self._model.name(body.model)
-        self._calls.check()
+        asked = await self._read(request, CompletionBody)
+        body = asked.body
         params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
         prompts = await self._prompts.of_completion(body, params, request)
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
-        call = await self._call("cmpl", body.request_id, prompts, params, request)
-        echo = await self._texts(call) if body.echo else None
-        shape = CompletionShape(call, body, name, self._spelling, echo=echo)
-        call.shape_fork = lambda fork, asked: CompletionShape(
-            fork, asked.over(body), name, self._spelling, echo=echo and echo * len(fork.streams)
-        )
-        return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
+        return await self._generate(asked, prompts, params, echo=None if body.echo else ())
 
     async def chat(self, request: Request) -> Response:
-        body, headers = await self._reader.read(request, ChatBody)
-        name = self._model.name(body.model)
-        self._calls.check()
-        changes = _chat_changes(body)
-        params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, changes)
+        asked = await self._read(request, ChatBody)
+        body = asked.body
+        params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, _chat_changes(body))
         prompt = await self._prompts.of_chat(body, params, request)
-        call = await self._call("chatcmpl", body.request_id, [prompt], params, request)
         last = body.messages[-1]
-        echo = text_of(last) if body.echo and last.role == "assistant" else ""
-        shape = ChatShape(call, body, name, self._spelling, echo=echo)
-        call.shape_fork = lambda fork, asked: ChatShape(fork, asked.over(body), name, self._spelling, echo=echo)
-        return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
+        echo = (text_of(last),) if body.echo and last.role == "assistant" else ()
+        return await self._generate(asked, [prompt], params, echo)
 
     async def generate(self, request: Request) -> Response:
-        body, headers = await self._reader.read(request, GenerateBody)
-        name = self._model.name(body.model)
-        self._calls.check()
-        given = body.sampling_params
+        asked = await self._read(request, GenerateBody)
+        body, given = asked.body, asked.body.sampling_params
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, self._model.defaults, changes)
-        call = await self._call("gen", body.request_id, [body.token_ids], params, request)
-        shape = TokensShape(call, body, name, self._spelling)
-        call.shape_fork = lambda fork, asked: TokensShape(fork, asked.over(body), name, self._spelling)
-        return Answer(call, shape, self._calls.run, stream=bool(body.stream), headers=headers)
+        return await self._generate(asked, [body.token_ids], params)
 
-    async def _call(
+    async def _read(self, request: Request, kind: type[B]) -> Asked[B]:
+        """The body of a request that may start. Raises ApiError."""
+        body, headers = await self._reader.read(request, kind)
+        name = self._model.name(body.model)
+        self._calls.check()
+        return Asked(request, body, headers, name)
+
+    async def _generate(
         self,
-        kind: str,
-        request_id: str | None,
+        asked: Asked[B],
         prompts: Sequence[PromptLike],
         params: SamplingParams,
-        request: Request,
-    ) -> Call:
-        """Its streams, not started. Raises ApiError."""
-        call_id = await self._requests.new_id(kind, request_id)
+        echo: tuple[str, ...] | None = (),
+    ) -> Response:
+        """The response that generates. `echo` stands before each prompt's answers; None for the prompt's own text.
+        Raises ApiError."""
+        style, body = AnswerStyle.of(asked.body, asked.model), asked.body
+        call_id = await self._live.new_id(style.kind, body.request_id)
+        streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
+        echo = tuple(await self._texts(streams)) if echo is None else echo
+        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo))
+        return self._live.respond(call, stream=body.stream, headers=asked.headers)
+
+    async def _streams(
+        self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
+    ) -> list[RequestStream]:
+        """A call's streams, not started. Raises ApiError."""
         ids = self._calls.stream_ids(call_id, len(prompts))
 
         def made(check: Check) -> list[RequestStream]:
@@ -155,7 +164,7 @@ class Api:
 
         try:
             streams = await self._prompts.tokenized(made, prompts, request)
-            if params.max_tokens != self._model.defaults.get("max_tokens"):  # the model's own is cut without a word
+            if params.max_tokens != self._model.defaults.get("max_tokens"):  # the model's own is cut without an error
                 check_room([stream.prompt for stream in streams], params.max_tokens, self._model.max_model_len)
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error), _PROMPT_FIELDS[kind])) from error
@@ -163,12 +172,12 @@ class Api:
         if self._config.enable_log_requests:
             for stream in streams:
                 logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
-        return Call(call_id, streams)
+        return streams
 
-    async def _texts(self, call: Call) -> list[str]:
-        """Of its prompts."""
+    async def _texts(self, streams: Sequence[RequestStream]) -> list[str]:
+        """The prompts of `streams`."""
         texts = []
-        for stream in call.streams:
+        for stream in streams:
             skip, text, ids = stream.params.skip_special_tokens, stream.prompt.text, stream.prompt.token_ids
             texts.append(await self._prompts.decode(ids, skip_special_tokens=skip) if text is None else text)
             await asyncio.sleep(0)
@@ -189,8 +198,8 @@ class Api:
         words, spelled = self._prompts.tokenizer, None
         if body.return_token_strs and words is not None:
             spelled = []
-            for place in range(0, len(ids), SLICE_TOKENS):
-                spelled += [words.token(token) for token in ids[place : place + SLICE_TOKENS]]
+            for start in range(0, len(ids), SLICE_TOKENS):
+                spelled += [words.token(token) for token in ids[start : start + SLICE_TOKENS]]
                 await asyncio.sleep(0)
         length = self._model.max_model_len
         return as_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
@@ -210,7 +219,7 @@ class Api:
         return as_json(self._model.card(self._model.name(request.path_params["model"])))
 
     async def health(self, _: Request) -> Response:
-        """200 only if a request would be served: the engine's loop turns."""
+        """200 only if a request would be served: the engine's loop answers."""
         await self._calls.probe()
         return Response()
 
@@ -231,7 +240,7 @@ class Api:
 
 
 def _check_scores(streams: Sequence[RequestStream]) -> None:
-    """Raises ApiError for more logprobs of prompts than one answer tells."""
+    """Raises ApiError for more logprobs of prompts than one answer holds."""
     wanted = streams[0].params.prompt_logprobs
     if wanted is None:
         return
@@ -242,9 +251,9 @@ def _check_scores(streams: Sequence[RequestStream]) -> None:
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
-    """What a completion calls by other names than SamplingParams. Raises ApiError."""
+    """The sampling params that a completion has under other names. Raises ApiError."""
     changes: dict[str, Any] = {"logprobs": body.logprobs}
-    if body.only_scores:  # the engine always draws a token: the shape leaves it out
+    if body.only_scores:  # the engine always draws a token: the answer leaves it out
         changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.logprobs is not None:
         if body.stream:
@@ -254,7 +263,7 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
 
 
 def _chat_changes(body: ChatBody) -> dict[str, Any]:
-    """What a chat calls by other names than SamplingParams."""
+    """The sampling params that a chat has under other names."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
@@ -266,7 +275,7 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
 # ---- the application
 
 
-def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
+def build(api: Api, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
     """The ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
@@ -288,14 +297,13 @@ def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics
         ("/detokenize", api.detokenize),
     ]
     routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-    routes += [Route(path, requests.reader.holding(method), methods=["POST"]) for path, method in posts]
+    routes += [Route(path, live.reader.holding(method), methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
-    routes += requests.routes()
-    routes.append(Route("/reset_prefix_cache", requests.reset_prefix_cache, methods=["POST"]))
+    routes += live.routes()
     metrics.know(routes)
     open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
-    gate = Middleware(Gate, keys=keys, is_local=config.is_local, open_paths=open_paths)
-    middleware = [Middleware(Tally, metrics=metrics), gate]
+    auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)
+    middleware = [Middleware(Tally, metrics=metrics), auth]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -305,15 +313,6 @@ def build(api: Api, requests: Requests, config: ServeConfig, keys: Keys, metrics
             allow_credentials=config.allow_credentials,
         )
         middleware.insert(0, cors)
-    return _application(routes, middleware)
-
-
-def build_private(requests: Requests) -> Starlette:
-    """What the other servers of a family ask of one."""
-    return _application(requests.routes(), [])
-
-
-def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
     handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to where the Host header says

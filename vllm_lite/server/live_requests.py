@@ -1,6 +1,6 @@
-"""Routes about requests that run: how one is, its end, branches of it; and what changes the server.
+"""Routes about requests that run: their state, their end, forks of them; and what changes the server.
 
-One that runs on another server of the family is asked for there.
+The engine knows all requests, so each of several API servers answers for any of them.
 """
 
 import os
@@ -14,20 +14,24 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Admission, RequestState, SampleState
+from vllm_lite.protocol.api import Admission, EndedRequest, RequestContent, RequestState, SampleState, Tokens
+from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
-from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.registry import Calls
-from vllm_lite.server.calls.response import Answer
-from vllm_lite.server.http.gate import require_admin
-from vllm_lite.server.http.reading import Reader, decoded
+from vllm_lite.server.calls.response import CallResponse
+from vllm_lite.server.http.auth import require_admin
+from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
+from vllm_lite.server.openai.chunks import writer
 from vllm_lite.server.openai.errors import ApiError, in_use, refused
-from vllm_lite.server.processes.siblings import Siblings
+from vllm_lite.server.openai.logprobs import Spelling
 
+MAX_ID_CHARS = 256
+"""A longer id has no request: the engine takes none."""
 _ORDER = ("running", "swapped", "preempted", "waiting")
-"""Of several, the first is what the whole request is said to be."""
+"""The first of them that a sample is in is the state of the whole request."""
 _WHY = {
     "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
@@ -35,92 +39,92 @@ _WHY = {
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",
 }
+_context = msgspec.msgpack.Decoder(CallContext)
+
+Member = tuple[CallContext, RequestState | EndedRequest]
+"""One stream of a call, as the engine knows it."""
 
 
-class Requests:
+class LiveRequests:
     """One method for each route."""
 
-    def __init__(
-        self, calls: Calls, factory: StreamFactory, reader: Reader, siblings: Siblings, *, is_private: bool = False
-    ) -> None:
-        """`is_private`: it is the other servers that ask, and are told of this one alone."""
+    def __init__(self, calls: Calls, factory: StreamFactory, reader: BodyReader) -> None:
         self.calls = calls
-        self._factory = factory
         self.reader = reader
-        self._siblings = siblings
-        self._is_private = is_private
+        self._factory = factory
+        self._scoreboard = calls.scoreboard
+        self._spelling = Spelling(factory.tokenizer)
 
     def routes(self) -> list[Route]:
-        """All that the other servers of a family may ask for as well."""
         path = "/v1/requests/{request_id}"
         return [
             Route("/load", self.load, methods=["GET"]),
             Route(path, self.state, methods=["GET"]),
             Route(path, self.abort, methods=["DELETE"]),
             Route(path + "/fork", self.reader.holding(self.fork), methods=["POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
         ]
 
     async def new_id(self, kind: str, wanted: str | None) -> str:
-        """What a new call is to be called. Raises ApiError if another server uses the name that is wanted."""
+        """The id of a new call. Raises ApiError if another server has a call with the id that is wanted."""
         call_id = f"{kind}-{wanted or os.urandom(12).hex()}"
-        if wanted is not None and await self._siblings.know(f"/v1/requests/{call_id}"):
-            raise in_use(call_id)
+        if wanted is not None and self._scoreboard.num_servers > 1:
+            found = await self.calls.ask(lambda session: session.describe(external_id=call_id))
+            if found.requests:
+                raise in_use(call_id)
         return call_id
 
+    def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
+        """The response that starts `call`."""
+        made = writer(call, self._spelling)
+        return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
+
     async def load(self, _: Request) -> Response:
-        """How many requests run; if there are several servers, on each, and which one says so."""
-        if self._is_private or not self._siblings:
-            return as_json({"server_load": len(self.calls)})
-        loads = await self._siblings.loads(len(self.calls))
-        return as_json({"server_load": sum(loads), "servers": loads, "server": self._siblings.number})
+        """How many requests run; with several servers how many on each, and which one answers."""
+        loads = self._scoreboard.loads()
+        several = {"servers": loads, "server": self._scoreboard.number} if len(loads) > 1 else {}
+        return as_json({"server_load": sum(loads), **several})
 
     async def state(self, request: Request) -> Response:
         """How a request is, and why it waits if it does."""
-        call = self._find(request)
-        if call is None:
-            return self._siblings.passed_on(request)
-        names = [stream.request_id for stream in call.streams]
-        told = await self.calls.ask(lambda session: session.describe(names))
-        known = {state.request_id: state for state in told.requests}
-        prompts = [_prompt(stream, known.get(stream.request_id)) for stream in call.streams]
+        call_id, members = await self._find(request)
+        prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
-        first = next((state for state in known.values() if state.admission.reason is not None), None)
-        first = first or next(iter(known.values()), None)
+        live = [member for _, member in members if isinstance(member, RequestState)]
+        first = next((state for state in live if state.admission.reason is not None), live[0])
+        context = members[0][0]
         usage = {
-            "prompt_tokens": call.num_prompt_tokens,
-            "completion_tokens": sum(stream.num_tokens for stream in call.streams),
+            "prompt_tokens": sum(each["prompt_tokens"] for each in (prompts[:1] if context.are_forks else prompts)),
+            "completion_tokens": sum(each["completion_tokens"] for each in prompts),
         }
         return as_json(
             {
-                "id": call.id,
+                "id": call_id,
                 "object": "request",
-                "created": call.created,
-                "state": next((state for state in _ORDER if state in states), "finished"),
-                "admission": None if first is None else _admission(first),
+                "created": context.created,
+                "state": next(state for state in _ORDER if state in states),
+                "admission": _admission(first),
                 "usage": usage,
                 "prompts": prompts,
             }
         )
 
     async def abort(self, request: Request) -> Response:
-        """Its client is told so."""
-        call = self._find(request)
-        if call is None:
-            return self._siblings.passed_on(request)
-        self.calls.relay.abort(call)
-        return as_json({"id": call.id, "object": "request", "deleted": True})
+        """The client of the request gets the finish reason "abort"."""
+        call_id = _id_in(request)
+        aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
+        if not aborted.num_requests:
+            raise _not_running(call_id)
+        return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
-        """Branches of a request that runs: each begins with what it has generated so far."""
+        """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        parent = self._find(request)
-        if parent is None:
-            return self._siblings.passed_on(request, data)
+        call_id, members = await self._find(request, with_content=True)
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        call = await self._branches(parent, body)
-        call.shape_fork = parent.shape_fork
-        return Answer(call, parent.shape_fork(call, body), self.calls.run, stream=bool(body.stream), headers=headers)
+        call = await self._forks(call_id, members, body)
+        return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Nothing computed before is found again; what runs goes on."""
@@ -130,61 +134,94 @@ class Requests:
 
     # ---- inside
 
-    def _find(self, request: Request) -> Call | None:
-        """None if another server may have it. Raises ApiError."""
-        call_id = request.path_params["request_id"]
-        return self.calls.get(call_id) if self._is_private or not self._siblings else self.calls.find(call_id)
+    async def _find(self, request: Request, *, with_content: bool = False) -> tuple[str, list[Member]]:
+        """The id, and the streams of the call that has it, in order; at least one is live. Raises ApiError."""
+        call_id = _id_in(request)
+        found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
+        known: list[RequestState | EndedRequest] = [*found.requests, *found.ended]
+        try:
+            members = [(_context.decode(each.context), each) for each in known]
+        except msgspec.MsgspecError:  # a client that is no API server has this id
+            members = []
+        if not found.requests or not members:
+            raise _not_running(call_id)
+        return call_id, sorted(members, key=lambda member: member[0].index)
 
-    async def _branches(self, parent: Call, body: ForkBody) -> Call:
-        """A call of `n` streams that begin with all that the parent's has. Raises ApiError."""
+    async def _forks(self, parent_id: str, members: list[Member], body: ForkBody) -> Call:
+        """A call of `n` streams that begin with all that the parent has. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
             raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
-        if len(parent.streams) > 1:
-            raise ApiError(400, f"request {parent.id!r} has {len(parent.streams)} prompts; only one can be forked")
-        (trunk,) = parent.streams
-        if trunk.finished:
-            raise ApiError(409, f"request {parent.id!r} has finished; only one that runs can be forked")
-        if body.stream and trunk.params.prompt_logprobs is not None:
+        context, parent = members[0]
+        if context.num_streams > 1:
+            raise ApiError(400, f"request {parent_id!r} has {context.num_streams} prompts; only one can be forked")
+        if not isinstance(parent, RequestState) or parent.content is None:
+            raise ApiError(409, f"request {parent_id!r} has finished; only one that runs can be forked")
+        content = parent.content
+        if body.stream and content.params.prompt_logprobs is not None:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
-        call_id = await self.new_id(parent.id.split("-")[0], body.request_id)
-        params = _params(trunk.params, body)
+        call_id = await self.new_id(context.style.kind, body.request_id)
+        params = _fork_params(content.params, body)
         ids = self.calls.stream_ids(call_id, count)
         try:
-            check_room([trunk.prompt], body.max_tokens, self._factory.limits.max_model_len)
-            streams = [self._factory.fork(trunk, params, each, number) for number, each in enumerate(ids)]
+            stream = self._restored(parent.request_id, content)
+            check_room([stream.prompt], body.max_tokens, self._factory.limits.max_model_len)
+            streams = [self._factory.fork(stream, params, each, number) for number, each in enumerate(ids)]
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error))) from error
-        return Call(call_id, streams, are_forks=True)
+        return Call(call_id, streams, context.style.forked(body), are_forks=True)
+
+    def _restored(self, request_id: str, content: RequestContent) -> RequestStream:
+        """The stream of a request that any server may run, as far as it has come. It has not met a stop string: a fork
+        may have inherited one, which does not count."""
+        params = msgspec.structs.replace(content.params, stop=())
+        stream = self._factory.make(unpack_tokens(content.prompt), params, request_id)
+        output, scored = unpack_tokens(content.output), content.logprobs
+        start = len(output) - len(scored)
+        stream.apply(Tokens(request_id, 0, output[:start]))
+        stream.apply(Tokens(request_id, start, output[start:], scored or None))
+        return stream
 
 
-def _params(base: SamplingParams, body: ForkBody) -> SamplingParams:
+def _id_in(request: Request) -> str:
+    call_id: str = request.path_params["request_id"]
+    if len(call_id) > MAX_ID_CHARS:
+        raise _not_running(call_id)
+    return call_id
+
+
+def _not_running(call_id: str) -> ApiError:
+    return ApiError(404, f"no request {call_id!r} is running")
+
+
+def _fork_params(base: SamplingParams, body: ForkBody) -> SamplingParams:
     """`base` with what is given in `body`; its seed is not passed on. Raises ApiError."""
     defaults = {**msgspec.structs.asdict(base), "seed": None}
     return bodies.sampling(body, defaults, {"n": base.n})
 
 
-def _prompt(stream: RequestStream, state: RequestState | None) -> dict[str, Any]:
-    """How one prompt of a call is. The engine does not know (any more) what has ended."""
-    told = {
-        "prompt_tokens": len(stream.prompt.token_ids),
-        "completion_tokens": stream.num_tokens,
-        "priority": stream.params.priority,
-    }
-    if state is None:
-        return {"state": "finished", **told}
-    states = {sample.status for sample in state.samples}
+def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:
+    """How one prompt of a call is."""
+    if isinstance(member, EndedRequest):
+        counts = _counts(member.num_prompt, member.num_output, member.priority)
+        return {"state": "finished", **counts}
+    states = {sample.status for sample in member.samples}
+    num_output = member.num_ended_output + sum(sample.num_output for sample in member.samples)
     return {
         "state": next(name for name in _ORDER if name in states),
-        **told,
-        "cached_tokens": state.num_cached,
-        "age_s": round(state.age_s, 6),
-        "deadline_in_s": state.deadline_in_s,
-        "preemptions": state.num_preemptions,
-        "admission": _admission(state),
-        "samples": [_sample(sample) for sample in state.samples],
-        "samples_to_come": state.num_unforked,
+        **_counts(member.num_prompt, num_output, member.priority),
+        "cached_tokens": member.num_cached,
+        "age_s": round(member.age_s, 6),
+        "deadline_in_s": member.deadline_in_s,
+        "preemptions": member.num_preemptions,
+        "admission": _admission(member),
+        "samples": [_sample(sample) for sample in member.samples],
+        "samples_to_come": member.num_unforked,
     }
+
+
+def _counts(num_prompt: int, num_output: int, priority: int) -> dict[str, int]:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "priority": priority}
 
 
 def _sample(sample: SampleState) -> dict[str, Any]:
@@ -215,7 +252,7 @@ def _admission(state: RequestState) -> dict[str, Any]:
 
 
 def _why(state: RequestState, found: Admission) -> str | None:
-    """In words."""
+    """The reason in words, None for a request that runs."""
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)
         return f"{place} {'stands' if place == 1 else 'stand'} before it in the queue"

@@ -3,7 +3,10 @@
 That changes nothing: no block is touched and no token hashed, so a trace need not record it.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
@@ -16,13 +19,24 @@ if TYPE_CHECKING:
     from vllm_lite.engine.scheduler import Scheduler
 
 
-def describe(scheduler: "Scheduler", request_ids: tuple[str, ...], now_s: float) -> api.Descriptions:
-    """The state of those requests that live."""
-    found = [scheduler.requests.get(request_id) for request_id in dict.fromkeys(request_ids)]
-    known = [request for request in found if request is not None and request.sequences]
+def describe(
+    scheduler: "Scheduler", requests: Iterable["Request"], now_s: float, *, with_content: bool = False
+) -> list[api.RequestState]:
+    """The states of live requests."""
+    known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
-    return api.Descriptions([_state(scheduler, request, places, now_s) for request in known])
+    states = [_state(scheduler, request, places, now_s) for request in known]
+    if with_content:
+        pairs = zip(states, map(_content, known), strict=True)
+        states = [msgspec.structs.replace(state, content=content) for state, content in pairs]
+    return states
+
+
+def _content(request: "Request") -> api.RequestContent:
+    tokens, num_prompt = request.sequences[0].tokens, request.num_prompt
+    prompt, output = tokens[:num_prompt].tobytes(), tokens[num_prompt:].tobytes()
+    return api.RequestContent(request.params, prompt, output, request.logprobs)
 
 
 def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], now_s: float) -> api.RequestState:
@@ -38,6 +52,8 @@ def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], n
         priority=request.params.priority,
         age_s=now_s - request.queued_s,
         deadline_in_s=None if request.deadline_s is None else request.deadline_s - now_s,
+        num_ended_output=request.num_generated,
+        context=request.context,
     )
 
 

@@ -1,18 +1,33 @@
-"""Call: one HTTP request that generates. Its streams (one for each prompt), and how much of them has been told."""
+"""Call: one HTTP request that generates. It has one stream for each prompt, and a choice for each sample of these."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.server.openai.chunks import AnswerStyle
 
-if TYPE_CHECKING:
-    from vllm_lite.server.openai.answers import Shape
-    from vllm_lite.server.openai.bodies import ForkBody
+MAX_ECHO_CHARS = 256 * 1024
+"""A longer echo is left out of the context, and forks of the call are answered without it."""
+
+
+class CallContext(msgspec.Struct, frozen=True):
+    """What any API server needs to know of a call, beside its tokens: the engine keeps it with each of the streams.
+
+    `index` is the stream's among `num_streams`; they are `are_forks` of one request, or have a prompt each.
+    """
+
+    created: int
+    index: int
+    num_streams: int
+    are_forks: bool
+    style: AnswerStyle
 
 
 class Choice:
@@ -38,13 +53,17 @@ class Choice:
 
 
 class Call:
-    """Woken whenever one of its streams has news."""
+    """It is woken whenever one of its streams has something new."""
 
-    def __init__(self, call_id: str, streams: Sequence[RequestStream], *, are_forks: bool = False) -> None:
-        """`streams` have the same number of samples each; `are_forks` of one request, whose prompt counts once."""
+    def __init__(
+        self, call_id: str, streams: Sequence[RequestStream], style: AnswerStyle, *, are_forks: bool = False
+    ) -> None:
+        """`streams` have the same number of samples each; if they `are_forks` of one request its prompt counts once."""
         self.id = call_id
         self.created = int(time.time())
         self.streams = streams
+        self.style = style
+        self._are_forks = are_forks
         self._prompts = streams[:1] if are_forks else streams
         self._num_inherited = self._num_tokens
         num = streams[0].params.n
@@ -53,14 +72,21 @@ class Call:
             for place, stream in enumerate(streams)
             for sample in range(num)
         ]
-        self.gone = False
+        self.is_disconnected = False
         self.was_cut = False
         """The server ends before this had a single token of its own."""
-        self.quiet_since_s = time.monotonic()
-        self.shape_fork: Callable[[Call, ForkBody], Shape]
-        """How a fork of this call is told: as it is itself. Set by whoever tells it."""
+        self.sent_s = time.monotonic()
+        """When its client was last sent something."""
         self.was_woken = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def message(self, index: int) -> Generate | ForkRequest:
+        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+        style, count = self.style, len(self.streams)
+        if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
+            style = msgspec.structs.replace(style, echo=())  # only a call with one stream can be forked
+        context = msgspec.msgpack.encode(CallContext(self.created, index, count, self._are_forks, style))
+        return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 
     @property
     def finished(self) -> bool:
@@ -99,27 +125,28 @@ class Call:
     def num_cached_tokens(self) -> int:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
-    def news(self) -> Iterator[tuple[Choice, CompletionOutput]]:
+    def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Each choice that has something new, with it."""
         for choice in self.choices:
-            if (news := choice.delta()) is not None:
-                yield choice, news
+            if (delta := choice.delta()) is not None:
+                yield choice, delta
 
     def wake(self) -> None:
         self.was_woken = True
-        self._news.set()
+        self._changed.set()
 
     def cut_short(self) -> None:
-        """The server ends, and nobody need wait for the engine to know it."""
+        """The server ends; the call ends without waiting for the engine to know it."""
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
-    def leave(self) -> None:
-        """Its client has gone."""
-        self.gone = True
-        self._news.set()
+    def disconnect(self) -> None:
+        """Its client has disconnected."""
+        self.is_disconnected = True
+        self._changed.set()
 
     async def wait(self) -> None:
-        """Until something has come, its client has gone, or a comment is due. Whoever wakes it has a deadline."""
-        await self._news.wait()
-        self._news.clear()
+        """Until something has come, its client has disconnected, or a comment is due. All that wakes it has a deadline
+        of its own."""
+        await self._changed.wait()
+        self._changed.clear()

@@ -1,4 +1,4 @@
-"""Calls: all that run on this server. Who may start one, and who is told that it is over."""
+"""Calls: all that run on this server, and whether another one may start."""
 
 import asyncio
 import time
@@ -11,9 +11,10 @@ from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.relay import Relay
+from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.response import PING_S
-from vllm_lite.server.openai.errors import ApiError, in_use, refused, told
+from vllm_lite.server.openai.errors import ApiError, in_use, public_text, refused
+from vllm_lite.server.processes.scoreboard import Scoreboard
 
 LOOK_S = 0.25
 PROBE_TIMEOUT_S = 5.0
@@ -22,11 +23,11 @@ RETRY_AFTER_S = 1
 A = TypeVar("A")
 
 
-class Limits(NamedTuple):
-    """How much may run and wait here: of what the engine takes, this server's share if there are several.
+class QueueLimits(NamedTuple):
+    """How much may run and wait on this server, which has its share of what the engine takes if there are several.
 
-    capacity           sequences in a batch
-    max_queued         sequences that may wait for a place in it
+    capacity           sequences in the batch
+    max_queued         sequences that may wait for it
     max_queued_of_all  the same of all servers together, by the engine's own count
     max_queued_tokens  of prompts without a first token yet; None = any number
     """
@@ -40,10 +41,11 @@ class Limits(NamedTuple):
 class Calls:
     """Every method is called on the loop."""
 
-    def __init__(self, relay: Relay, limits: Limits, *, number: int = 0) -> None:
-        """`number` is the server's among several."""
-        self.relay = relay
-        self._suffix = f"@{number}" if number else ""
+    def __init__(self, dispatcher: Dispatcher, limits: QueueLimits, scoreboard: Scoreboard | None = None) -> None:
+        """`scoreboard` shows how many run here; it is given where there are several servers."""
+        self.dispatcher = dispatcher
+        self.scoreboard = scoreboard or Scoreboard()
+        self._suffix = f"@{self.scoreboard.number}" if self.scoreboard.number else ""
         self.is_draining = False
         self._limits = limits
         self._num_waiting = self._num_waiting_last = 0
@@ -55,8 +57,8 @@ class Calls:
     @property
     def death(self) -> str | None:
         """Why the engine ended, None as long as it lives."""
-        dead = self.relay.session.dead
-        return None if dead is None else told(dead)
+        dead = self.dispatcher.session.dead
+        return None if dead is None else public_text(dead)
 
     @property
     def trouble(self) -> str | None:
@@ -69,7 +71,7 @@ class Calls:
         """Raises ApiError if no call of `num_new` sequences may start now."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
-        limits, here = self._limits, self.relay.num_sequences
+        limits, here = self._limits, self.dispatcher.num_sequences
         flag, most = f"--max-num-queued-reqs {limits.max_queued_of_all}", limits.capacity + limits.max_queued
         if num_new > most:
             what = f"the request has {num_new} sequences, n for each prompt"
@@ -82,7 +84,7 @@ class Calls:
 
     def _check_tokens(self, call: Call) -> None:
         """Raises ApiError if the prompts that wait hold too many tokens. One that finds the queue empty may always."""
-        limit, queued = self._limits.max_queued_tokens, self.relay.num_queued_tokens
+        limit, queued = self._limits.max_queued_tokens, self.dispatcher.num_queued_tokens
         if limit is not None and queued and queued + call.num_prompt_tokens > limit:
             new, flag = call.num_prompt_tokens, f"--max-num-queued-tokens {limit}"
             raise _full(f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})")
@@ -92,40 +94,32 @@ class Calls:
         """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
         self.check(call.num_sequences)
         self._check_tokens(call)
-        if call.id in self._running or self.relay.has_one_of(call):
+        if call.id in self._running or self.dispatcher.has_one_of(call):
             raise in_use(call.id)
         self._running[call.id] = call
+        self.scoreboard.report_load(len(self._running))
         try:
             try:
-                self.relay.start(call)
+                self.dispatcher.start(call)
             except VllmLiteError as error:
                 raise refused(error) from error
             yield
         finally:
             del self._running[call.id]
-            self.relay.drop(call)
-
-    def get(self, call_id: str) -> Call:
-        """A call that runs. Raises ApiError if there is none."""
-        call = self.find(call_id)
-        if call is None:
-            raise ApiError(404, f"no request {call_id!r} is running")
-        return call
-
-    def find(self, call_id: str) -> Call | None:
-        return self._running.get(call_id)
+            self.scoreboard.report_load(len(self._running))
+            self.dispatcher.drop(call)
 
     def stream_ids(self, call_id: str, count: int) -> list[str]:
-        """What the engine is to call the streams of a call: no other server's have these names, whoever chose the
-        call's."""
-        names = [call_id] if count == 1 else [f"{call_id}-{place}" for place in range(count)]
+        """The request ids in the engine of a call's streams. No other server's streams have them, even if two clients
+        chose the same id for their calls."""
+        names = [call_id] if count == 1 else [f"{call_id}-{index}" for index in range(count)]
         return [name + self._suffix for name in names]
 
     def abort_all(self) -> None:
         """The server ends. What has begun keeps what it has, what has not is refused."""
         for call in self._running.values():
             call.cut_short()
-            self.relay.abort(call)
+            self.dispatcher.abort(call)
 
     async def probe(self) -> Stats:
         """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
@@ -138,31 +132,31 @@ class Calls:
         return await self.ask(lambda session: session.request_stats())
 
     async def ask(self, question: Callable[[Session], Future[A]]) -> A:
-        """What the engine answers to a question put by the session. Raises ApiError if it does not."""
+        """The engine's answer to `question`, which sends it through the session. Raises ApiError if none comes."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(question(self.relay.session)), PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(question(self.dispatcher.session)), PROBE_TIMEOUT_S)
         except (TimeoutError, EngineError) as error:
-            text = told(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
+            text = public_text(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
             raise ApiError(503, text) from error
 
     async def watch(self) -> None:
-        """For ever: comments where streams are silent, a look at the queue."""
+        """For ever: have silent streams send a comment, and look at the queue."""
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
             for call in list(self._running.values()):
-                if now_s - call.quiet_since_s >= PING_S:
+                if now_s - call.sent_s >= PING_S:
                     call.wake()
             await self._look_at_queue()
 
     async def _look_at_queue(self) -> None:
-        """What waits at two looks, one after the other, waits for more than the next step."""
+        """Only what waits at two looks, one after the other, waits for more than the next step."""
         before, self._num_waiting_last = self._num_waiting_last, await self._count_waiting()
         self._num_waiting = min(before, self._num_waiting_last)
 
     async def _count_waiting(self) -> int:
         """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
-        if self.trouble is not None or self.relay.num_sequences <= self._limits.max_queued:
+        if self.trouble is not None or self.dispatcher.num_sequences <= self._limits.max_queued:
             return 0
         try:
             return (await self.probe()).num_waiting

@@ -14,25 +14,25 @@ from starlette.types import Receive, Scope, Send
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.server.calls.call import Call, Choice
-from vllm_lite.server.calls.threads import until_gone
-from vllm_lite.server.openai.answers import Shape
+from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import field_of
+from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
 PING = b": ping\n\n"
 PING_S = 15.0
 """A stream is never silent for longer: proxies end connections that are."""
 MANY_TOKENS = 256
-"""With logprobs, in one piece of a stream."""
+"""Tokens with logprobs in one write of a stream, beyond which a thread encodes them."""
 
 
-class Answer(Response):
-    """Runs `call` when the response is asked for; aborts it if the client goes."""
+class CallResponse(Response):
+    """Runs `call` when the response is asked for; aborts it if the client disconnects."""
 
     def __init__(
         self,
         call: Call,
-        shape: Shape,
+        writer: AnswerWriter,
         run: Callable[[Call], AbstractContextManager[None]],
         *,
         stream: bool,
@@ -42,64 +42,64 @@ class Answer(Response):
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
         super().__init__(headers={"content-type": kind, **headers})
         self._call = call
-        self._shape = shape
+        self._writer = writer
         self._run = run
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         call = self._call
-        watch = asyncio.ensure_future(until_gone(receive))
-        watch.add_done_callback(lambda _: call.leave())
+        watch = asyncio.ensure_future(until_disconnected(receive))
+        watch.add_done_callback(lambda _: call.disconnect())
         try:
             with self._run(call):
-                await (self._tell_pieces(send) if self._stream else self._tell_whole(send))
+                await (self._send_chunks(send) if self._stream else self._send_whole(send))
         finally:
             watch.cancel()
 
-    async def _tell_whole(self, send: Send) -> None:
+    async def _send_whole(self, send: Send) -> None:
         call = self._call
-        while not call.finished and not call.gone and call.error is None and not call.was_cut:
+        while not call.finished and not call.is_disconnected and call.error is None and not call.was_cut:
             await call.wait()
-        if call.gone:
+        if call.is_disconnected:
             return
         if call.error is not None or call.was_cut:
-            raise _as_answer(call)
-        body = await self._made(self._shape.whole, has_logprobs(call))
+            raise _as_error(call)
+        body = await self._made(self._writer.whole, has_logprobs(call))
         headers = [*self._own_headers(), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _tell_pieces(self, send: Send) -> None:
-        call, shape = self._call, self._shape
+    async def _send_chunks(self, send: Send) -> None:
+        call, writer = self._call, self._writer
         await call.wait()
         if call.error is not None or call.was_cut:
-            raise _as_answer(call)
-        if call.gone:
+            raise _as_error(call)
+        if call.is_disconnected:
             return
         headers = [*self._own_headers(), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = shape.opening()
-        while not call.gone:
+        data = writer.opening()
+        while not call.is_disconnected:
             ended = call.finished or call.error is not None
-            data += await self._pieces(list(call.news()))
+            data += await self._chunks(list(call.deltas()))
             if ended:
-                data += shape.closing() if call.error is None else b"data: " + _as_answer(call).body() + b"\n\n"
+                data += writer.closing() if call.error is None else b"data: " + _as_error(call).body() + b"\n\n"
             now_s = time.monotonic()
-            if not data and now_s - call.quiet_since_s >= PING_S:
+            if not data and now_s - call.sent_s >= PING_S:
                 data = PING
             if data:
-                call.quiet_since_s = now_s
+                call.sent_s = now_s
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})
             if ended:
                 return
             data = b""
             await call.wait()
 
-    async def _pieces(self, all_news: list[tuple[Choice, CompletionOutput]]) -> bytes:
-        """The news of some choices. They are many at once of one that has nothing to show before its end."""
-        many = sum(len(news.logprobs or ()) for _, news in all_news) > MANY_TOKENS
+    async def _chunks(self, deltas: list[tuple[Choice, CompletionOutput]]) -> bytes:
+        """A chunk for each delta. A choice that has nothing to show before its end has one long delta."""
+        many = sum(len(delta.logprobs or ()) for _, delta in deltas) > MANY_TOKENS
         return await self._made(
-            lambda: b"".join([self._shape.piece(choice, news) for choice, news in all_news]), is_long=many
+            lambda: b"".join([self._writer.chunk(choice, delta) for choice, delta in deltas]), is_long=many
         )
 
     async def _made(self, make: Callable[[], bytes], is_long: bool) -> bytes:
@@ -115,7 +115,7 @@ def has_logprobs(call: Call) -> bool:
     return params.logprobs is not None or params.prompt_logprobs is not None
 
 
-def _as_answer(call: Call) -> ApiError:
+def _as_error(call: Call) -> ApiError:
     """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now."""
     error = call.error
     if error is None and call.was_cut:

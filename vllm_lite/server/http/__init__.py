@@ -1,1 +1,7 @@
-"""HTTP below the routes: limits of connections, reading of bodies, API keys."""
+"""What guards a route: limits of connections and bodies, API keys, clients that disconnect.
+
+connection.py  limits of headers and of clients that do not read
+auth.py        API keys, request ids
+body.py        reads and decodes a body, within limits
+disconnect.py  notices that a client has disconnected, and ends what is done for it
+"""

@@ -2,7 +2,7 @@
 the answers is bounded in bytes, and one that does not read them is cut off.
 
 uvicorn bounds none of these: without this a client could send headers without end, or never end them, or requests
-without end that become objects before anybody looks at their keys. Nor does it tell a request that its client has gone
+without end that become objects before anybody looks at their keys. Nor does a request learn that its client has gone
 once another one has come behind it on the same connection.
 """
 
@@ -41,8 +41,8 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class Connection(HttpToolsProtocol):
-    """See the module. `limited` gives it its times.
+class HttpConnection(HttpToolsProtocol):
+    """See the module. `with_timeouts` sets its times.
 
     Two requests of one connection are known at once, the one that is answered and the one behind it, and whatever else
     was in the same piece. What has come behind them stays bytes until the first is answered.
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # trailers are nobody's headers: whoever let the headers pass has not seen them
+        if self._in_headers:  # trailers are no headers: what let the headers pass has not seen them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
 _TOO_LONG = (431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
 
 
-def limited(header_timeout_s: float, write_timeout_s: float) -> type[Connection]:
-    """A Connection whose headers have `header_timeout_s`, and whose client `write_timeout_s` to read."""
+def with_timeouts(header_timeout_s: float, write_timeout_s: float) -> type[HttpConnection]:
+    """An HttpConnection whose headers have `header_timeout_s`, and whose client `write_timeout_s` to read."""
     times = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
-    return type("LimitedConnection", (Connection,), times)
+    return type("TimedConnection", (HttpConnection,), times)

@@ -19,8 +19,8 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_FIELDS = 256
 MAX_CHOICES = 1024
-"""Of all prompts of one request together."""
-_TOLD = re.compile(r"[^\w.-]")
+"""Choices of one request, those of all its prompts together."""
+_UNSAFE = re.compile(r"[^\w.-]")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -62,7 +62,6 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-G = TypeVar("G", bound=msgspec.Struct)
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
 """Python's `$` would let a line end be behind it."""
 
@@ -87,7 +86,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     @property
     def only_scores(self) -> bool:
-        """Whether the prompt is told, with its logprobs if they are asked for, and nothing behind it."""
+        """Whether only the prompt is shown, with its logprobs if they are asked for, and nothing is generated."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -153,13 +152,6 @@ class ForkBody(SamplingFields, frozen=True, kw_only=True):
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
 
-    def over(self, body: G) -> G:
-        """`body`, told as this one asks."""
-        changes: dict[str, Any] = {"stream": self.stream, "stream_options": self.stream_options}
-        if isinstance(body, Body) and self.return_token_ids is not None:
-            changes["return_token_ids"] = self.return_token_ids
-        return msgspec.structs.replace(body, **changes)
-
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: either a prompt, or messages."""
@@ -183,54 +175,32 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 SAMPLING = SamplingFields.__struct_fields__
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_ALWAYS_REFUSED = """
+audio chat_template custom_logit_processor documents ebnf features functions grammar guided_choice guided_grammar
+guided_json guided_regex json_schema logits_processors logprob_token_ids lora_path prediction prompt_embeds regex
+repetition_detection return_hidden_states return_prompt_text return_tokens_as_token_ids structural_tag
+structured_outputs suffix tools watermarking web_search_options
+"""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": (),
+    **dict.fromkeys(_ALWAYS_REFUSED.split(), ()),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "ebnf": (),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
-    "features": (),
     "function_call": ("none",),
-    "functions": (),
-    "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
-    "logits_processors": (),
-    "logprob_token_ids": (),
-    "lora_path": (),
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "modalities": (["text"],),
     "no_repeat_ngram_size": (0,),
-    "prediction": (),
-    "prompt_embeds": (),
-    "regex": (),
-    "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_hidden_states": (),
-    "return_prompt_text": (),
-    "return_tokens_as_token_ids": (),
     "smoothing_factor": (0,),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "suffix": (),
     "tfs": (1,),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
-    "tools": (),
     "top_a": (0,),
     "truncation_side": ("left",),
     "typical_p": (1,),
     "verbosity": ("medium",),
-    "watermarking": (),
-    "web_search_options": (),
     "xtc_probability": (0,),
 }
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
@@ -243,7 +213,7 @@ _SPELLINGS = {
     int: {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")},
 }
 _SPELLINGS[float] = _SPELLINGS[int]
-"""What pydantic takes besides what msgspec does, and what for; by the type of the field."""
+"""Values that pydantic accepts and msgspec does not, and what they stand for; by the type of the field."""
 MAX_SPELLING = max(len(spelling) for known in _SPELLINGS.values() for spelling in known)
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -298,8 +268,8 @@ def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
-    """The header that names ignored fields; of their names, which a client made up, only what may stand there."""
-    names = [_TOLD.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
+    """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
+    names = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
     return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
 
 

@@ -1,4 +1,4 @@
-"""Every answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every answer that is an error, in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 
@@ -64,16 +64,16 @@ def in_use(call_id: str) -> ApiError:
 def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
     """`error`, met before anything was generated: the request's fault, or the engine's."""
     if isinstance(error, EngineError):
-        return ApiError(503, told(error))
+        return ApiError(503, public_text(error))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     return ApiError(400, str(error), param, code=code)
 
 
 def failed(error: VllmLiteError) -> ApiError:
     """`error`, met while a request was running and not its fault: the engine has died, or there is a fault of ours."""
-    return ApiError(503 if isinstance(error, EngineError) else 500, told(error))
+    return ApiError(503 if isinstance(error, EngineError) else 500, public_text(error))
 
 
-def told(error: VllmLiteError) -> str:
-    """What a stranger may know of it: no addresses on this machine."""
+def public_text(error: VllmLiteError) -> str:
+    """What a stranger may read of `error`: no addresses on this machine."""
     return _ADDRESS.sub("its address", str(error))

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: lists side by side for completions, objects for chats."""
+"""Log-probabilities in OpenAI's two formats: lists side by side for completions, objects for chats."""
 
 import codecs
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def of_completion(
     token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: Spelling
 ) -> dict[str, list[Any]]:
     """`choices[].logprobs` of a completion, or of the prompt before it, whose first token has none; `offsets` go on
-    from one piece to the next."""
+    from one chunk to the next."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, candidates in zip(token_ids, entries, strict=False):
         text, data = spelling.of(token_id)
@@ -103,7 +103,7 @@ def of_completion(
 
 
 def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
-    """Of the prompt of a stream that has ended, None if not asked for."""
+    """The logprobs of the prompt of a stream that has ended, None if not asked for."""
     return stream.output().prompt_logprobs
 
 

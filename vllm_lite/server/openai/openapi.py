@@ -79,7 +79,7 @@ fetch("openapi.json").then(answer => answer.json()).then(doc => {
 })
 </script>
 """
-"""Without anything from elsewhere: it works where there is no network, and tells nobody that it was looked at."""
+"""Without anything from elsewhere: it works where there is no network, and nobody learns that it was looked at."""
 
 
 def document() -> dict[str, Any]:

@@ -12,10 +12,10 @@ from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server.calls.rendering import Renderer, TextTooLongError
-from vllm_lite.server.calls.threads import Workers
+from vllm_lite.server.http.disconnect import Threads
 from vllm_lite.server.openai.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NUM_TOKENIZERS = 2
@@ -38,7 +38,7 @@ class Prompts:
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._vocabulary: Vocabulary | None = None
-        self._workers = Workers(NUM_TOKENIZERS, "tokenizer")
+        self._threads = Threads(NUM_TOKENIZERS, "tokenizer")
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
@@ -109,7 +109,7 @@ class Prompts:
         """What `work` makes of `prompts`, whose texts it tokenizes: here, or in a thread if they are long."""
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT_CHARS:
             return work(lambda: None)
-        return await self._workers.run(work, request.receive)
+        return await self._threads.run(work, request.receive)
 
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
         """Raises RequestError as well."""
@@ -124,7 +124,7 @@ class Prompts:
         return self.tokenizer
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of `token_ids`. The loop has its turn between slices of many."""
+        """Text of `token_ids`. Other tasks of the loop run between slices of many."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
         if len(token_ids) <= SLICE_TOKENS:

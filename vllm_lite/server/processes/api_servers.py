@@ -1,13 +1,14 @@
-"""The API servers beside the first one, which owns them: started, watched, started again when they die or hang, ended
-with it."""
+"""ApiServers: all API servers but the first, which owns them. They are started, watched, started again when they die or
+hang, and ended with it."""
 
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -17,88 +18,93 @@ from vllm_lite.errors import EngineError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.supervise import Child
 from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.processes.scoreboard import Scoreboard
 
-MODULE = "vllm_lite.server.processes.api_server"
+MODULE = "vllm_lite.server.processes.http_server"
 READY_S = 60.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
-"""A server that dies more often than MAX_RESTARTS times in this time ends the family."""
+"""A server that dies more often than MAX_RESTARTS times in this time ends all."""
 LOOK_S = 0.02
 WATCH_S = 1.0
-"""Between two questions to one that answers."""
+"""Between two looks at whether the servers are alive."""
 AGAIN_S = 2.0
-"""For a last answer of one that is to be killed: this process itself may have been stopped meanwhile."""
+"""For a sign of life after this process itself was stopped, as then the others may have been, too."""
 GRACE_S = 5.0
 """Beyond the time that requests have to end."""
 
 logger = log.get(__name__)
 
 
-class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an API server is started with. `engine` is resolved; `listener` is an open descriptor."""
+class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an API server is started with. `engine` is resolved; `listener` and `scoreboard` are open descriptors."""
 
     config: ServeConfig
     keys: Keys
     engine: ResolvedConfig
     address: str
-    run_dir: str
     number: int
     listener: int
+    scoreboard: int
 
 
-class Family:
-    """Of as many servers as there are settings; without any it has nothing to do."""
+class ApiServers:
+    """One child for each of the settings; without any there is nothing to do."""
 
     def __init__(
-        self, settings: Sequence[ApiSettings] = (), close_listeners: Callable[[], None] = lambda: None
+        self, settings: Sequence[ApiServerSettings], scoreboard: Scoreboard, listeners: Sequence[socket.socket] = ()
     ) -> None:
-        """`close_listeners` closes this process's own copies of their sockets, which outlive a server that dies, so
-        that clients who come meanwhile wait for the next."""
+        """`listeners` are this process's own copies of their sockets. They outlive a server that dies, so that clients
+        who come meanwhile wait for the next one."""
+        self.trouble: str | None = None
+        """Why all have to end, None as long as they need not."""
         self._settings = {each.number: each for each in settings}
-        self._close_listeners = close_listeners
+        self._scoreboard = scoreboard
+        self._listeners = listeners
         self._children: dict[int, Child] = {}
         self._ready_by_s: dict[int, float] = {}
+        self._looked_s = self._stopped_until_s = 0.0
         self._exits: deque[tuple[int, str]] = deque()
         self._restarts: deque[float] = deque()
         self._stopping: list[threading.Thread] | None = None
-        self._trouble: str | None = None
 
-    async def start(self, is_up: Callable[[int, float], Awaitable[bool]]) -> None:
-        """All of them, until each answers `is_up(number, timeout_s)`. Raises EngineError."""
+    async def start(self) -> None:
+        """Start all of them, and wait until each is alive. Raises EngineError."""
         for number in self._settings:
             self._spawn(number)
         deadline_s = time.monotonic() + READY_S
         for number in self._settings:
-            while self._stopping is None and not await is_up(number, AGAIN_S):
+            while self._stopping is None and not self._scoreboard.alive_s(number):
                 if self._exits:
                     raise EngineError("API server {} did not start: {}".format(*self._exits[0]))
                 if time.monotonic() > deadline_s:
                     raise EngineError(f"API server {number} did not answer within {READY_S:g} s")
                 await asyncio.sleep(LOOK_S)
 
-    async def watch(self, is_up: Callable[[int, float], Awaitable[bool]]) -> None:
-        """For ever: kill who does not answer for as long as an engine may be silent (heartbeat_timeout_s), or is not up
-        in READY_S; look() starts another in its place. To be begun when all have started."""
-        await asyncio.gather(*(self._watch(number, is_up) for number in self._settings))
-
-    async def _watch(self, number: int, is_up: Callable[[int, float], Awaitable[bool]]) -> None:
-        patience_s = self._settings[number].engine.heartbeat_timeout_s
+    async def watch(self) -> None:
+        """For ever: kill a server that gives no sign of life for as long as an engine may be silent
+        (heartbeat_timeout_s), or does not start in READY_S; restart_ended() starts another in its place."""
+        self._looked_s = time.monotonic()
         while True:
-            child = self._children[number]
-            if await is_up(number, patience_s) or await is_up(number, AGAIN_S):
-                self._ready_by_s[number] = time.monotonic() + patience_s
-            elif self._is_late(number, child):
+            await asyncio.sleep(WATCH_S)
+            self._kill_hung(time.monotonic())
+
+    def _kill_hung(self, now_s: float) -> None:
+        if now_s - self._looked_s > WATCH_S + AGAIN_S:  # this process was stopped
+            self._stopped_until_s = now_s + AGAIN_S
+        self._looked_s = now_s
+        for number, child in self._children.items():
+            patience_s = self._settings[number].engine.heartbeat_timeout_s
+            alive_s = self._scoreboard.alive_s(number)
+            deadline_s = alive_s + patience_s if alive_s else self._ready_by_s[number]
+            is_running = child.exited() is None and self._stopping is None
+            if is_running and now_s > max(deadline_s, self._stopped_until_s):
                 logger.warning("API server %d has not answered for %g s; it is killed", number, patience_s)
                 os.kill(child.pid, signal.SIGKILL)
-            await asyncio.sleep(WATCH_S)
 
-    def _is_late(self, number: int, child: Child) -> bool:
-        is_running = child is self._children[number] and child.exited() is None and self._stopping is None
-        return is_running and time.monotonic() > self._ready_by_s[number]
-
-    def look(self) -> str | None:
-        """Start again who died. Returns why the family has to end, None as long as it need not."""
-        while self._exits and self._stopping is None and self._trouble is None:
+    def restart_ended(self) -> str | None:
+        """Start those again that have ended. Returns why all have to end, None as long as they need not."""
+        while self._exits and self._stopping is None and self.trouble is None:
             number, reason = self._exits.popleft()
             now_s = time.monotonic()
             self._restarts.append(now_s)
@@ -106,17 +112,18 @@ class Family:
                 self._restarts.popleft()
             if len(self._restarts) > MAX_RESTARTS:
                 count, window = len(self._restarts), f"{RESTART_WINDOW_S:g} s"
-                self._trouble = f"API servers ended {count} times in {window}, the last of them: {reason}"
-                return self._trouble
+                self.trouble = f"API servers ended {count} times in {window}, the last of them: {reason}"
+                break
             logger.warning("API server %d ended (%s); it is started again", number, reason)
             self._spawn(number)
-        return self._trouble
+        return self.trouble
 
     def stop(self) -> None:
-        """Have them end what they do, each in the time that requests have for that."""
+        """Have them end, each in the time that requests have for that."""
         if self._stopping is not None:
             return
-        self._close_listeners()
+        for listener in self._listeners:
+            listener.close()
         self._stopping = [
             threading.Thread(target=child.stop, args=(self._settings[number].config.shutdown_timeout + GRACE_S,))
             for number, child in self._children.items()
@@ -124,8 +131,8 @@ class Family:
         for thread in self._stopping:
             thread.start()
 
-    def hurry(self) -> None:
-        """After stop(): have them end at once."""
+    def stop_now(self) -> None:
+        """After stop(): have them end without waiting for their requests."""
         for child in self._children.values():
             if child.exited() is None:
                 with suppress(ProcessLookupError):
@@ -138,8 +145,8 @@ class Family:
 
     def _spawn(self, number: int) -> None:
         settings = self._settings[number]
+        self._scoreboard.clear(number)
         self._ready_by_s[number] = time.monotonic() + READY_S
         on_exit = lambda reason: self._exits.append((number, reason))  # noqa: E731
-        self._children[number] = supervise.spawn(
-            MODULE, settings, f"API server {number}", on_exit, fds=(settings.listener,)
-        )
+        fds = (settings.listener, settings.scoreboard)
+        self._children[number] = supervise.spawn(MODULE, settings, f"API server {number}", on_exit, fds=fds)

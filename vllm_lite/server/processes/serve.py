@@ -18,11 +18,11 @@ from vllm_lite.runtime import log
 from vllm_lite.server.config import ServeConfig
 
 if TYPE_CHECKING:
-    from vllm_lite.server.processes.front import Front
+    from vllm_lite.server.processes.http_server import ModelFiles
 
 
 def serve(config: ServeConfig) -> int:
-    """Returns the exit status: 0 if told to stop, 1 if the engine died. Raises VllmLiteError if it cannot start."""
+    """Returns the exit status: 0 after a signal, 1 if the engine died. Raises VllmLiteError if it cannot start."""
     log.moment("server", "imports")
     log.setup("server", *config.logging)
     keys = config.keys()
@@ -31,16 +31,18 @@ def serve(config: ServeConfig) -> int:
         signal.signal(number, lambda *_: stop.set())
     _check_tls(config)
     listeners = _bind(config)
-    fronts: list[Front] = []
+    files: list[ModelFiles] = []
     try:
         try:
-            launched = launch(config.engine(), stop.is_set, lambda engine: fronts.append(_front(config, engine)))
+            launched = launch(config.engine(), stop.is_set, lambda engine: files.append(_load(config, engine)))
         except VllmLiteError:
             if stop.is_set():
                 return 0
             raise
         try:
-            return fronts[0].run(launched, keys, listeners, stop)
+            from vllm_lite.server.processes.http_server import serve_first
+
+            return serve_first(config, keys, launched, files[0], listeners, stop)
         finally:
             launched.close()
     finally:
@@ -50,11 +52,11 @@ def serve(config: ServeConfig) -> int:
             Path(config.uds).unlink(missing_ok=True)
 
 
-def _front(config: ServeConfig, engine: ResolvedConfig) -> "Front":
-    """Imported, too, while the engine starts, which is what a start takes most of its time for."""
-    from vllm_lite.server.processes.front import Front
+def _load(config: ServeConfig, engine: ResolvedConfig) -> "ModelFiles":
+    """Runs while the engine starts, which is what a start takes most of its time for; so does the import."""
+    from vllm_lite.server.processes.http_server import ModelFiles
 
-    return Front(config, engine)
+    return ModelFiles(config, engine)
 
 
 def _bind(config: ServeConfig) -> list[socket.socket]:
@@ -84,7 +86,7 @@ def _bind(config: ServeConfig) -> list[socket.socket]:
 def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = False) -> socket.socket:
     """A socket whose address nobody else can take, though it does not listen yet: with SO_REUSEADDR two could, and the
     second would notice when its engine has started. The option is needed only, and only while binding, where
-    connections of a server that has ended linger; whoever listens sets it for the next one (`listen` of service.py).
+    connections of a server that has ended linger; `listen` of http_server.py sets it for the next server.
     """
     listener = socket.socket(family, kind, proto)
     try:

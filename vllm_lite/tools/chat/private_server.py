@@ -14,9 +14,9 @@ from vllm_lite.config import check_address
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import supervise
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.processes.private import PrivateSettings, log_path
+from vllm_lite.server.processes.child_server import ChildServerSettings, log_path
 
-MODULE = "vllm_lite.server.processes.private"
+MODULE = "vllm_lite.server.processes.child_server"
 STOP_GRACE_S = 6.0
 """More than the server takes to end its engine."""
 LOOK_S = 0.02
@@ -36,7 +36,7 @@ class PrivateServer:
         self._timeout_s = config.ready_timeout_s
         try:
             check_address(f"ipc://{path}")
-            settings = PrivateSettings(private(config, path), self._run_dir)
+            settings = ChildServerSettings(private(config, path), self._run_dir)
             self._child = supervise.spawn(MODULE, settings, "server", lambda _: None)
         except ValueError as error:
             supervise.remove_dir(self._run_dir)

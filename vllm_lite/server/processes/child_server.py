@@ -1,4 +1,4 @@
-"""A server that belongs to the process which started it: on a socket in a private folder, gone when that process is.
+"""`serve` as a child of the process that uses it: on a socket in a private folder, gone when that process is.
 
 The folder also takes its log, the engine's and the workers', so that the terminal is its owner's alone.
 """
@@ -14,7 +14,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.server.config import ServeConfig
 
 
-class PrivateSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChildServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`run_dir` is the folder, which dies with the server if its owner dies first."""
 
     config: ServeConfig
@@ -25,7 +25,7 @@ def log_path(run_dir: str) -> str:
     return f"{run_dir}/log"
 
 
-def main(settings: PrivateSettings, stop: Wakeup) -> int:
+def main(settings: ChildServerSettings, stop: Wakeup) -> int:
     """Serve until SIGTERM. Returns the exit status."""
     file = os.open(log_path(settings.run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -42,4 +42,4 @@ def main(settings: PrivateSettings, stop: Wakeup) -> int:
 
 
 if __name__ == "__main__":
-    run_child(main, PrivateSettings, graceful=True, cleanup=lambda settings: remove_dir(settings.run_dir))
+    run_child(main, ChildServerSettings, graceful=True, cleanup=lambda settings: remove_dir(settings.run_dir))

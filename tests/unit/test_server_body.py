@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from tests.deadlines import scaled
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.http import reading
-from vllm_lite.server.http.reading import MAX_HELD, MAX_VALUES, SMALL_BYTES, Reader
+from vllm_lite.server.http import body as reading
+from vllm_lite.server.http.body import MAX_HELD, MAX_VALUES, SMALL_BYTES, BodyReader
 from vllm_lite.server.openai.bodies import CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
@@ -20,8 +20,8 @@ MAX_BYTES = 1_000_000
 PIECE = 60_000
 
 
-def reader(**settings: Any) -> Reader:
-    return Reader(ServeConfig(max_request_bytes=MAX_BYTES, **settings))
+def reader(**settings: Any) -> BodyReader:
+    return BodyReader(ServeConfig(max_request_bytes=MAX_BYTES, **settings))
 
 
 class Sender:
@@ -129,7 +129,7 @@ def test_values_are_counted_before_they_are_made(value: bytes, monkeypatch: pyte
     """What has too many is not decoded, and no more of it is kept."""
 
     async def main() -> None:
-        read = Reader(ServeConfig(max_request_bytes=32 << 20))
+        read = BodyReader(ServeConfig(max_request_bytes=32 << 20))
         kept: list[int] = []
         monkeypatch.setattr(reading, "decode", lambda *_: kept.append(1))
         sender = Sender(b'{"prompt":[' + b",".join([value] * (MAX_VALUES + 1)) + b"]}", waits=False)
@@ -145,7 +145,7 @@ def test_values_are_counted_before_they_are_made(value: bytes, monkeypatch: pyte
 def test_a_context_of_more_tokens_may_be_asked_for_whole() -> None:
     async def main() -> None:
         data = b'{"prompt":[' + b",".join([b"1"] * (MAX_VALUES + 10)) + b"]}"
-        read = Reader(ServeConfig(max_request_bytes=32 << 20), max_model_len=2 * MAX_VALUES)
+        read = BodyReader(ServeConfig(max_request_bytes=32 << 20), max_model_len=2 * MAX_VALUES)
         body, _ = await read.read(Sender(data, waits=False).request, CompletionBody)
         assert len(body.prompt) == MAX_VALUES + 10
 

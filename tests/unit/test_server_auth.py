@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 
 from vllm_lite.server.config import Keys
-from vllm_lite.server.http.gate import Gate, require_admin
+from vllm_lite.server.http.auth import AuthMiddleware, require_admin
 from vllm_lite.server.openai.errors import ApiError
 
 USER, ADMIN = "user-key", "admin-key"
@@ -33,7 +33,7 @@ def status(
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     headers += more
     scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
-    asyncio.run(Gate(app, keys, is_local=is_local)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AuthMiddleware(app, keys, is_local=is_local)(scope, None, send))  # type: ignore[arg-type]
     assert any(name == b"x-request-id" for name, _ in sent[0]["headers"])
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
 

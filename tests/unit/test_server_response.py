@@ -1,4 +1,4 @@
-"""A call as a response, against an engine that does as it is told: what is written when, and what is left behind."""
+"""A call as a response, against an engine that the test plays: what is written when, and what is left behind."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.calls import registry as calls_module
 from vllm_lite.server.calls import response as answer_module
 from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.registry import Calls, Limits
-from vllm_lite.server.calls.relay import Relay
-from vllm_lite.server.calls.response import Answer
+from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.registry import Calls, QueueLimits
+from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.openai import logprobs as logprobs_module
-from vllm_lite.server.openai.answers import ChatShape
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, StreamOptions
+from vllm_lite.server.openai.chunks import AnswerStyle, writer
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
 
@@ -32,11 +32,12 @@ DEADLINE_S = scaled(30.0)
 TOKENIZER = Tokenizer.load(str(files("vllm_lite") / "demo_model"))
 WELCOME = Welcome(1, 1, "demo", 2048, 2048, (1, 4), 100, 16)
 FACTORY = StreamFactory(WELCOME, TOKENIZER)
+STYLE = AnswerStyle("chatcmpl", "demo")
 WORDS = TOKENIZER.encode("Once upon a time there was a bear", add_special_tokens=False)
 
 
 class FakeSession:
-    """Remembers what it is told; the test is the engine."""
+    """Remembers what it is asked; the test is the engine."""
 
     def __init__(self) -> None:
         self.dead: EngineError | None = None
@@ -73,8 +74,8 @@ class Talk:
     ) -> None:
         self.logprobs = logprobs
         self.session = FakeSession()
-        self.relay = Relay(cast(Session, self.session), asyncio.get_running_loop())
-        self.calls = Calls(self.relay, Limits(1, max_queued, max_queued))
+        self.dispatcher = Dispatcher(cast(Session, self.session), asyncio.get_running_loop())
+        self.calls = Calls(self.dispatcher, QueueLimits(1, max_queued, max_queued))
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.may_write = asyncio.Event()
@@ -86,9 +87,9 @@ class Talk:
         logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": self.logprobs} if self.logprobs else {}
         body = ChatBody(messages=[ChatMessage("user", "Hi")], stream=stream, stream_options=options, **logprobs)
         params = SamplingParams(n=n, max_tokens=100, seed=1, logprobs=self.logprobs)
-        call = Call(call_id, [FACTORY.make([5, 6, 7], params, call_id)])
-        shape = ChatShape(call, body, "demo", Spelling(TOKENIZER))
-        response = Answer(call, shape, self.calls.run, stream=stream, headers={})
+        call = Call(call_id, [FACTORY.make([5, 6, 7], params, call_id)], AnswerStyle.of(body, "demo"))
+        made = writer(call, Spelling(TOKENIZER))
+        response = CallResponse(call, made, self.calls.run, stream=stream, headers={})
         await response({"type": "http"}, self._receive, self._send)  # type: ignore[arg-type]
 
     async def _receive(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Talk:
         async with asyncio.timeout(DEADLINE_S):
             await self.task
         assert len(self.calls) == 0
-        assert self.relay.num_sequences == 0
+        assert self.dispatcher.num_sequences == 0
         assert self.session.dropped.count("chatcmpl-1") == 1
 
 
@@ -287,7 +288,7 @@ def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun:
             talk.session.say(tokens(0, 1))
             if stream:
                 await talk.writes(1)
-            await talk.until(lambda: bool(talk.calls.get("chatcmpl-1").streams[0].num_tokens))
+            await talk.until(lambda: bool(talk.calls._running["chatcmpl-1"].streams[0].num_tokens))
         talk.calls.abort_all()
         assert talk.session.aborted == ["chatcmpl-1"]
         if not begun:
@@ -310,7 +311,7 @@ def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pytest.Mon
     async def main() -> None:
         talk = Talk()
         await talk.started()
-        talk.calls.get("chatcmpl-1").wake()
+        talk.calls._running["chatcmpl-1"].wake()
         await talk.until(lambda: len(talk.sent) > 1)
         talk.calls.abort_all()
         talk.session.say(Finished("chatcmpl-1", 0, [], "abort"))
@@ -326,7 +327,7 @@ def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypatch: py
     async def main() -> None:
         talk = Talk(stream=stream, logprobs=2)
         await talk.started()
-        (sample,) = talk.calls.get("chatcmpl-1").streams[0].samples
+        (sample,) = talk.calls._running["chatcmpl-1"].streams[0].samples
         entries = [TokenLogprobs(-1.0, 1, ((5, -1.0), (6, -2.0)))] * 1000
         talk.session.say(Finished("chatcmpl-1", 0, [5] * 1000, "length", logprobs=entries))
         await talk.ended()
@@ -385,7 +386,7 @@ def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.M
         talk = Talk(stream=False)
         other = asyncio.create_task(talk.answer("chatcmpl-2", stream=False))
         await talk.until(lambda: len(talk.session.sinks) == 2)
-        stream = talk.relay._streams["chatcmpl-2"][0]
+        stream = talk.dispatcher._streams["chatcmpl-2"][0]
         monkeypatch.setattr(stream.samples[0], "apply", lambda _: 1 / 0)
         talk.session.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"), end(0))
         with pytest.raises(ApiError) as caught:
@@ -425,7 +426,7 @@ def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.Monk
     async def main() -> None:
         talk = Talk()
         await talk.started()
-        call = Call("chatcmpl-9", [FACTORY.make([5], SamplingParams(), "chatcmpl-9")])
+        call = Call("chatcmpl-9", [FACTORY.make([5], SamplingParams(), "chatcmpl-9")], STYLE)
         monkeypatch.setattr(talk.session, "submit", refuse)
         with pytest.raises(ApiError) as caught, talk.calls.run(call):
             pass

@@ -1,4 +1,4 @@
-"""When a call is told of its news: first and last ones at once, those between more rarely with many streams."""
+"""When a call is woken for new tokens: for first and last ones at once, for others more rarely with many streams."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.pace import LEAST_S, MOST_S, PIECE_S, Pace
+from vllm_lite.server.calls.dispatcher import CHUNK_S, MAX_PAUSE_S, MIN_PAUSE_S, Throttle
 
 MANY = 64
 
@@ -39,54 +39,54 @@ class FakeLoop:
         call()
 
 
-def made() -> tuple[FakeLoop, Callable[..., None], Pace]:
+def made() -> tuple[FakeLoop, Callable[..., None], Throttle]:
     loop = FakeLoop()
-    pace = Pace(cast(asyncio.AbstractEventLoop, loop))
+    throttle = Throttle(cast(asyncio.AbstractEventLoop, loop))
 
     def wake(call: FakeCall, num_streams: int = MANY, *, at_once: bool = False) -> None:
-        pace.wake(cast(Call, call), num_streams, at_once=at_once)
+        throttle.wake(cast(Call, call), num_streams, at_once=at_once)
 
-    return loop, wake, pace
+    return loop, wake, throttle
 
 
-def test_few_streams_are_told_at_once() -> None:
+def test_few_streams_are_woken_at_once() -> None:
     loop, wake, _ = made()
     call = FakeCall()
     for _ in range(3):
-        wake(call, int(LEAST_S / PIECE_S) - 1)
+        wake(call, int(MIN_PAUSE_S / CHUNK_S) - 1)
     assert (call.num_wakes, loop.timers) == (3, [])
 
 
-def test_of_many_the_first_and_last_news_go_at_once_and_those_between_together() -> None:
+def test_first_and_last_tokens_of_many_streams_go_at_once_and_others_together() -> None:
     loop, wake, _ = made()
     calls = [FakeCall() for _ in range(MANY)]
     for _ in range(4):
         for call in calls:
             wake(call)
     assert [call.num_wakes for call in calls] == [1] * MANY
-    assert [delay_s for delay_s, _ in loop.timers] == [pytest.approx(MANY * PIECE_S)]
+    assert [delay_s for delay_s, _ in loop.timers] == [pytest.approx(MANY * CHUNK_S)]
     wake(calls[0], at_once=True)
     loop.fire()
-    assert [call.num_wakes for call in calls] == [2] * MANY  # the one that has been told is not told again
+    assert [call.num_wakes for call in calls] == [2] * MANY  # the one that has been woken is not woken again
     wake(calls[1])
     assert len(loop.timers) == 1
     loop.fire()
     assert [call.num_wakes for call in calls[:3]] == [2, 3, 2]
 
 
-def test_nobody_waits_for_long() -> None:
+def test_no_call_waits_for_long() -> None:
     loop, wake, _ = made()
     call = FakeCall()
     wake(call, 10_000)
     wake(call, 10_000)
-    assert [delay_s for delay_s, _ in loop.timers] == [MOST_S]
+    assert [delay_s for delay_s, _ in loop.timers] == [MAX_PAUSE_S]
 
 
-def test_who_has_gone_is_forgotten() -> None:
-    loop, wake, pace = made()
+def test_a_dropped_call_is_forgotten() -> None:
+    loop, wake, throttle = made()
     call = FakeCall()
     wake(call)
     wake(call)
-    pace.forget(cast(Call, call))
+    throttle.forget(cast(Call, call))
     loop.fire()
     assert call.num_wakes == 1

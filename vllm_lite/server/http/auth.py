@@ -1,4 +1,4 @@
-"""What every request passes before any route: it gets an id, and shows its key.
+"""API keys: every request passes here before any route, gets an id, and shows its key.
 
 A user's key opens what generates. Routes that change the server call require_admin(): they need an admin key, which
 opens all the rest as well. If there are API keys and no admin key, nobody may change the server; if there are no keys
@@ -25,7 +25,7 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, keys: Keys, *, is_local: bool, open_paths: frozenset[str] = OPEN_PATHS) -> None:
@@ -84,7 +84,7 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 
 
 def _is_among(digests: Sequence[bytes], authorization: bytes) -> bool:
-    """In a time that does not tell how much of a key was right, nor which."""
+    """Takes as long however much of a key is right, and whichever key it is."""
     scheme, _, key = authorization.partition(b" ")
     digest = sha256(key.strip()).digest()
     known = False

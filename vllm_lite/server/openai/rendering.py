@@ -41,13 +41,13 @@ class Renderer:
         self._wire: socket.socket | None = None
         self._child: supervise.Child
         self._ended = threading.Event()
-        self._turn = asyncio.Lock()
+        self._busy = asyncio.Lock()
         self._is_closed = False
         self.num_starts = 0
         self._start()
 
     async def render(self, chat: Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
-        """The text of `chat`. When its turn has come, `is_wanted` is asked whether anybody still waits for it.
+        """The text of `chat`. Before it is rendered `is_wanted` says whether its client still waits for it.
 
         Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
         """
@@ -55,7 +55,7 @@ class Renderer:
             data = frame(chat)
         except OverflowError as error:
             raise RequestError("chat_template_kwargs: integers may have at most 64 bits") from error
-        async with self._turn:
+        async with self._busy:
             if not await is_wanted():
                 raise RequestError("the client has gone")
             try:
@@ -73,10 +73,10 @@ class Renderer:
         return self._child.pid
 
     def close(self) -> None:
-        """No more: who waits is told that the server ends."""
+        """No more chats: those that wait fail because the server ends."""
         self._is_closed = True
         threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
-        if not self._turn.locked():
+        if not self._busy.locked():
             self._end(0.0)
 
     async def _asked(self, data: bytes) -> _Answer:
@@ -143,7 +143,7 @@ class Renderer:
 
 
 def _is_closed(wire: socket.socket) -> bool:
-    """Whether the other side has ended; the kernel knows before whoever waits for the process does."""
+    """Whether the other side has ended; the kernel knows it before the thread that waits for the process."""
     try:
         return not wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -169,13 +169,9 @@ async def _received(wire: socket.socket, count: int) -> bytes:
 
 def _read(wire: socket.socket) -> bytes:
     """One frame, by a socket that blocks. Raises OSError."""
-    data = b""
-    for length in (LENGTH_BYTES, -1):
-        left = int.from_bytes(data, "little") if length < 0 else length
-        data = b""
-        while len(data) < left:
-            piece = wire.recv(left - len(data))
-            if not piece:
-                raise ConnectionResetError
-            data += piece
+    with wire.makefile("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        data = file.read(length)
+    if not length or len(data) < length:
+        raise ConnectionResetError
     return data

@@ -1,4 +1,4 @@
-"""Bodies: how much of them is read, for how long, and what they are decoded into.
+"""Reads bodies: how much of them, for how long, and into what they are decoded.
 
 What decoding makes of a body can be far larger than the body: a list that holds nothing is two bytes of it and 80 of
 memory. So it is counted, while the body comes, how many values it can hold at most.
@@ -30,13 +30,13 @@ BIG_BYTES = 256 * 1024
 """Longer bodies are decoded in a thread."""
 RETRY_AFTER_S = 1
 _HELD = "vllm_lite.held_bytes"
-"""In a request's scope: how much of what is held is its."""
+"""In a request's scope: how many of the held bytes are its own."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Reader:
+class BodyReader:
     """Every method raises ApiError."""
 
     def __init__(self, config: ServeConfig, max_model_len: int = 0) -> None:
@@ -44,7 +44,7 @@ class Reader:
         self._max_values = max(MAX_VALUES, max_model_len + SMALL_BYTES)
         self._timeout_s = config.body_timeout_s
         self.held_bytes = 0
-        """Of the bodies that are not yet whole, and of those that are not yet tokenized."""
+        """Bytes of the bodies that are not yet whole, and of those that are not yet tokenized."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
         """`endpoint`, at whose end what it has read of a body is no longer held."""

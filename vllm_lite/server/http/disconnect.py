@@ -1,4 +1,4 @@
-"""Threads for what would hold the loop: so many at a time, and none for a client that has gone."""
+"""Work that is not done for a client that has disconnected: at most so many threads do what would hold the loop."""
 
 import asyncio
 import threading
@@ -13,27 +13,27 @@ from vllm_lite.server.openai.errors import ApiError
 T = TypeVar("T")
 
 
-class Workers:
+class Threads:
     """At most `count` pieces of work run at a time, the others wait in the order in which they came."""
 
     def __init__(self, count: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
 
     async def run(self, work: Callable[[Callable[[], None]], T], receive: Receive) -> T:
-        """What `work(check)` returns. It never starts if the client goes before; later `check()` raises, so that it can
-        stop. Raises ApiError when the client has gone."""
+        """What `work(check)` returns. It never starts if the client disconnects before; later `check()` raises, so that
+        it can stop. Raises ApiError when the client has disconnected."""
         gone = threading.Event()
 
         def check() -> None:
             if gone.is_set():
-                raise left()
+                raise disconnected()
 
         working = asyncio.wrap_future(self._pool.submit(work, check))
-        watch = asyncio.ensure_future(until_gone(receive))
+        watch = asyncio.ensure_future(until_disconnected(receive))
         try:
             await asyncio.wait((working, watch), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise left()
+                raise disconnected()
             return working.result()
         finally:
             gone.set()
@@ -41,11 +41,11 @@ class Workers:
             watch.cancel()
 
 
-def left() -> ApiError:
-    """What ends the work for a client that has gone; nobody reads it."""
+def disconnected() -> ApiError:
+    """What ends the work for a client that has disconnected; nobody reads it."""
     return ApiError(400, "the client has gone")
 
 
-async def until_gone(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

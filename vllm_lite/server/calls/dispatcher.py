@@ -1,4 +1,4 @@
-"""Relay: the engine's events, from the session's thread to the calls of this event loop.
+"""Dispatcher: brings the engine's events from the session's thread to the calls of this event loop.
 
 One crossing from thread to loop for each message of the engine, however many streams it is for; a call with several
 streams is woken once for all of them.
@@ -12,30 +12,68 @@ from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
-from vllm_lite.server.calls.pace import Pace
+
+CHUNK_S = 0.0002
+"""The pause of a stream between two chunks, for each stream there is: all together take about a fifth of a core."""
+MIN_PAUSE_S = 0.004
+"""The engine gathers tokens for as long itself."""
+MAX_PAUSE_S = 0.05
 
 logger = log.get(__name__)
 
 
-class Relay:
+class Throttle:
+    """Wakes calls for new tokens more rarely the more streams there are. Every method is called on the loop.
+
+    A chunk of a stream costs some 40 us of a core however much is in it, most of that in the system call. Sent as fast
+    as tokens come, the chunks of many streams would take the time in which the model makes tokens.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[Call, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wake(self, call: Call, num_streams: int, *, at_once: bool) -> None:
+        """Something new has come for `call`, one of `num_streams`. What comes first for a call never waits."""
+        pause_s = min(num_streams * CHUNK_S, MAX_PAUSE_S)
+        if at_once or not call.was_woken or pause_s < MIN_PAUSE_S:
+            self._waiting.pop(call, None)
+            call.wake()
+            return
+        self._waiting[call] = None
+        if self._timer is None:
+            self._timer = self._loop.call_later(pause_s, self._wake_all)
+
+    def forget(self, call: Call) -> None:
+        self._waiting.pop(call, None)
+
+    def _wake_all(self) -> None:
+        self._timer = None
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            call.wake()
+
+
+class Dispatcher:
     """All streams of one session. Every method is called on the loop."""
 
     def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
         self.session = session
         self._loop = loop
-        self._pace = Pace(loop)
+        self._throttle = Throttle(loop)
         self._streams: dict[str, tuple[RequestStream, Call]] = {}
         self.num_sequences = 0
-        """Of the streams that run."""
+        """Sequences of the streams that run."""
         self.num_queued_tokens = 0
-        """Of the prompts of streams that have no first token yet."""
+        """Prompt tokens of the streams that have no first token yet."""
         self._queued: dict[str, int] = {}
 
     def start(self, call: Call) -> None:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
         try:
-            for stream in call.streams:
-                self.session.submit(stream.message(), self._arrive)
+            for index, stream in enumerate(call.streams):
+                self.session.submit(call.message(index), self._receive)
                 self._streams[stream.request_id] = stream, call
                 if not stream.num_tokens:  # a fork has some already, and with them the prompt
                     self._queued[stream.request_id] = len(stream.prompt.token_ids)
@@ -50,8 +88,8 @@ class Relay:
         return any(stream.request_id in self._streams for stream in call.streams)
 
     def drop(self, call: Call) -> None:
-        """Nobody wants more of `call`: what still runs is aborted in the engine."""
-        self._pace.forget(call)
+        """`call` is over: what of it still runs is aborted in the engine."""
+        self._throttle.forget(call)
         for stream in call.streams:
             if self._streams.get(stream.request_id, (None, None))[1] is call:
                 self._forget(stream)
@@ -61,11 +99,11 @@ class Relay:
         for stream in call.streams:
             self.session.abort(stream.request_id)
 
-    def _arrive(self, events: list[Event]) -> None:
+    def _receive(self, events: list[Event]) -> None:
         """On the session's thread."""
-        self._loop.call_soon_threadsafe(self._sort, events)
+        self._loop.call_soon_threadsafe(self._dispatch, events)
 
-    def _sort(self, events: list[Event]) -> None:
+    def _dispatch(self, events: list[Event]) -> None:
         woken: dict[Call, bool] = {}  # and whether that cannot wait
         for event in events:
             stream, call = self._streams.get(event.request_id, (None, None))
@@ -73,10 +111,10 @@ class Relay:
                 continue
             try:
                 if stream.starts_again(event, self.session.is_live):
-                    self.session.submit(stream.message(), self._arrive)
+                    self.session.submit(call.message(call.streams.index(stream)), self._receive)
                 else:
                     stream.apply(event)
-            except Exception as error:  # of one stream; the others' events are still to be sorted
+            except Exception as error:  # only this stream fails; the others' events are still to be dispatched
                 logger.exception("request %s failed", event.request_id)
                 stream.apply(Failure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
             if event.request_id in self._queued and shows(event):
@@ -87,10 +125,10 @@ class Relay:
                 stream.settle(self.session)
             woken[call] = woken.get(call, False) or not isinstance(event, Tokens) or stream.finished
         for call, at_once in woken.items():
-            self._pace.wake(call, self.num_sequences, at_once=at_once)
+            self._throttle.wake(call, self.num_sequences, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
-        """If the engine has not ended it, it is aborted there."""
+        """If the engine has not ended the stream, it is aborted there."""
         del self._streams[stream.request_id]
         self._leave_queue(stream.request_id)
         self.num_sequences -= len(stream.samples)

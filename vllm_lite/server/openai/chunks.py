@@ -1,0 +1,270 @@
+"""The fields of answers: of each chunk of a stream, and of the whole body, for completions, chats and token ids.
+
+What is the same in every chunk of a stream is encoded once: a chunk is a few joins and one encoded text. A field that
+each chunk repeats belongs into AnswerWriter's `_head`, one that only the last chunk of a choice has into its `_tail`.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+
+from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.server.openai import logprobs
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, ForkBody, GenerateBody, StreamOptions
+from vllm_lite.server.openai.logprobs import Offsets, Spelling
+
+if TYPE_CHECKING:
+    from vllm_lite.server.calls.call import Call, Choice
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+
+
+class AnswerStyle(msgspec.Struct, frozen=True):
+    """How a call is answered, as its body asks. A fork is answered in the style of the request that it goes on from.
+
+    kind            what the ids of such calls begin with
+    model           the name of the model
+    echo            for each prompt what stands before its answers; () for nothing
+    only_scores     only the prompt is shown, and nothing that was generated
+    token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
+    usage           whether a stream ends with the usage; `usage_always`: every chunk has it
+    """
+
+    kind: Literal["cmpl", "chatcmpl", "gen"]
+    model: str
+    echo: tuple[str, ...] = ()
+    only_scores: bool = False
+    prompt_logprobs: bool = False
+    prompt_ids: bool = False
+    token_ids: bool = True
+    usage: bool = False
+    usage_always: bool = False
+
+    @classmethod
+    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str, echo: tuple[str, ...] = ()) -> Self:
+        if isinstance(body, GenerateBody):
+            scores = body.sampling_params.prompt_logprobs is not None
+            return cls("gen", model, prompt_logprobs=scores).with_usage(body.stream_options)
+        kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
+        style = cls(kind, model, echo, only_scores, body.prompt_logprobs is not None, ids, ids)
+        return style.with_usage(body.stream_options)
+
+    def forked(self, body: ForkBody) -> Self:
+        """The style of a fork, which may ask for token ids and usage itself."""
+        style = self.with_usage(body.stream_options)
+        if self.kind == "gen" or body.return_token_ids is None:
+            return style
+        return msgspec.structs.replace(style, prompt_ids=body.return_token_ids, token_ids=body.return_token_ids)
+
+    def with_usage(self, options: StreamOptions | None) -> Self:
+        usage = options is not None and bool(options.include_usage)
+        always = usage and options is not None and bool(options.continuous_usage_stats)
+        return msgspec.structs.replace(self, usage=usage, usage_always=always)
+
+
+class AnswerWriter:
+    """Writes one call's answer, streamed or whole. There is a subclass for each kind, which adds its own fields."""
+
+    chunk_object: str
+    whole_object: str
+
+    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
+        self._call = call
+        self._style = style
+        self._spelling = spelling
+        self._params = call.streams[0].params
+        self._num_shown = 0
+        """Output tokens that have been written."""
+        self._head = b"data: " + _encode(self._identity(self.chunk_object))[:-1] + b',"choices":['
+        self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
+
+    def opening(self) -> bytes:
+        """The stream before anything has come."""
+        return b""
+
+    def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+        """What is new of `choice`, as a chunk of the stream; b"" if nothing of it is visible."""
+        delta = self._shown(delta)
+        has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
+        if not (delta.text or delta.finish_reason is not None or has_tokens):
+            return b""
+        return self._line(b'{"index":%d,' % choice.index + self._chunk_fields(choice, delta) + self._tail(delta))
+
+    def closing(self) -> bytes:
+        """The stream after all has ended, with the usage if it was asked for."""
+        if not self._style.usage:
+            return DONE
+        return self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n" + DONE
+
+    def whole(self) -> bytes:
+        """The whole body. The fields about the prompt are in the choices of completions, which may have several."""
+        is_completion = self._style.kind == "cmpl"
+        choices = []
+        for choice, new in self._call.deltas():
+            delta = self._shown(new)
+            end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            if self._style.token_ids:
+                end["token_ids"] = delta.token_ids
+            prompt = self._prompt_fields(choice) if is_completion else {}
+            choices.append({"index": choice.index, **self._fields(choice, delta), **end, **prompt})
+        return _encode(
+            {
+                **self._identity(self.whole_object),
+                "choices": choices,
+                "usage": self._usage(self._call.num_cached_tokens),
+                "system_fingerprint": None,
+                **({} if is_completion else self._prompt_fields(self._call.choices[0])),
+            }
+        )
+
+    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+        """The fields of a choice in a chunk, between its index and what all kinds have."""
+        raise NotImplementedError
+
+    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+        """The same fields in the whole body."""
+        raise NotImplementedError
+
+    def _shown(self, delta: CompletionOutput) -> CompletionOutput:
+        """What of `delta` is shown, without what was generated if only the prompt was asked for."""
+        if self._style.only_scores:
+            reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+            delta = CompletionOutput(delta.index, "", [], None, delta.logprobs and [], reason)
+        self._num_shown += len(delta.token_ids)
+        return delta
+
+    def _identity(self, kind: str) -> dict[str, Any]:
+        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._style.model}
+
+    def _usage(self, cached: int | None) -> dict[str, Any]:
+        prompt, shown = self._call.num_prompt_tokens, self._num_shown
+        details = None if cached is None else {"cached_tokens": cached}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": shown,
+            "total_tokens": prompt + shown,
+            "prompt_tokens_details": details,
+        }
+
+    def _line(self, choice: bytes) -> bytes:
+        """One `data:` line with one choice."""
+        if self._style.usage_always:
+            return b"".join((self._head, choice, b'],"usage":', _encode(self._usage(None)), b"}\n\n"))
+        return b"".join((self._head, choice, b"]", self._null_usage))
+
+    def _tail(self, delta: CompletionOutput) -> bytes:
+        """The end of a choice in a stream, behind its text and logprobs."""
+        ids = b',"token_ids":' + _encode(delta.token_ids) if self._style.token_ids else b""
+        if delta.finish_reason is None:
+            return ids + b',"finish_reason":null}'
+        reasons = (b',"finish_reason":', _encode(delta.finish_reason), b',"stop_reason":', _encode(delta.stop_reason))
+        return b"".join((ids, *reasons, b"}"))
+
+    def _prompt_fields(self, choice: "Choice") -> dict[str, Any]:
+        """The fields about the prompt; null stands for what was not asked for."""
+        entries = logprobs.of_prompt(choice.stream) if self._style.prompt_logprobs else None
+        token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
+        return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
+
+    def _content_logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
+        """The logprobs of all kinds but completions."""
+        if self._params.logprobs is None or delta.logprobs is None:
+            return None
+        return logprobs.of_chat(delta.logprobs, self._params.logprobs, self._spelling)
+
+
+class ChatWriter(AnswerWriter):
+    """/v1/chat/completions. The echo is the message that the answer goes on from."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
+        super().__init__(call, style, spelling)
+        self._echo = "".join(style.echo)
+
+    def opening(self) -> bytes:
+        """The role of each choice, and the echo if there is one."""
+        delta = {"role": "assistant", "content": self._echo}
+        rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
+        return b"".join(self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
+
+    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
+        text, found = _encode(delta.text), _encode(self._content_logprobs(delta))
+        return b"".join((b'"delta":{"content":', text, b'},"logprobs":', found))
+
+    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+        message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
+        return {"message": message, "logprobs": self._content_logprobs(delta)}
+
+
+class CompletionWriter(AnswerWriter):
+    """/v1/completions. The echo is the text of each prompt; the forks of a request have its only one."""
+
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
+        super().__init__(call, style, spelling)
+        texts = style.echo or ("",)
+        n = len(call.choices) // len(call.streams)
+        self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
+        self._offsets = [Offsets(len(text)) for text in self._echo]
+
+    def opening(self) -> bytes:
+        rest = b',"logprobs":null,"finish_reason":null}'
+        return b"".join(
+            self._line(b'{"index":%d,"text":' % choice.index + _encode(text) + rest)
+            for choice, text in zip(self._call.choices, self._echo, strict=True)
+            if text
+        )
+
+    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+        return b"".join((b'"text":', _encode(delta.text), b',"logprobs":', _encode(self._logprobs(choice, delta))))
+
+    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+        text = self._echo[choice.index] + delta.text
+        return {"text": text, "logprobs": self._whole_logprobs(choice, delta)}
+
+    def _logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
+        if self._params.logprobs is None or delta.logprobs is None:
+            return None
+        return logprobs.of_completion(delta.token_ids, delta.logprobs, self._offsets[choice.index], self._spelling)
+
+    def _whole_logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
+        """With those of the prompt, if that is echoed."""
+        found = self._logprobs(choice, delta)
+        entries = logprobs.of_prompt(choice.stream) if self._style.echo and found is not None else None
+        if entries is None or found is None:
+            return found
+        offsets = Offsets(0)
+        before = logprobs.of_completion(choice.stream.prompt.token_ids, entries, offsets, self._spelling)
+        unseen = offsets.place - len(self._echo[choice.index])  # special tokens before a text take no place in it
+        before["text_offset"] = [max(0, place - unseen) for place in before["text_offset"]]
+        return {name: before[name] + found[name] for name in found}
+
+
+class TokensWriter(AnswerWriter):
+    """/inference/v1/generate."""
+
+    chunk_object = "generation.chunk"
+    whole_object = "generation"
+
+    def _identity(self, kind: str) -> dict[str, Any]:
+        return {"request_id": self._call.id, **super()._identity(kind)}
+
+    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
+        return b'"logprobs":' + _encode(self._content_logprobs(delta))
+
+    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+        return {"logprobs": self._content_logprobs(delta)}
+
+
+_WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl": ChatWriter, "gen": TokensWriter}
+
+
+def writer(call: "Call", spelling: Spelling) -> AnswerWriter:
+    """The one for the call's style."""
+    return _WRITERS[call.style.kind](call, call.style, spelling)

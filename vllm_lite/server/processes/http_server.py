@@ -1,0 +1,328 @@
+"""HttpServer: one API server in front of a ready engine. Also the entry point of those that are children."""
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from typing import NamedTuple
+
+import httptools  # noqa: F401 - what connection.py's base parses with: missing, it is to be missed at once
+import uvicorn
+import uvloop
+
+from vllm_lite import transport
+from vllm_lite.client.launch import Launched
+from vllm_lite.client.sampling import generation_defaults
+from vllm_lite.client.session import Session
+from vllm_lite.client.stream import StreamFactory, load_tokenizer
+from vllm_lite.client.text.chat_template import TemplateSource
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.server.app import Api, ServedModel, build
+from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.registry import Calls, QueueLimits
+from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.http.connection import HttpConnection, with_timeouts
+from vllm_lite.server.live_requests import LiveRequests
+from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.openai.prompts import Prompts
+from vllm_lite.server.openai.rendering import Renderer
+from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
+from vllm_lite.server.processes.scoreboard import Scoreboard
+
+START_TIMEOUT_S = 10.0
+TICKS_TO_LOOK = 5
+ABORT_S = 2.0
+"""How long what is aborted at the end may take to answer its clients so."""
+CLOSE_S = 1
+FAILED_S = 0.5
+"""How long a server whose engine has died still answers what comes, twice."""
+
+logger = log.get(__name__)
+
+
+class EngineLink(NamedTuple):
+    """A ready engine and its resolved config. `reason()` says why it ended, `announce(url)` says where it is served."""
+
+    session: Session
+    config: ResolvedConfig
+    reason: Callable[[], str]
+    announce: Callable[[str], None] = lambda _: None
+
+
+class ModelFiles:
+    """What a server reads of the model's folder, while the engine starts."""
+
+    def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
+        """Raises ModelError."""
+        self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
+        template = TemplateSource.load(resolved.tokenizer, config.chat_template)
+        self.renderer = None if template is None else Renderer(template)
+        self.defaults = generation_defaults(resolved.model) if config.generation_config == "auto" else {}
+
+    def close(self) -> None:
+        if self.renderer is not None:
+            self.renderer.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Handles no signals; looks at each connection whether its client reads, and reports that the loop is alive."""
+
+    def __init__(self, config: uvicorn.Config, report_alive: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._report_alive = report_alive
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s."""
+        self._report_alive()
+        if counter % TICKS_TO_LOOK == 0:
+            now_s = time.monotonic()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, HttpConnection):
+                    connection.look(now_s)
+        return await super().on_tick(counter)
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class HttpServer:
+    """See the module. Server number 0 owns the others."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: Keys,
+        engine: EngineLink,
+        files: ModelFiles,
+        listener: socket.socket,
+        scoreboard: Scoreboard,
+    ) -> None:
+        self._config = config
+        self._keys = keys
+        self._engine = engine
+        self._files = files
+        self._listener = listener
+        self._scoreboard = scoreboard
+        self._num_signals = 0
+
+    async def run(self, is_stopped: Callable[[], bool], others: ApiServers) -> int:
+        """Serve until a signal comes or the engine ends. Returns the exit status."""
+        ended = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, ended, others)
+        if is_stopped():  # before there was a loop
+            return 0
+        calls = self._calls()
+        server = self._uvicorn(calls)
+        serving: list[asyncio.Future[None]] = []
+        watching = [asyncio.ensure_future(calls.watch())]
+        try:
+            await others.start()
+            watching.append(asyncio.ensure_future(others.watch()))
+            if ended.is_set():
+                return 0
+            serving.append(await _started(server, self._listener))
+            gc.collect()
+            gc.freeze()  # what lives now lives for ever
+            if self._scoreboard.number == 0:
+                log.moment("server", "HTTP")
+                self._engine.announce(self._where()[0])
+                with suppress(OSError):  # nobody reads it; the server goes on
+                    print(self._greeting(), flush=True)
+            return await self._wait(calls, ended, others)
+        finally:
+            for watch in watching:
+                watch.cancel()
+            others.stop()
+            server.should_exit = True
+            await asyncio.gather(*serving, return_exceptions=True)
+            await others.ended()
+
+    async def _wait(self, calls: Calls, ended: asyncio.Event, others: ApiServers) -> int:
+        session = self._engine.session
+        while session.dead is None and not ended.is_set() and others.restart_ended() is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.1)
+        if not ended.is_set():
+            if session.dead is None:
+                calls.abort_all()
+            await _until(lambda: not len(calls), FAILED_S)
+            await asyncio.sleep(FAILED_S)  # /health answers 503 meanwhile
+            if self._scoreboard.number == 0:
+                reason = others.trouble if session.dead is None else self._engine.reason()
+                print(f"vllm-lite: {reason}", file=sys.stderr)
+            return 1
+        calls.is_draining = True
+        if len(calls):
+            logger.info("%d requests have %g s to end", len(calls), self._config.shutdown_timeout)
+        await _until(lambda: not len(calls) or self._num_signals > 1, self._config.shutdown_timeout)
+        self._files.close()
+        calls.abort_all()
+        await _until(lambda: not len(calls), ABORT_S)
+        return 0
+
+    def _on_signal(self, ended: asyncio.Event, others: ApiServers) -> None:
+        self._num_signals += 1
+        others.stop() if self._num_signals == 1 else others.stop_now()
+        ended.set()
+
+    def _calls(self) -> Calls:
+        config, count = self._config, self._scoreboard.num_servers
+        tokens = config.max_num_queued_tokens
+        limits = QueueLimits(
+            capacity=-(-self._engine.config.max_num_seqs // count),
+            max_queued=-(-config.max_num_queued_reqs // count),
+            max_queued_of_all=config.max_num_queued_reqs,
+            max_queued_tokens=None if tokens is None else -(-tokens // count),
+        )
+        dispatcher = Dispatcher(self._engine.session, asyncio.get_running_loop())
+        return Calls(dispatcher, limits, self._scoreboard)
+
+    def _uvicorn(self, calls: Calls) -> uvicorn.Server:
+        config, files, engine = self._config, self._files, self._engine.session.welcome
+        names = config.names or (engine.model,)
+        model = ServedModel(names, None if config.names else config.model, engine.max_model_len, files.defaults)
+        factory = StreamFactory(engine, files.tokenizer)
+        live = LiveRequests(calls, factory, BodyReader(config, engine.max_model_len))
+        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
+        api = Api(config, model, factory, prompts, live)
+        metrics = Metrics(calls, self._engine.config, engine, names[0], str(self._scoreboard.number))
+        settings = uvicorn.Config(
+            build(api, live, config, self._keys, metrics),
+            http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=CLOSE_S,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=config.ssl_cert_reqs,
+        )
+        return _Uvicorn(settings, self._scoreboard.report_alive)
+
+    def _where(self) -> tuple[str, str]:
+        """The address, and the beginning of a curl command for it."""
+        config = self._config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
+        host, port = self._listener.getsockname()[:2]
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return where, f"curl {where}"
+
+    def _greeting(self) -> str:
+        """Where it is, what it serves, what it holds, and something to try."""
+        config, engine = self._config, self._engine.session.welcome
+        name = (config.names or (engine.model,))[0]
+        where, curl = self._where()
+        auth = "-H 'Authorization: Bearer KEY' " if self._keys.user else ""
+        if self._files.renderer is not None:
+            path = "/v1/chat/completions"
+            body = f'{{"model":"{name}","messages":[{{"role":"user","content":"Tell me a story."}}],"stream":true}}'
+        elif self._files.tokenizer is None:
+            path = "/inference/v1/generate"
+            body = f'{{"model":"{name}","token_ids":[1,2,3],"sampling_params":{{"max_tokens":50}},"stream":true}}'
+        else:
+            path = "/v1/completions"
+            body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
+        tokens = (engine.num_blocks - 1) * engine.block_size  # one is the null block
+        return (
+            f"vllm-lite: ready at {where}, serving {name}: {engine.max_model_len} tokens of context, "
+            f"KV cache of {tokens} tokens\n"
+            f"Try: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
+        )
+
+
+def listen(listener: socket.socket) -> None:
+    """Take connections; uvicorn does the same again. They may linger after the end without being in the way of the
+    next server. Raises ConfigError."""
+    try:
+        if listener.family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen()
+    except OSError as error:
+        where = ":".join(map(str, listener.getsockname()[:2]))
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another") from error
+
+
+async def _started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
+    """The server at work. Raises ConfigError if its address is taken, EngineError if it ends at once."""
+    listen(listener)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    await _until(lambda: server.started or serving.done(), START_TIMEOUT_S)
+    if serving.done():
+        serving.result()
+        raise EngineError("the HTTP server ended as it started")
+    return serving
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until `condition()`, at most `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - conditions of several kinds
+        await asyncio.sleep(0.01)
+
+
+def serve_first(
+    config: ServeConfig,
+    keys: Keys,
+    launched: Launched,
+    files: ModelFiles,
+    listeners: Sequence[socket.socket],
+    stop: threading.Event,
+) -> int:
+    """Run server number 0 in this process, and the others as its children. Returns the exit status."""
+    scoreboard = Scoreboard(config.api_server_count)
+    settings = [
+        ApiServerSettings(
+            config=config,
+            keys=keys,
+            engine=launched.config,
+            address=launched.address,
+            number=number,
+            # A Unix socket is shared; at a port each has its own, so that the kernel spreads connections over them.
+            listener=listeners[number % len(listeners)].fileno(),
+            scoreboard=scoreboard.fd,
+        )
+        for number in range(1, config.api_server_count)
+    ]
+    engine = EngineLink(launched.session, launched.config, lambda: launched.reason, launched.announce)
+    server = HttpServer(config, keys, engine, files, listeners[0], scoreboard)
+    with closing(files), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(server.run(stop.is_set, ApiServers(settings, scoreboard, listeners[1:])))
+
+
+def main(settings: ApiServerSettings, stop: Wakeup) -> int:
+    """Run one of the other servers, with a session of its own, until `stop` is set or a signal comes."""
+    config = settings.config
+    log.setup(f"server {settings.number}", *config.logging)
+    session = Session.connect(settings.address, heartbeat_timeout_s=settings.engine.heartbeat_timeout_s)
+    scoreboard = Scoreboard(config.api_server_count, settings.number, settings.scoreboard)
+    engine = EngineLink(session, settings.engine, lambda: str(session.dead))
+    try:
+        with closing(ModelFiles(config, settings.engine)) as files, socket.socket(fileno=settings.listener) as listener:
+            server = HttpServer(config, settings.keys, engine, files, listener, scoreboard)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(server.run(stop.is_set, ApiServers((), scoreboard)))
+    finally:
+        session.close()
+        transport.finish()
+
+
+if __name__ == "__main__":
+    supervise.run_child(main, ApiServerSettings, graceful=True)
