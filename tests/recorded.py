@@ -96,7 +96,7 @@ class Recorded:
 
     def drain(self) -> None:
         for _ in range(3000):
-            if not self.loop() and not self.scheduler.has_requests():
+            if not self.loop() and not self.scheduler.requests:
                 return
         raise AssertionError("requests are left that make no progress")
 
@@ -198,7 +198,7 @@ def agrees(trace: Path, recorded: Recorded) -> Replay:
     recorded.core.close()
     replay = Replay(str(trace)).run()
     assert replay.divergence is None, str(replay.divergence)
-    assert not replay.cut_off
+    assert not replay.reader.cut_off
     assert state_of(replay.scheduler) == state_of(recorded.scheduler)
     return replay
 

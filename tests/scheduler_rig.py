@@ -84,7 +84,7 @@ class Rig:
             self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
-        assert in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
+        assert in_flight or not self.scheduler.requests, "nothing would wake the engine up"
         result = self.worker.poll()
         if result is None:
             return []
@@ -105,7 +105,7 @@ class Rig:
 
     def drain(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.requests:
                 while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0

@@ -60,10 +60,10 @@ def test_shared_block_is_freed_by_its_last_holder() -> None:
 def test_usage_counts_evictable_blocks_as_free() -> None:
     pool = BlockPool(11)
     ids = pool.get_new_blocks(5)
-    assert pool.usage == 0.5
+    assert pool.num_used == pool.num_usable // 2
     pool.cache_block(ids[0], b"h")
     pool.free(ids)
-    assert (pool.usage, pool.num_cached) == (0.0, 1)
+    assert (pool.num_used, pool.num_cached) == (0, 1)
 
 
 def test_hit_revives_from_the_middle_of_the_free_list() -> None:

@@ -96,7 +96,7 @@ def test_a_file_that_ends_within_a_record_ends_before_it(tmp_path: Path) -> None
         replay = Replay(str(tmp_path / "cut")).run()
         assert replay.divergence is None
         assert replay.scheduler.step <= recorded.scheduler.step
-    assert replay.cut_off or len(list(TraceReader(str(tmp_path / "cut")))) < len(
+    assert replay.reader.cut_off or len(list(TraceReader(str(tmp_path / "cut")))) < len(
         list(TraceReader(str(tmp_path / "trace")))
     )
 

@@ -48,7 +48,7 @@ class Admitter:
                 break
             is_in = self._admit(sequence, plan, in_parts=not passed)
             # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
-            while not (is_in or blocked or running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
+            while not (is_in or blocked or running or self._kv.swapping.is_moving) and self._kv.reclaim(keep=sequence):
                 is_in = self._admit(sequence, plan, in_parts=True)
             if is_in:
                 for other in passed:

@@ -16,23 +16,7 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.select import select
-from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import (
-    Abort,
-    Aborted,
-    AbortExternal,
-    Describe,
-    Finished,
-    ForkRequest,
-    FromClient,
-    Generate,
-    GetStats,
-    Heartbeat,
-    Ping,
-    ResetPrefixCache,
-    Tokens,
-    Welcome,
-)
+from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.protocol.control import Ready
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -97,7 +81,7 @@ class EngineProcess:
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
-            Welcome(
+            api.Welcome(
                 version=PROTOCOL_VERSION,
                 epoch=self._epoch,
                 model=self._config.served_model_name,
@@ -183,63 +167,63 @@ class EngineProcess:
         """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
-        return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
+        return HEARTBEAT_MS if core.scheduler.requests or self._port.owes() else IDLE_LOOK_MS
 
-    def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
-        if isinstance(message, Generate):
+    def _handle(self, core: EngineCore, peer: bytes, message: api.FromClient) -> None:
+        if isinstance(message, api.Generate):
             self._generate(core, peer, message)
-        elif isinstance(message, ForkRequest):
+        elif isinstance(message, api.ForkRequest):
             self._fork(core, peer, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, api.Abort):
             request = core.scheduler.requests.get(message.request_id)
             if request is not None and request.client == peer:  # a client that lost it to another does not end it
                 self._abort(core, request, message.samples, stopped=message.stopped)
-        elif isinstance(message, Ping):
-            self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
-        elif isinstance(message, GetStats):
+        elif isinstance(message, api.Ping):
+            self._port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
+        elif isinstance(message, api.GetStats):
             stats = core.stats()
             stats.malformed_messages = self._port.malformed
             self._port.send(peer, stats)
-        elif isinstance(message, Describe):
+        elif isinstance(message, api.Describe):
             with_content = message.with_content
             self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
-        elif isinstance(message, AbortExternal):
+        elif isinstance(message, api.AbortExternal):
             requests = core.scheduler.queues.external.live(message.external_id)
             for request in requests:
                 self._abort(core, request)
-            self._port.send(peer, Aborted(len(requests)))
-        elif isinstance(message, ResetPrefixCache):
+            self._port.send(peer, api.ExternalAborted(len(requests)))
+        elif isinstance(message, api.ResetPrefixCache):
             self._port.send(peer, core.reset_prefix_cache())
 
-    def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
+    def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
+            self._port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
             start = accepted.request.sequences[0].num_output
             reason = f"another client took over request {message.request_id!r} by sending it again"
-            self._port.push(accepted.replaced, Finished(message.request_id, start, [], "error", error=reason))
+            self._port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
         if accepted.resend:
-            self._port.push(peer, Tokens(message.request_id, message.have, accepted.resend))
+            self._port.push(peer, api.Tokens(message.request_id, message.have, accepted.resend))
         if accepted.done is not None:
             self._port.push(peer, _to_wire(accepted.done))
 
-    def _fork(self, core: EngineCore, peer: bytes, message: ForkRequest) -> None:
+    def _fork(self, core: EngineCore, peer: bytes, message: api.ForkRequest) -> None:
         try:
             core.fork(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
+            self._port.push(peer, api.Finished(message.child_id, message.have, [], "error", error=str(error)))
 
     def _abort(
         self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> None:
         """Abort a request, or some of its samples, and send each one that ends its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
-            self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
+            self._port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
@@ -266,12 +250,12 @@ class EngineProcess:
         self._port.flush(time.monotonic(), at_once=True)
 
 
-def _to_wire(item: Produced) -> Tokens | Finished:
+def _to_wire(item: Produced) -> api.Tokens | api.Finished:
     request = item.request
     if item.reason is None:
-        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample, item.prompt)
+        return api.Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample, item.prompt)
     last = item.token_ids[-1] if item.token_ids else None
-    return Finished(
+    return api.Finished(
         request_id=request.request_id,
         start=item.start,
         token_ids=item.token_ids,

@@ -11,11 +11,11 @@ from vllm_lite.engine.external import ExternalRequests
 from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.policy import GuardedPolicy
-from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.protocol.api import FinishReason
-from vllm_lite.protocol.step import Entry, Finish, ModelOutput
+from vllm_lite.protocol.step import Entry, Finish
 
 
 class Options(NamedTuple):
@@ -48,7 +48,7 @@ class Queues:
         self.num_arrived = 0
         self._kv = kv
         self._with_deadline: dict[str, Request] = {}
-        self._handles = Handles()
+        self.handles = Handles()
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -118,18 +118,15 @@ class Queues:
         self._kv.release(sequence, forget=forget)
         if sequence.seen_by_workers:
             self.entries.append(Finish(sequence.handle))
-            self._handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
+            self.handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
 
     def introduce(self, sequence: Sequence) -> None:
         """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
-        self._handles.introduce(sequence, self.step + 1)
+        self.handles.introduce(sequence, self.step + 1)
 
     def take_entries(self) -> list[Entry]:
         entries, self.entries = self.entries, []
         return entries
-
-    def prompt_scores(self, result: ModelOutput) -> list[Produced]:
-        return self._handles.scores(result)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if queues, requests and blocks disagree."""

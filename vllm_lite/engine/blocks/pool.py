@@ -6,7 +6,6 @@ taken). Allocation takes from the head of the free list, freeing appends to its 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from vllm_lite.errors import OutOfBlocks
 
@@ -81,8 +80,8 @@ class FreeList:
             block = block.next  # type: ignore[union-attr]
 
 
-class PoolObserver(Protocol):
-    """Is called with what has happened to blocks."""
+class PoolObserver:
+    """Is called with what has happened to blocks. Override what you want to know."""
 
     def allocated(self, ids: Sequence[int]) -> None: ...
 
@@ -139,11 +138,6 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_usable - self._free.num_free
-
-    @property
-    def usage(self) -> float:
-        """The share of the usable blocks that live sequences reference, 0 to 1."""
-        return self.num_used / self.num_usable if self.num_usable else 0.0
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""

@@ -69,12 +69,12 @@ def _sample(sequence: Sequence, places: dict[int, int]) -> api.SampleState:
     )
 
 
-def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int]) -> api.Admission:
+def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int]) -> api.AdmissionState:
     kv = scheduler.kv
     if sequence.status is Status.RUNNING:
         pool = kv.pool
         held = num_held(sequence)
-        return api.Admission("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
+        return api.AdmissionState("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
     chunk = scheduler.options.max_num_batched_tokens
     if sequence.host_ids is not None:
         found = kv.swap_in_admission(sequence, chunk)
@@ -85,7 +85,7 @@ def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int
         found = kv.admission(sequence, hit, chunk)
     reason = _reason(scheduler, sequence, found, places[id(sequence)])
     verdict, *numbers = found
-    return api.Admission(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
+    return api.AdmissionState(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
 
 
 def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place: int) -> str:
