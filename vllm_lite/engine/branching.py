@@ -124,14 +124,11 @@ class Branching:
         if len(request.candidates) < len(request.sequences):
             return []  # num_pending stays, so that it is not scheduled
         parents = request.sequences
+        logprobs_of, candidates_of = request.beam_logprobs, request.candidates
         continuations = search.advance(
             [
-                Beam(
-                    beam.tokens[beam.num_prompt :].tolist(),
-                    request.beam_logprobs[beam.index],
-                    request.candidates[beam.index],
-                )
-                for beam in parents
+                Beam(each.tokens[each.num_prompt :].tolist(), logprobs_of[each.index], candidates_of[each.index])
+                for each in parents
             ]
         )
         request.candidates = {}

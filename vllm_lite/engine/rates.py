@@ -6,7 +6,7 @@ another was under way has taken the time since that one's result; those of one m
 
 from typing import NamedTuple
 
-from vllm_lite.engine.in_flight import Message
+from vllm_lite.engine.in_flight import StepMessage
 
 MIN_PREFILL_TOKENS = 32
 """Messages with fewer prompt tokens do not show the rate at which prompts are computed."""
@@ -35,7 +35,7 @@ class PrefillRate:
         """The mean, 0 until a message was measured."""
         self._ended_s = 0.0
 
-    def measure(self, message: Message, now_s: float) -> bool:
+    def measure(self, message: StepMessage, now_s: float) -> bool:
         """Learn from a message, the oldest in flight, whose last step has its result now. True if the rate changed."""
         took_s = now_s - max(message.sent_s, self._ended_s)
         self._ended_s = now_s

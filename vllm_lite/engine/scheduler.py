@@ -37,11 +37,7 @@ class Scheduler:
     with as many steps in flight between them as the caller likes."""
 
     def __init__(
-        self,
-        kv: KVCacheManager,
-        options: Options,
-        policy: object | None = None,
-        on_decision: OnDecision | None = None,
+        self, kv: KVCacheManager, options: Options, policy: object | None = None, on_decision: OnDecision | None = None
     ) -> None:
         self.kv = kv
         self.options = options

@@ -54,12 +54,7 @@ class ChildProcess:
     """A child in a process of its own, made by spawn()."""
 
     def __init__(
-        self,
-        module: str,
-        settings: msgspec.Struct,
-        name: str,
-        on_exit: Callable[[str], None],
-        fds: Sequence[int] = (),
+        self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None], fds: Sequence[int] = ()
     ) -> None:
         open_standard_files()
         self.name = name
@@ -97,11 +92,9 @@ class ChildProcess:
             self._started.set()
             return
         self._started.set()
-        try:
-            payload = msgspec.msgpack.encode(settings)
-            _write_all(write_end, len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
-        except BrokenPipeError:
-            pass  # it died already; wait() returns how
+        payload = msgspec.msgpack.encode(settings)
+        with suppress(BrokenPipeError), open(write_end, "wb", closefd=False) as pipe:  # it may have died already
+            pipe.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
         code = process.wait()
         self._pipe = -1
         os.close(write_end)
@@ -118,10 +111,8 @@ class ChildProcess:
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                pass
             self._ended.wait(patience_s)
 
 
@@ -242,11 +233,6 @@ def _environment() -> dict[str, str]:
     if root not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     return environment
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _read_exactly(fd: int, count: int) -> bytes:

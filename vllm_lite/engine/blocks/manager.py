@@ -323,22 +323,23 @@ class KVCacheManager:
         """Begin to move the sequence's KV to the host. Blocks that the step may not move any more stay on the device
         until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
         already."""
-        if not self.swapping.swap_out(sequence, [self._needed(group, sequence) for group in self.groups]):
+        num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
+        needed = [range(min(group.first_needed(num_computed), end), end) for group in self.groups]
+        if not self.swapping.swap_out(sequence, needed):
             return False
         # A fork's last block may be full and shared while its last position is still to be computed: never written.
-        held = -(-sequence.num_computed // self.block_size) * self.block_size
-        sequence.num_cached = max(sequence.num_computed, min(sequence.num_cached, held))
-        sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, held // self.block_size)
+        sequence.num_cached = max(num_computed, min(sequence.num_cached, end * self.block_size))
+        sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, end)
         sequence.num_slots = 0
         return True
 
     def reclaim(self, keep: Sequence | None = None) -> bool:
         """Take device blocks of a parked sequence other than `keep`. They go to the host; if that is not possible now,
         the sequence gives up all its KV and is computed again. False: there is no such sequence."""
-        sequence = self.swapping.holder(keep)
+        sequence = next((each for each in self.swapping.parked if each is not keep and num_held(each)), None)
         if sequence is None:
             return False
-        if not self.swapping.take_from(sequence):
+        if not self.swapping.push_out(sequence):
             self.release(sequence)
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
@@ -360,11 +361,6 @@ class KVCacheManager:
         self._extend(sequence, num_tokens, places)
         self.swapping.leave(sequence)
         return True
-
-    def _needed(self, group: KVGroup, sequence: Sequence) -> range:
-        """The logical blocks whose KV later positions read."""
-        last = -(-sequence.num_computed // self.block_size)
-        return range(min(group.first_needed(sequence.num_computed), last), last)
 
     # ---- resetting
 

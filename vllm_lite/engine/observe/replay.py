@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.core import make_scheduler
-from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
+from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate, TokenLogprobs
@@ -158,24 +158,18 @@ class Replay:
         with self._hasher.given(record.hashes):
             step = self.scheduler.schedule(record.clock_s)
         if self.check:
-            digest = b"" if step is None else digest_of(step)
-            decisions = self._reasons.take()
-            if digest != record.digest or decisions != record.decisions:
-                what = "another step was made" if digest != record.digest else "the same step, for other reasons"
-                summary = summary_of(step, self.scheduler)
-                replayed = records.Step(record.clock_s, digest, *summary, record.hashes, decisions)
+            summary = summary_of(step, self.scheduler)
+            replayed = records.Step(record.clock_s, *summary, record.hashes, self._reasons.take())
+            is_same = replayed.digest == record.digest
+            if not is_same or replayed.decisions != record.decisions:
+                what = "the same step, for other reasons" if is_same else "another step was made"
                 raise _Diverged(what, describe(record, self._ids), describe(replayed, self._ids))
 
     def _update(self, record: records.Result) -> None:
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
-        output = ModelOutput(
-            self.scheduler.options.generation,
-            self.scheduler.in_flight.step_awaited,
-            tokens,
-            record.counts,
-            _logprobs(record, len(tokens) // 4),
-            record.failed,
-        )
+        generation, step = self.scheduler.options.generation, self.scheduler.in_flight.step_awaited
+        logprobs = _logprobs(record, len(tokens) // 4)
+        output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
         decisions = self._reasons.ends(produced)
