@@ -45,8 +45,8 @@ class Rig:
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
-        decided = lambda code, _sequence, numbers: self.decisions.append((code, numbers))  # noqa: E731
-        self.scheduler = Scheduler(self.kv, Options(**options), policy, decided)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
+        self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
         self.worker = SimulatedWorker(num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.max_swap_blocks = max_swap_blocks

@@ -87,7 +87,8 @@ def test_hit_while_in_use_leaves_the_free_list_alone() -> None:
 
 def test_eviction_is_least_recently_used_and_tells_the_hook() -> None:
     evicted: list[tuple[int, bytes]] = []
-    pool = BlockPool(4, on_evict=evicted.extend)
+    pool = BlockPool(4)
+    pool.on_evict = evicted.extend
     ids = pool.get_new_blocks(3)
     for block_id in ids:
         pool.cache_block(block_id, b"%d" % block_id)

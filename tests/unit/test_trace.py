@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recorded import Recorded, agrees
+from tests.recorded import Recorded, agrees, snapshot
 from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ConfigError, ProtocolError
@@ -83,7 +83,7 @@ def test_no_prompt_is_in_the_file(tmp_path: Path) -> None:
             assert b"".join(token.to_bytes(width, "big") for token in prompt[:count]) not in data
     assert salt.encode() not in data
     assert b"private" not in data
-    hashes = recorded.core.kv.pool.snapshot()
+    hashes = snapshot(recorded.core.kv.pool)
     assert len(hashes) >= 6
     assert not any(bytes.fromhex(text[:32]) in data for _, _, text in hashes if text), "digests are cut to 8 bytes"
 

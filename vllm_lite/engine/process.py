@@ -17,7 +17,6 @@ from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, Protocol
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION, api
-from vllm_lite.protocol.control import Ready
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -71,7 +70,12 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
         num_blocks = ready.num_blocks
-        self._check_capacity(num_blocks, ready)
+        if num_blocks < 2:
+            gib = 2 * ready.block_bytes / 2**30
+            raise ConfigError(
+                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
+                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
+            )
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
@@ -104,14 +108,6 @@ class EngineProcess:
             core.max_model_len,
         )
         return core
-
-    def _check_capacity(self, num_blocks: int, ready: Ready) -> None:
-        if num_blocks < 2:
-            gib = 2 * ready.block_bytes / 2**30
-            raise ConfigError(
-                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
-                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
-            )
 
     def _refuse(self, error: VllmLiteError) -> int:
         """Send all clients that wait for this engine the reason why it cannot start."""

@@ -36,13 +36,11 @@ class Scheduler:
     """Makes one step at a time from the queues, and applies its result to them. update() follows schedule() in order,
     with as many steps in flight between them as the caller likes."""
 
-    def __init__(
-        self, kv: KVCacheManager, options: Options, policy: object | None = None, on_decision: OnDecision | None = None
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, options: Options, policy: object | None = None) -> None:
         self.kv = kv
         self.options = options
         self.policy = GuardedPolicy(policy or Fcfs(), self._policy_fault)
-        self.on_decision = on_decision
+        self.on_decision: OnDecision | None = None
         self.on_policy_fault: Callable[[str], None] | None = None
         """Called once, with what was wrong, when the policy is replaced by first come, first served."""
         self.num_scheduled_tokens = 0

@@ -13,17 +13,7 @@ from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import (
-    Continue,
-    Draft,
-    Finish,
-    Fork,
-    Handle,
-    ModelOutput,
-    NewRequest,
-    Resume,
-    SchedulerOutput,
-)
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.transport import Wakeup
 from vllm_lite.transport.interface import Pollable
 
@@ -86,7 +76,7 @@ class SimulatedExecutor:
         )
         self._swap_blocks_per_s = swap_blocks_per_s
         self._free_at_s = 0.0
-        self._sequences: dict[Handle, _SimulatedSequence] = {}
+        self._sequences: dict[int, _SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
 
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:  # noqa: ARG002
