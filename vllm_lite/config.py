@@ -44,7 +44,7 @@ a megabyte."""
 
 
 class KVShape(Protocol):
-    """The shape of a model's KV cache; a ModelSpec has it."""
+    """What resolve() needs to know of a model's KV cache. A ModelSpec is one."""
 
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...

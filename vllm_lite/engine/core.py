@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class EngineCore:
-    """The scheduler, its block manager and the executor, without sockets. Reads time from `clock` only."""
+    """Drives the scheduler, its block manager and the executor, without sockets. It reads time from `clock` only."""
 
     def __init__(
         self,

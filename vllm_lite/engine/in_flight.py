@@ -119,7 +119,7 @@ class InFlight:
 
 
 def num_prefill_tokens(output: SchedulerOutput) -> int:
-    """The tokens of a step that are not the one next token of a sequence, nor drafts at those behind it."""
+    """Count the tokens of a step but for those that decode: one for each sequence, and the drafts behind it."""
     return sum(
         entry.num_tokens
         for entry in output.entries

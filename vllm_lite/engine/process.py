@@ -4,11 +4,10 @@ import gc
 import time
 from collections import abc
 from contextlib import contextmanager
-from pathlib import Path
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import num_host_blocks
-from vllm_lite.config import EngineSettings, ResolvedConfig
+from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
@@ -39,9 +38,11 @@ class EngineProcess:
         self._settings = settings
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
-        self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
+        config = settings.config
+        tcp = None if config.tcp_address is None else transport.Tcp(config.tcp_address, config.curve_keys)
+        self._port = ClientPort(settings.address, self._epoch, tcp)
         self._generation = 1
-        """Counts the lives of the worker group."""
+        """The number of the current worker group; an engine that restarts its workers would raise it."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
@@ -267,9 +268,11 @@ def _to_wire(item: Produced) -> api.Tokens | api.Finished:
 
 @contextmanager
 def made_to_last() -> abc.Iterator[None]:
-    """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
-    for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
-    generation may hold several steps of them."""
+    """Keep the garbage collector away from what is made within, which lives as long as the process.
+
+    There is an object for every KV block, and looking at all of them would take most of a collection's time. A step's
+    own objects are freed by reference counting, so the young generation may hold those of several steps.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -278,12 +281,6 @@ def made_to_last() -> abc.Iterator[None]:
         gc.freeze()
         gc.enable()
         gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-
-
-def _tcp(config: ResolvedConfig) -> transport.Tcp | None:
-    if config.tcp_address is None:
-        return None
-    return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:

@@ -19,7 +19,7 @@ from vllm_lite.protocol.step import Entry, Finish
 
 
 class Options(NamedTuple):
-    """The limits of steps, and how the scheduler works within them."""
+    """The limits of a step, and the choices that the configuration leaves to the scheduler."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -72,7 +72,7 @@ class Queues:
             self._with_deadline[request.request_id] = request
 
     def end(self, request: Request, reason: FinishReason, *, forget: bool = False) -> None:
-        """End a request and all its sequences. `forget` is that of finish()."""
+        """End a request and all its sequences. `forget` drops their contents from the prefix cache, as in finish()."""
         for sequence in list(request.sequences):
             self.leave(sequence)
             self.finish(sequence, forget=forget)

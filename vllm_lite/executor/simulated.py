@@ -18,7 +18,7 @@ from vllm_lite.transport import Wakeup
 from vllm_lite.transport.interface import Pollable
 
 NextToken = Callable[[Sampling, int], int]
-"""The token at a position of a sequence."""
+"""Chooses the token that the simulated model samples at a position of a sequence."""
 
 
 class VirtualClock:
@@ -44,7 +44,7 @@ class CostModel(NamedTuple):
 
 @dataclass(slots=True)
 class _SimulatedSequence:
-    """How many tokens one sequence has, and for how many of them there is KV."""
+    """Counts a sequence's tokens, and those of them whose KV is computed."""
 
     num_tokens: int
     num_computed: int

@@ -16,7 +16,7 @@ ENDS = {
 
 
 def describe(record: records.Record, ids: dict[int, str]) -> str:
-    """One line; `ids` names the requests by their numbers."""
+    """Say in one line what a record holds; `ids` names the requests by their numbers."""
     if isinstance(record, records.Step):
         if not record.digest:
             what = "no step"

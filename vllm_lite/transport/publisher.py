@@ -1,4 +1,4 @@
-"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER sends again what one has missed.
+"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER repeats those that one has missed.
 
 A message is (topic, sequence number, payload), the number in eight bytes, most significant first. A request for a
 replay is the first number wanted; it is answered with (number, payload) for every batch that is still kept, and an

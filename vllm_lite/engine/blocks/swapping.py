@@ -40,7 +40,7 @@ class Swapping:
         cache: Callable[[Sequence, KVGroup, int, int], None],
     ) -> None:
         self.counters = Stats()
-        """The one struct in which the whole engine counts: the first to count makes it."""
+        """The engine's counters. They are made here and shared by all parts of the engine."""
         self.parked: list[Sequence] = []
         """The parked sequences in the order in which they were parked: under fcfs the first is admitted last."""
         self._pool = pool

@@ -17,7 +17,7 @@ from vllm_lite.protocol import api
 def describe(
     scheduler: Scheduler, requests: Iterable[Request], now_s: float, *, with_content: bool = False
 ) -> list[api.RequestState]:
-    """The states of live requests."""
+    """Describe live requests; `with_content` adds their parameters, tokens and logprobs."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}

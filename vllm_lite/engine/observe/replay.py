@@ -24,7 +24,7 @@ from vllm_lite.trace.story import describe, describe_decisions
 
 
 class Divergence(NamedTuple):
-    """Where a replay left the trace. `recorded` and `replayed` are one line each."""
+    """The step at which a replay decided otherwise than the trace. `recorded` and `replayed` are one line each."""
 
     step: int
     what: str
@@ -72,7 +72,7 @@ class ReplayHasher(PrefixHasher):
 
 
 class Replay:
-    """One pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
+    """Makes one pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
 
     def __init__(self, path: str, *, check: bool = True) -> None:
         """Raises ProtocolError if the file is no trace, ConfigError if its policy cannot be loaded."""
