@@ -8,6 +8,7 @@ import msgspec
 
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduler import Scheduler
@@ -25,6 +26,15 @@ from vllm_lite.trace.writer import TraceWriter
 VOCAB = 50
 EOS = (7,)
 COUNTED = ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "swaps")
+
+
+def snapshot(pool: BlockPool) -> list[tuple[int, int, str | None]]:
+    """(id, reference count, hash as hex or None) of every block that is referenced or cached."""
+    return [
+        (block.block_id, block.ref_count, block.block_hash.hex() if block.block_hash else None)
+        for block in pool.blocks
+        if block.ref_count or block.block_hash
+    ]
 
 
 class OddPolicy:
@@ -96,7 +106,7 @@ class Recorded:
 
     def drain(self) -> None:
         for _ in range(3000):
-            if not self.loop() and not self.scheduler.has_requests():
+            if not self.loop() and not self.scheduler.requests:
                 return
         raise AssertionError("requests are left that make no progress")
 
@@ -171,7 +181,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
 
     pools = [scheduler.kv.pool] + ([scheduler.kv.host.pool] if scheduler.kv.host else [])
     return (
-        [[(block_id, refs, short(text)) for block_id, refs, text in pool.snapshot()] for pool in pools],
+        [[(block_id, refs, short(text)) for block_id, refs, text in snapshot(pool)] for pool in pools],
         [[block.block_id for block in pool._free] for pool in pools],
         [
             (
@@ -198,7 +208,7 @@ def agrees(trace: Path, recorded: Recorded) -> Replay:
     recorded.core.close()
     replay = Replay(str(trace)).run()
     assert replay.divergence is None, str(replay.divergence)
-    assert not replay.cut_off
+    assert not replay.reader.cut_off
     assert state_of(replay.scheduler) == state_of(recorded.scheduler)
     return replay
 

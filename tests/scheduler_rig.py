@@ -45,8 +45,8 @@ class Rig:
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
-        decided = lambda code, _sequence, numbers: self.decisions.append((code, numbers))  # noqa: E731
-        self.scheduler = Scheduler(self.kv, Options(**options), policy, decided)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
+        self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
         self.worker = SimulatedWorker(num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.max_swap_blocks = max_swap_blocks
@@ -84,7 +84,7 @@ class Rig:
             self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
-        assert in_flight or not self.scheduler.has_requests(), "nothing would wake the engine up"
+        assert in_flight or not self.scheduler.requests, "nothing would wake the engine up"
         result = self.worker.poll()
         if result is None:
             return []
@@ -105,7 +105,7 @@ class Rig:
 
     def drain(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.requests:
                 while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0

@@ -12,7 +12,7 @@ from msgspec import Meta
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
-from vllm_lite.runtime.settings import Section, Settings
+from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3
@@ -44,7 +44,7 @@ a megabyte."""
 
 
 class KVShape(Protocol):
-    """The shape of a model's KV cache; a ModelSpec has it."""
+    """What resolve() needs to know of a model's KV cache. A ModelSpec is one."""
 
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...
@@ -111,164 +111,138 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str,
         Section("model"),
-        Meta(description="folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
+        about("folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
     ] = DEMO_MODEL
-    revision: Annotated[str | None, Meta(description="branch, tag or commit of a hub id (default: main)")] = None
+    revision: Annotated[str | None, about("branch, tag or commit of a hub id (default: main)")] = None
     download_dir: Annotated[
-        str | None, Meta(description="folder for what is downloaded (default: the hub's cache, see HF_HOME)")
+        str | None, about("folder for what is downloaded (default: the hub's cache, see HF_HOME)")
     ] = None
-    tokenizer: Annotated[
-        str | None, Meta(description="folder with tokenizer.json, or a hub id (default: the model's)")
-    ] = None
-    served_model_name: Annotated[
-        str | None, Meta(description="name clients see (default: the hub id, or the model's folder)")
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="type of weights and KV cache")
-    ] = "auto"
+    tokenizer: Annotated[str | None, about("folder with tokenizer.json, or a hub id (default: the model's)")] = None
+    served_model_name: Annotated[str | None, about("name clients see (default: the hub id, or the model's folder)")] = (
+        None
+    )
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("type of weights and KV cache")] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="where the workers run (auto: cuda where there is one)")
+        Literal["auto", "cpu", "cuda"], about("where the workers run (auto: cuda where there is one)")
     ] = "auto"
     quantization: Annotated[
-        Literal["int8"] | None, Meta(description="'int8': weights of matrix products are quantized when loaded")
+        Literal["int8"] | None, about("'int8': weights of matrix products are quantized when loaded")
     ] = None
     max_model_len: Annotated[
-        Count | None,
-        Meta(description="longest prompt plus output, in tokens (default, or auto: the model's, or what fits)"),
+        Count | None, about("longest prompt plus output, in tokens (default, or auto: the model's, or what fits)")
     ] = None
-    load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"], Meta(description="'dummy' fills the weights at random")
-    ] = "auto"
-    seed: Annotated[int, Meta(ge=0, description="seed of dummy weights")] = 0
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("'dummy' fills the weights at random")] = (
+        "auto"
+    )
+    seed: Annotated[int, about("seed of dummy weights", ge=0)] = 0
 
-    block_size: Annotated[
-        int, Section("KV cache"), Meta(description=f"tokens in one KV block, one of {BLOCK_SIZES}")
-    ] = 16
+    block_size: Annotated[int, Section("KV cache"), about(f"tokens in one KV block, one of {BLOCK_SIZES}")] = 16
     num_gpu_blocks_override: Annotated[
-        Annotated[int, Meta(ge=2)] | None, Meta(description="size of the KV pool in blocks, on any device")
+        Annotated[int, Meta(ge=2)] | None, about("size of the KV pool in blocks, on any device")
     ] = None
     cpu_kvcache_space: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less, or what "
+        about(
+            "GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less, or what "
             f"{FULL_LOADS} times max_num_seqs sequences of max_model_len take)"
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float,
-        Meta(
-            gt=0, le=1, description="most of a GPU's memory, as a share, for weights, activations and KV cache together"
-        ),
+        float, about("most of a GPU's memory, as a share, for weights, activations and KV cache together", gt=0, le=1)
     ] = 0.9
-    kv_cache_memory_bytes: Annotated[
-        Count | None, Meta(description="bytes of KV cache; a GPU's memory is then not profiled")
-    ] = None
-    kv_watermark: Annotated[
-        float, Meta(ge=0, lt=1, description="share of the pool kept free when a request is admitted")
-    ] = 0.01
+    kv_cache_memory_bytes: Annotated[Count | None, about("bytes of KV cache; a GPU's memory is then not profiled")] = (
+        None
+    )
+    kv_watermark: Annotated[float, about("share of the pool kept free when a request is admitted", ge=0, lt=1)] = 0.01
     swap_space: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="GiB of host memory for KV blocks that left the device (default: 4, on a CPU 0)"),
+        about("GiB of host memory for KV blocks that left the device (default: 4, on a CPU 0)"),
     ] = None
-    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prefixes")] = True
+    enable_prefix_caching: Annotated[bool, about("reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
-        Annotated[str, Meta(max_length=64)] | None, Meta(description="fixed seed of the prefix hash (default: random)")
+        Annotated[str, Meta(max_length=64)] | None, about("fixed seed of the prefix hash (default: random)")
     ] = None
     kv_cache_metrics: Annotated[
-        bool, Meta(description="measure how long cached KV blocks live, lie idle and wait to be used again")
+        bool, about("measure how long cached KV blocks live, lie idle and wait to be used again")
     ] = False
     kv_cache_metrics_sample: Annotated[
-        float, Meta(gt=0, le=1, description="share of the KV blocks that kv_cache_metrics follows")
+        float, about("share of the KV blocks that kv_cache_metrics follows", gt=0, le=1)
     ] = 0.01
 
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"],
-        Meta(description="type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
+        about("type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "cuda", "paged"],
         Section("kernels"),
-        Meta(description="which kernels compute attention"),
+        about("which kernels compute attention"),
     ] = "auto"
 
     enforce_eager: Annotated[
-        bool,
-        Meta(description="launch every operation of a decode step by itself: no CUDA graphs, no recorded programs"),
+        bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")
     ] = False
     cudagraph_capture_sizes: Annotated[
         Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
-        Meta(description="numbers of sequences that decode steps are captured for, like 1,2,4,8"),
+        about("numbers of sequences that decode steps are captured for, like 1,2,4,8"),
     ] = None
     max_cudagraph_capture_size: Annotated[
-        Count | None, Meta(description="largest of them (default: max_num_seqs, at most 512)")
+        Count | None, about("largest of them (default: max_num_seqs, at most 512)")
     ] = None
 
     max_num_seqs: Annotated[
         Count | None,
         Section("scheduler"),
-        Meta(
-            description="most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"
-        ),
+        about("most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"),
     ] = None
-    max_num_batched_tokens: Annotated[
-        Count | None, Meta(description="most tokens in one step (default: 8192, on a CPU 512)")
-    ] = None
-    enable_chunked_prefill: Annotated[bool, Meta(description="spread long prompts over several steps")] = True
+    max_num_batched_tokens: Annotated[Count | None, about("most tokens in one step (default: 8192, on a CPU 512)")] = (
+        None
+    )
+    enable_chunked_prefill: Annotated[bool, about("spread long prompts over several steps")] = True
     scheduling_policy: Annotated[
-        str, Meta(description="fcfs, priority, deadline, fair, or module:Class of a policy of your own")
+        str, about("fcfs, priority, deadline, fair, or module:Class of a policy of your own")
     ] = "fcfs"
     preemption_mode: Annotated[
-        Literal["auto", "recompute", "swap"], Meta(description="what becomes of a sequence that has to give way")
+        Literal["auto", "recompute", "swap"], about("what becomes of a sequence that has to give way")
     ] = "auto"
     max_swap_blocks_per_step: Annotated[
-        int, Meta(ge=1, description="most KV blocks moved to or from the host in one step; more take several")
+        int, about("most KV blocks moved to or from the host in one step; more take several", ge=1)
     ] = 256
-    async_scheduling: Annotated[bool, Meta(description="make the next step while the workers run this one")] = True
+    async_scheduling: Annotated[bool, about("make the next step while the workers run this one")] = True
     speculative_config: Annotated[
-        Speculation | None, Meta(description='JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
+        Speculation | None, about('JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
     ] = None
 
     cpu_threads: Annotated[
-        Count | None, Section("processes"), Meta(description="threads of one CPU worker (default: all physical cores)")
+        Count | None, Section("processes"), about("threads of one CPU worker (default: all physical cores)")
     ] = None
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1, description="worker processes that share the model")] = 1
-    single_process: Annotated[bool, Meta(description="run engine and worker as threads of the client, to debug")] = (
-        False
-    )
-    address: Annotated[
-        str | None, Meta(description="ipc://PATH that clients connect to (default: a private folder)")
-    ] = None
+    tensor_parallel_size: Annotated[int, about("worker processes that share the model", ge=1, le=1)] = 1
+    single_process: Annotated[bool, about("run engine and worker as threads of the client, to debug")] = False
+    address: Annotated[str | None, about("ipc://PATH that clients connect to (default: a private folder)")] = None
     tcp_address: Annotated[
-        str | None, Meta(description="tcp://IP:PORT that clients on other machines connect to, beside address")
+        str | None, about("tcp://IP:PORT that clients on other machines connect to, beside address")
     ] = None
     curve_keys: Annotated[
-        str | None, Meta(description="folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
+        str | None, about("folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
     ] = None
-    insecure: Annotated[bool, Meta(description="let in whoever reaches tcp_address, without keys and in the clear")] = (
-        False
-    )
-    ready_timeout_s: Annotated[float, Meta(gt=0, description="longest start of the whole engine")] = 600.0
+    insecure: Annotated[bool, about("let in whoever reaches tcp_address, without keys and in the clear")] = False
+    ready_timeout_s: Annotated[float, about("longest start of the whole engine", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[
-        float, Meta(gt=0, description="silence after which a loaded worker, an engine or an API server counts as hung")
+        float, about("silence after which a loaded worker, an engine or an API server counts as hung", gt=0)
     ] = 20.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Section("log, decisions and events"),
-        Meta(description="least level logged"),
+        Literal["debug", "info", "warning", "error"], Section("log, decisions and events"), about("least level logged")
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], Meta(description="of the lines of the log, on stderr")] = "text"
+    log_format: Annotated[Literal["text", "json"], about("of the lines of the log, on stderr")] = "text"
     log_config_file: Annotated[
-        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, which then has the last word")
+        str | None, about("JSON file for Python's logging.config.dictConfig, which then has the last word")
     ] = None
     record: Annotated[
         str | None,
-        Meta(
-            description="file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"
-        ),
+        about("file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"),
     ] = None
     kv_events_config: Annotated[
-        KVEventsConfig | None,
-        Meta(description='JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}'),
+        KVEventsConfig | None, about('JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}')
     ] = None
 
     def __post_init__(self) -> None:
@@ -315,7 +289,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
         max_num_seqs, budget = self._step_sizes(DEVICE_DEFAULTS[device], max_model_len)
-        kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in _RESOLVED}
+        chosen = ResolvedConfig.__annotations__
+        kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in chosen}
         kept["model"], kept["dtype"] = model_path, dtype
         kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype
         resolved = ResolvedConfig(
@@ -329,7 +304,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             swap_space=DEVICE_DEFAULTS[device].swap_space if self.swap_space is None else self.swap_space,
             cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
         )
-        return resolved if kv is None or self.cpu_kvcache_space else resolved.with_enough_kv(kv)
+        if kv is None or self.cpu_kvcache_space:
+            return resolved
+        value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
+        block_bytes = kv.kv_block_bytes(self.block_size, value_bytes, self.tensor_parallel_size)
+        enough = resolved.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
+        return msgspec.structs.replace(resolved, cpu_kvcache_space=min(resolved.cpu_kvcache_space, enough))
 
     def _step_sizes(self, defaults: DeviceDefaults, max_model_len: int) -> tuple[int, int]:
         """The most sequences and the most tokens of one step. Raises ConfigError if they do not go together."""
@@ -379,20 +359,10 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     swap_space: float
     cpu_kvcache_space: float
 
-    def with_enough_kv(self, kv: KVShape) -> "ResolvedConfig":
-        """The same with a `cpu_kvcache_space` that is no more than the model can use."""
-        bytes_per_value = KV_DTYPE_BYTES[self.kv_cache_dtype]
-        block_bytes = kv.kv_block_bytes(self.block_size, bytes_per_value, self.tensor_parallel_size)
-        enough = self.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
-        return msgspec.structs.replace(self, cpu_kvcache_space=min(self.cpu_kvcache_space, enough))
-
     def enough_blocks(self, num_groups: int) -> int:
         """The most KV blocks that a cache has whose size the user did not set."""
         whole = -(-self.max_model_len // self.block_size) * num_groups
         return max(FULL_LOADS * self.max_num_seqs * whole, LEAST_DEFAULT_BLOCKS)
-
-
-_RESOLVED = frozenset(ResolvedConfig.__annotations__)
 
 
 def demo_folder() -> str:

@@ -60,10 +60,10 @@ def test_shared_block_is_freed_by_its_last_holder() -> None:
 def test_usage_counts_evictable_blocks_as_free() -> None:
     pool = BlockPool(11)
     ids = pool.get_new_blocks(5)
-    assert pool.usage == 0.5
+    assert pool.num_used == pool.num_usable // 2
     pool.cache_block(ids[0], b"h")
     pool.free(ids)
-    assert (pool.usage, pool.num_cached) == (0.0, 1)
+    assert (pool.num_used, pool.num_cached) == (0, 1)
 
 
 def test_hit_revives_from_the_middle_of_the_free_list() -> None:
@@ -87,7 +87,8 @@ def test_hit_while_in_use_leaves_the_free_list_alone() -> None:
 
 def test_eviction_is_least_recently_used_and_tells_the_hook() -> None:
     evicted: list[tuple[int, bytes]] = []
-    pool = BlockPool(4, on_evict=evicted.extend)
+    pool = BlockPool(4)
+    pool.on_evict = evicted.extend
     ids = pool.get_new_blocks(3)
     for block_id in ids:
         pool.cache_block(block_id, b"%d" % block_id)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded import Recorded, agrees
+from tests.recorded import Recorded, agrees, snapshot
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol.api import PrefixCacheReset
@@ -18,7 +18,7 @@ PROMPT = list(range(12))
 
 
 def cached_ids(rig: Rig) -> list[int]:
-    return [block_id for block_id, _, block_hash in rig.kv.pool.snapshot() if block_hash]
+    return [block_id for block_id, _, block_hash in snapshot(rig.kv.pool) if block_hash]
 
 
 def cached_tokens(rig: Rig, name: str, prompt: list[int]) -> int:

@@ -95,7 +95,7 @@ def test_requests_that_cannot_be_served_are_refused_with_numbers(message: Genera
     core = make_core()
     with pytest.raises(RequestError, match=error):
         core.add(b"client", message)
-    assert not core.scheduler.has_requests()
+    assert not core.scheduler.requests
 
 
 def test_defaulted_max_tokens_means_what_fits() -> None:
@@ -217,7 +217,7 @@ def test_a_resubmitted_request_that_had_ended_ends_at_once() -> None:
     )
     assert accepted.done is not None
     assert accepted.done.reason == "length"
-    assert not core.scheduler.has_requests()
+    assert not core.scheduler.requests
 
 
 @pytest.mark.parametrize("recorded", [False, True])

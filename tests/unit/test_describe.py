@@ -8,7 +8,7 @@ from vllm_lite.engine.blocks.manager import PrefixHit
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Admission, RequestState, SampleState
+from vllm_lite.protocol.api import AdmissionState, RequestState, SampleState
 
 
 def look(rig: Rig, *names: str) -> list[RequestState]:
@@ -26,7 +26,16 @@ def test_one_that_runs() -> None:
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=8, priority=3, deadline_s=4.0)
     rig.step()
     assert one(rig, "a") == RequestState(
-        "a", Admission("OK", None, 2, 17, 0, 19), [SampleState(0, "running", None, 5, 1, 2, 0)], 0, 5, 0, 0, 3, 2.5, 1.5
+        "a",
+        AdmissionState("OK", None, 2, 17, 0, 19),
+        [SampleState(0, "running", None, 5, 1, 2, 0)],
+        0,
+        5,
+        0,
+        0,
+        3,
+        2.5,
+        1.5,
     )
 
 
@@ -35,9 +44,9 @@ def test_blocks_that_others_hold_are_not_needed() -> None:
     rig.add("a", list(range(20)), max_tokens=9)
     rig.step()
     rig.add("b", [*range(8), *range(40, 49)], max_tokens=3)
-    assert one(rig, "b").admission == Admission("LATER", "waits_for_blocks", 5, 3, 0, 8)  # not looked up yet
+    assert one(rig, "b").admission == AdmissionState("LATER", "waits_for_blocks", 5, 3, 0, 8)  # not looked up yet
     rig.step()
-    assert one(rig, "b").admission == Admission("LATER", "waits_for_blocks", 3, 2, 0, 8)  # two of its five are a's
+    assert one(rig, "b").admission == AdmissionState("LATER", "waits_for_blocks", 3, 2, 0, 8)  # two of its five are a's
 
 
 def test_later_names_the_numbers() -> None:
@@ -48,9 +57,9 @@ def test_later_names_the_numbers() -> None:
     rig.add("c", list(range(20, 36)), max_tokens=3)
     rig.step()
     b, c = look(rig, "b", "c")
-    assert b.admission == Admission("LATER", "waits_for_blocks", 5, 2, 0, 8)
+    assert b.admission == AdmissionState("LATER", "waits_for_blocks", 5, 2, 0, 8)
     assert b.samples == [SampleState(0, "waiting", 0, 0, 0, 0, 0)]
-    assert c.admission == Admission("LATER", "waits_for_turn", 4, 2, 0, 8)
+    assert c.admission == AdmissionState("LATER", "waits_for_turn", 4, 2, 0, 8)
     assert c.samples == [SampleState(0, "waiting", 1, 0, 0, 0, 0)]
     rig.drain()
     assert look(rig, "a", "b", "c") == []
@@ -61,7 +70,7 @@ def test_one_that_waits_for_a_seat() -> None:
     rig.add("a", [1, 2], max_tokens=9)
     rig.add("b", [3, 4], max_tokens=2)
     rig.step()
-    assert one(rig, "b").admission == Admission("OK", "waits_for_seat", 1, 18, 0, 19)
+    assert one(rig, "b").admission == AdmissionState("OK", "waits_for_seat", 1, 18, 0, 19)
 
 
 def test_one_that_waits_for_tokens_of_a_step() -> None:

@@ -92,7 +92,7 @@ class Engine:
     def drain(self) -> None:
         for _ in range(200):
             self.loop()
-            if not self.core.scheduler.has_requests():
+            if not self.core.scheduler.requests:
                 return
         raise AssertionError("the requests do not end")
 

@@ -36,7 +36,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: Watched())
-    scheduler = SimpleNamespace(requests={}, step=0, has_requests=lambda: True)
+    scheduler = SimpleNamespace(requests={}, step=0)
     core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False)
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
@@ -53,7 +53,7 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
         raise RuntimeError("the scheduler lost a block")
 
     stop = Wakeup()
-    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0, has_requests=lambda: True), expire=fail)
+    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0), expire=fail)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     sent: list[str] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))

@@ -58,7 +58,7 @@ class Bench:
         for _ in range(1000):
             self.begin()
             self.now_s += step_s
-            if not self.finish() and not self.core.scheduler.has_requests():
+            if not self.finish() and not self.core.scheduler.requests:
                 return
         raise AssertionError("requests are left")
 
@@ -171,7 +171,7 @@ def test_what_a_step_gains_is_found_with_steps_in_flight(together: int) -> None:
             child = SamplingParams(max_tokens=6, ignore_eos=True)
             if "child" not in bench.core.scheduler.requests:
                 bench.core.fork(b"c", ForkRequest("long", "child", 3, child))
-    assert not bench.core.scheduler.has_requests()
+    assert not bench.core.scheduler.requests
     stats, measured = bench.stats, bench.measured
     assert stats.prompt_tokens == 3 + 4 + 2
     assert measured.gained_tokens.sum == stats.prompt_tokens + stats.generated_tokens
@@ -353,7 +353,7 @@ def test_steps_that_come_together_share_their_time() -> None:
     bench.now_s = 1.0
     bench.finish()
     bench.begin()
-    while bench.core.scheduler.has_requests():
+    while bench.core.scheduler.requests:
         bench.core._message_length.steps = 4
         bench.begin()
         bench.now_s += 4.0
@@ -379,7 +379,7 @@ def test_steps_that_come_together_share_no_time_from_before_they_ran(before: str
         bench.begin()
     bench.now_s = 102.0
     assert bench.finish(most=2) == 2
-    assert not bench.core.scheduler.has_requests()
+    assert not bench.core.scheduler.requests
     bench.begin()
     gaps = bench.measured.token_gap_s
     assert count(gaps) == 1

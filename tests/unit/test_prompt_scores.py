@@ -51,7 +51,7 @@ def test_one_that_is_preempted_in_its_prompt_begins_again_whatever_is_cached(dep
         assert "older" in rig.scheduler.requests
     assert sequence.unscored
     computed = []
-    while rig.scheduler.has_requests():
+    while rig.scheduler.requests:
         if "scored" in rig.scheduler.requests and sequence.num_computed:
             computed.append(sequence.num_computed)
         rig.step()
@@ -120,7 +120,7 @@ def test_what_workers_could_not_do_is_refused(fields: dict[str, Any], message: s
     core = make_core()
     with pytest.raises(RequestError, match=message):
         core.add(b"client", Generate("a", pack_tokens([1, 2]), SamplingParams(**fields)))
-    assert not core.scheduler.has_requests()
+    assert not core.scheduler.requests
 
 
 def test_more_prompt_logprobs_than_a_message_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ PARAMS = SamplingParams(
 MEASURED = api.RequestHistograms(*[api.Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
 STATE = api.RequestState(
     "r",
-    api.Admission("LATER", "waits_for_blocks", 1, 2, 3, 4),
+    api.AdmissionState("LATER", "waits_for_blocks", 1, 2, 3, 4),
     [api.SampleState(0, "waiting", 5, 0, 0, 0, 0)],
     *(0, 7, 8, 9, -1),
     0.5,
@@ -57,7 +57,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Describe(external_id="cmpl-r", with_content=True)),
     (codec.client_to_engine, api.AbortExternal("cmpl-r")),
     (codec.client_to_engine, api.ResetPrefixCache()),
-    (codec.engine_to_client, api.Aborted(2)),
+    (codec.engine_to_client, api.ExternalAborted(2)),
     (
         codec.engine_to_client,
         api.Descriptions(

@@ -38,7 +38,7 @@ class Bench:
         self.core.add(b"client", Generate(name, pack_tokens([len(name)] * num_prompt), params))
 
     def run(self) -> None:
-        while self.core.scheduler.has_requests():
+        while self.core.scheduler.requests:
             while self.core.begin():
                 pass
             self.clock.advance_to(self.executor.next_result_s or 0.0)

@@ -72,7 +72,7 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     child.stop(10.0)
     replay = Replay(str(trace)).run()
     assert replay.divergence is None
-    assert not replay.cut_off
+    assert not replay.reader.cut_off
     assert replay.scheduler.counters.generated_tokens == 9
     assert story("mine", TraceReader(str(trace)))[-1].endswith("after 9 tokens of output.")
     assert not list(tmp_path.glob("events*"))

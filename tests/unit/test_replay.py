@@ -71,7 +71,7 @@ def test_until_stops_behind_that_step(busy: tuple[Path, Recorded]) -> None:
     trace, recorded = busy
     replay = Replay(str(trace)).run(until=17)
     assert replay.scheduler.step == 17
-    assert replay.scheduler.has_requests()
+    assert replay.scheduler.requests
     assert Replay(str(trace)).run(until=10**6).scheduler.step == recorded.scheduler.step
 
 

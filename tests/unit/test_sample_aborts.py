@@ -37,10 +37,10 @@ class Bench(Recorded):
     def run(self) -> None:
         for _ in range(200):
             self.step()
-            if not self.scheduler.has_requests():
+            if not self.scheduler.requests:
                 self.drain()
                 break
-        assert not self.scheduler.has_requests()
+        assert not self.scheduler.requests
         assert self.core.kv.pool.num_used == 0
         self.core.close()
         replay = Replay(self.trace).run()
@@ -111,7 +111,7 @@ def test_with_its_last_sample_the_request_ends(bench: Bench, named: tuple[int, .
         assert bench.core.abort("r", (0,)) == [(0, 1)]
     ended = bench.core.abort("r", named, stopped=True)
     assert len(ended) == (3 if len(named) != 2 else 2)
-    assert not bench.scheduler.has_requests()
+    assert not bench.scheduler.requests
     assert bench.scheduler.counters.ended_by["stop"] == 1
     bench.run()
 

@@ -119,7 +119,7 @@ def test_blocks_out_of_the_window_are_freed_at_once() -> None:
     rig = Rig(num_blocks=8, windows=[8], max_num_batched_tokens=8)
     rig.add("a", list(range(30)), max_tokens=20)
     peak = 0
-    while rig.scheduler.has_requests():
+    while rig.scheduler.requests:
         rig.step()
         peak = max(peak, rig.kv.pool.num_used)
     assert peak <= 5

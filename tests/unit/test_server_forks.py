@@ -12,7 +12,7 @@ from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.protocol.api import (
     Abort,
-    Admission,
+    AdmissionState,
     Finished,
     ForkRequest,
     Generate,
@@ -172,7 +172,7 @@ def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() 
 
 def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> list[Member]:
     """A request that runs, as the engine describes it."""
-    admission = Admission("OK", None, 1, 1, 0, 1)
+    admission = AdmissionState("OK", None, 1, 1, 0, 1)
     samples, numbers = [SampleState(0, "running", None, 3, len(output), 1, 0)], (0, 3, 0, 0, 0)
     wanted = SamplingParams(max_tokens=50, seed=1, **params)
     content = RequestContent(wanted, pack_tokens([5] * 3), pack_tokens(output), scores)

@@ -12,11 +12,11 @@ from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,
-    Aborted,
     AbortExternal,
     Describe,
     Descriptions,
     Dying,
+    ExternalAborted,
     Finished,
     Generate,
     GetStats,
@@ -172,14 +172,14 @@ def test_each_kind_of_question_has_its_own_answers() -> None:
         engine.expect(ResetPrefixCache)
         assert engine.expect(AbortExternal) == AbortExternal("y")
         assert engine.expect(Describe) == Describe((), "c", with_content=True)
-        engine.send(Aborted(1))
+        engine.send(ExternalAborted(1))
         engine.send(PrefixCacheReset(1, 2, 3))
         engine.send(Descriptions([]))
         engine.send(Stats(*range(11)))
         assert reset.result(DEADLINE_S) == PrefixCacheReset(1, 2, 3)
         assert state.result(DEADLINE_S) == Descriptions([])
         assert stats.result(DEADLINE_S) == Stats(*range(11))
-        assert aborted.result(DEADLINE_S) == Aborted(1)
+        assert aborted.result(DEADLINE_S) == ExternalAborted(1)
         assert not late.done()
         engine.die()
         with pytest.raises(EngineDeadError):

@@ -91,7 +91,7 @@ def test_it_serves_everything_the_core_can_ask(async_scheduling: bool, preemptio
             if item.reason:
                 ends[item.request.request_id, item.sample] = item.reason
         core.scheduler.check_integrity()
-    assert not core.scheduler.has_requests()
+    assert not core.scheduler.requests
     assert {name for name, _ in ends} == {f"r{index}" for index in range(60)}
     assert core.scheduler.counters.preemptions > 0
 

@@ -61,7 +61,7 @@ def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
     sequence = first_swapped(rig)
     assert rig.kv.host is not None
     rig.kv.host.new_blocks([None] * rig.kv.host.pool.num_free)
-    rig.kv.begin_step()
+    rig.kv.swapping.begin_step()
     while rig.kv.reclaim():
         pass
     assert (sequence.status, sequence.host_ids, sequence.num_computed) == (Status.PREEMPTED, None, 0)
@@ -129,12 +129,12 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
     assert rig.kv.counters.demoted_blocks > 3
     rig.add("stream", [5, 3] * 30, max_tokens=20)
     rig.step()
-    rig.kv._swapping._max_blocks = rig.max_swap_blocks = 3
+    rig.kv.swapping._max_blocks = rig.max_swap_blocks = 3
     rig.add("head", [9, 3] * 35, max_tokens=2)
     rig.add("behind", [*PROMPT, 1], max_tokens=2)
     for _ in range(5):
         rig.step()
-        assert not rig.kv._swapping.parked
+        assert not rig.kv.swapping.parked
     assert "stream" in rig.scheduler.requests
     rig.drain()
     assert rig.output("behind") == expected([*PROMPT, 1], 2)
@@ -204,7 +204,7 @@ def test_content_that_is_still_on_the_device_is_not_demoted() -> None:
         rig.scheduler.kv.pool.enable_caching = name == "b"
     rig.scheduler.kv.pool.enable_caching = True
     rig.drain()
-    rig.kv._swapping._demote([(1, key) for key in list(rig.kv.pool._cached)])
+    rig.kv.swapping._demote([(1, key) for key in list(rig.kv.pool._cached)])
     assert rig.kv.counters.demoted_blocks == 0
 
 

@@ -51,6 +51,25 @@ def test_what_is_sent_before_anybody_listens_arrives(address: str) -> None:
     listener.close()
 
 
+def test_nothing_sent_while_the_listener_comes_is_lost() -> None:
+    """The threads of --single-process start at the same time, so they are made to meet in every possible place."""
+    expected = [(b"early", b"%d" % number) for number in range(300)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(200):
+            connection = transport.connect(f"inproc://race-{number}", b"early")
+            sender = threading.Thread(target=lambda to=connection: [to.send(payload) for _, payload in expected])
+            sender.start()
+            listener = transport.bind(f"inproc://race-{number}")
+            sender.join()
+            assert [listener.recv() for _ in expected] == expected
+            connection.close()
+            listener.close()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_what_is_left_unread_ends_the_next_wait(address: str) -> None:
     """A loop that reads a part of what has come must not sleep over the rest."""
     listener = transport.bind(address)

@@ -22,11 +22,11 @@ from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolE
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
-    Aborted,
     AbortExternal,
     Describe,
     Descriptions,
     Dying,
+    ExternalAborted,
     Finished,
     ForkRequest,
     FromClient,
@@ -62,7 +62,7 @@ _REASON_S = 0.5
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
-_ANSWERS = (Stats, Descriptions, Aborted, PrefixCacheReset)
+_ANSWERS = (Stats, Descriptions, ExternalAborted, PrefixCacheReset)
 
 A = TypeVar("A")
 logger = log.get(__name__)
@@ -191,9 +191,9 @@ class Session:
         future fails with EngineError if the engine does."""
         return self._ask(Describe(tuple(request_ids), external_id, with_content), Descriptions)
 
-    def abort_external(self, external_id: str) -> "Future[Aborted]":
+    def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
         """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
-        return self._ask(AbortExternal(external_id), Aborted)
+        return self._ask(AbortExternal(external_id), ExternalAborted)
 
     def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
         """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""

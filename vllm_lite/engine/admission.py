@@ -11,11 +11,11 @@ from vllm_lite.engine.step_plan import StepPlan
 from vllm_lite.protocol.step import NewRequest, Resume
 
 MAX_PASSED = 32
-"""So many may be admitted before a sequence that came earlier and does not fit yet; then no other passes it."""
+"""At most this many sequences are admitted before one that came earlier and does not fit yet."""
 MAX_BLOCKED = 16
-"""A step looks no further behind so many that do not fit, ..."""
+"""A step stops looking into the queue when more than this many sequences in it do not fit."""
 MAX_LOOKED_UP_TOKENS = 32_768
-"""... or once it has looked up so many tokens in the prefix cache in vain."""
+"""A step also stops when it has looked up more than this many tokens in the prefix cache."""
 
 
 class Admitter:
@@ -48,7 +48,7 @@ class Admitter:
                 break
             is_in = self._admit(sequence, plan, in_parts=not passed)
             # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
-            while not (is_in or blocked or running or self._kv.is_moving) and self._kv.reclaim(keep=sequence):
+            while not (is_in or blocked or running or self._kv.swapping.is_moving) and self._kv.reclaim(keep=sequence):
                 is_in = self._admit(sequence, plan, in_parts=True)
             if is_in:
                 for other in passed:
@@ -147,7 +147,7 @@ class Admitter:
 
 
 def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
-    """Report that a sequence lacks blocks, or that this step has moved enough of them already."""
+    """Report why a sequence is not admitted: it lacks blocks, or this step has moved as many as it may."""
     if plan.on_decision is not None:  # this may be done for many sequences in every step
         need, free, watermark = admission.required, admission.free, admission.watermark
         code = "waits_for_swap" if free - need >= watermark else "waits_for_blocks"

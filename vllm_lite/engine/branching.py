@@ -1,4 +1,4 @@
-"""Branching: one sequence becomes several that share its blocks: samples of one prompt, forks of a live request, beams.
+"""Branching: turns one sequence into several that share its blocks: samples of one prompt, forks of a request, beams.
 
 It is kept apart so that a plain request never meets it.
 """
@@ -16,8 +16,8 @@ from vllm_lite.protocol.api import FinishReason, TokenLogprobs
 from vllm_lite.protocol.step import Entry, Fork, SetToken
 
 MAX_BEAM_EXCESS = 2
-"""Beams share most of what they have, so a search may take this many times the pool if they shared nothing but the
-prompt. Beyond that it would live on preemption: every token of one beam would compute the others again."""
+"""A beam search is accepted if its beams, sharing only the prompt, would take at most this many times the pool: most of
+them share more. A larger one would preempt its own beams all the time, and compute them again for every token."""
 
 
 class Branching:
@@ -124,14 +124,11 @@ class Branching:
         if len(request.candidates) < len(request.sequences):
             return []  # num_pending stays, so that it is not scheduled
         parents = request.sequences
+        logprobs_of, candidates_of = request.beam_logprobs, request.candidates
         continuations = search.advance(
             [
-                Beam(
-                    beam.tokens[beam.num_prompt :].tolist(),
-                    request.beam_logprobs[beam.index],
-                    request.candidates[beam.index],
-                )
-                for beam in parents
+                Beam(each.tokens[each.num_prompt :].tolist(), logprobs_of[each.index], candidates_of[each.index])
+                for each in parents
             ]
         )
         request.candidates = {}

@@ -14,20 +14,7 @@ import msgspec
 
 from vllm_lite import transport
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import (
-    Dying,
-    Finished,
-    FromClient,
-    Heartbeat,
-    Hello,
-    OutputBatch,
-    PromptLogprobs,
-    Refused,
-    ToClient,
-    Tokens,
-    Welcome,
-)
+from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, request_named_in
 from vllm_lite.runtime import log
 from vllm_lite.transport import Delivery, Tcp
@@ -58,22 +45,22 @@ class Outbox:
     def __init__(self) -> None:
         self.sent_s = 0.0
         self.urgent = False
-        self.ended: list[Tokens | Finished] = []
-        self.open: dict[tuple[str, int], Tokens | Finished] = {}
+        self.ended: list[api.Tokens | api.Finished] = []
+        self.open: dict[tuple[str, int], api.Tokens | api.Finished] = {}
         self.busy_since_s: float | None = None
 
-    def add(self, output: Tokens | Finished) -> None:
+    def add(self, output: api.Tokens | api.Finished) -> None:
         """Merge `output` with what is owed of the same sample. A sample that has ended is left alone, even if another
         request has its id now."""
         sample = output.request_id, output.index
-        self.urgent = self.urgent or not output.start or isinstance(output, Finished)
+        self.urgent = self.urgent or not output.start or isinstance(output, api.Finished)
         earlier = self.open.get(sample)
-        if isinstance(earlier, Finished):
+        if isinstance(earlier, api.Finished):
             self.ended.append(earlier)
             earlier = None
         self.open[sample] = output if earlier is None else _merge(earlier, output)
 
-    def take(self) -> list[Tokens | Finished]:
+    def take(self) -> list[api.Tokens | api.Finished]:
         """All that is owed, in an order that is right for each sample."""
         return self.ended + list(self.open.values())
 
@@ -100,13 +87,13 @@ class ClientPort:
         self._clock = clock
         self.malformed = 0
         self._epoch = epoch
-        self._welcome: Welcome | None = None
-        self._early: dict[bytes, Hello] = {}
+        self._welcome: api.Welcome | None = None
+        self._early: dict[bytes, api.Hello] = {}
         self._clients: dict[bytes, Outbox] = {}
         self._next_heartbeat_s = 0.0
         self._next_look = MIN_LOOK
 
-    def open(self, welcome: Welcome) -> None:
+    def open(self, welcome: api.Welcome) -> None:
         """The engine can serve: answer the clients that sent Hello while it was starting."""
         self._welcome = welcome
         early, self._early = self._early, {}
@@ -115,7 +102,7 @@ class ClientPort:
 
     def receive(
         self, max_messages: int = MAX_PASS_MESSAGES, max_s: float = MAX_PASS_S
-    ) -> Iterator[tuple[bytes, FromClient]]:
+    ) -> Iterator[tuple[bytes, api.FromClient]]:
         """The messages, for one pass of the loop, of clients that have shaken hands; more may be left. The handshake
         itself and garbage are dealt with here, and count."""
         until_s = self._clock() + max_s
@@ -134,23 +121,23 @@ class ClientPort:
                     logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
                 request_id = request_named_in(payload)
                 if request_id is not None:
-                    self.push(peer, Finished(request_id, 0, [], "error", error=str(error)))
+                    self.push(peer, api.Finished(request_id, 0, [], "error", error=str(error)))
                 continue
-            if isinstance(message, Hello):
+            if isinstance(message, api.Hello):
                 self._greet(peer, message)
             elif peer not in self._clients:
-                self.send(peer, Refused("say Hello first"))
+                self.send(peer, api.Refused("say Hello first"))
             else:
                 yield peer, message
 
-    def _greet(self, peer: bytes, hello: Hello) -> None:
+    def _greet(self, peer: bytes, hello: api.Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             reason = f"this engine speaks protocol version {PROTOCOL_VERSION}, the client {hello.version}"
-            self.send(peer, Refused(reason))
+            self.send(peer, api.Refused(reason))
         elif self._welcome is None:
             self._early[peer] = hello
         elif hello.model not in (None, self._welcome.model):
-            self.send(peer, Refused(f"this engine serves {self._welcome.model!r}, not {hello.model!r}"))
+            self.send(peer, api.Refused(f"this engine serves {self._welcome.model!r}, not {hello.model!r}"))
         else:
             self._clients.setdefault(peer, Outbox())
             self.send(peer, self._welcome)
@@ -160,7 +147,7 @@ class ClientPort:
     def _look(self) -> None:
         """Forget the clients that are owed nothing and have gone, which no other send would notice: flush() and beat()
         reach those with requests."""
-        nothing = OutputBatch(self._epoch, [])
+        nothing = api.OutputBatch(self._epoch, [])
         idle = [peer for peer, outbox in self._clients.items() if not outbox]
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
         self._next_look = max(MIN_LOOK, 2 * len(self._clients))
@@ -171,14 +158,14 @@ class ClientPort:
             pass
         asked = list(self._early)
         for peer in asked:
-            self.send(peer, Refused(reason, bad_input))
+            self.send(peer, api.Refused(reason, bad_input))
         self._early.clear()
         return bool(asked)
 
-    def send(self, peer: bytes, message: ToClient) -> Delivery:
+    def send(self, peer: bytes, message: api.ToClient) -> Delivery:
         return self.listener.send(peer, engine_to_client.encode(message))
 
-    def push(self, peer: bytes, output: Tokens | Finished) -> None:
+    def push(self, peer: bytes, output: api.Tokens | api.Finished) -> None:
         """Queue `output` for a client; flush() sends it."""
         outbox = self._clients.get(peer)
         if outbox is not None:
@@ -193,7 +180,7 @@ class ClientPort:
         for peer, outbox in self._clients.items():
             if not outbox or (not at_once and outbox.may_wait(now_s)):
                 continue
-            delivery = self.send(peer, OutputBatch(self._epoch, outbox.take()))
+            delivery = self.send(peer, api.OutputBatch(self._epoch, outbox.take()))
             if delivery is Delivery.SENT:
                 outbox.sent(now_s)
             elif delivery is Delivery.GONE:
@@ -213,14 +200,14 @@ class ClientPort:
         if now_s < self._next_heartbeat_s:
             return []
         self._next_heartbeat_s = now_s + HEARTBEAT_S
-        heartbeat = Heartbeat(self._epoch, step)
+        heartbeat = api.Heartbeat(self._epoch, step)
         return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
 
     def say_dying(self, reason: str) -> None:
         """Send every client what it is owed, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)
         for peer in self._clients:
-            self.send(peer, Dying(reason))
+            self.send(peer, api.Dying(reason))
 
     def owes(self) -> bool:
         return any(self._clients.values())
@@ -241,7 +228,7 @@ class ClientPort:
         return peers
 
 
-def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Finished:
+def _merge(earlier: api.Tokens | api.Finished, later: api.Tokens | api.Finished) -> api.Tokens | api.Finished:
     """Merge both into one message; `later` begins where `earlier` ends, unless the client asked for a resend."""
     if later.start != earlier.start + len(earlier.token_ids):
         return later
@@ -250,7 +237,7 @@ def _merge(earlier: Tokens | Finished, later: Tokens | Finished) -> Tokens | Fin
         logprobs = (earlier.logprobs or []) + (later.logprobs or [])
     prompt = earlier.prompt or later.prompt
     if earlier.prompt is not None and later.prompt is not None:
-        prompt = PromptLogprobs(earlier.prompt.start, earlier.prompt.entries + later.prompt.entries)
+        prompt = api.PromptLogprobs(earlier.prompt.start, earlier.prompt.entries + later.prompt.entries)
     return msgspec.structs.replace(
         later, start=earlier.start, token_ids=earlier.token_ids + later.token_ids, logprobs=logprobs, prompt=prompt
     )

@@ -30,7 +30,7 @@ from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCa
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime import log
 from vllm_lite.trace.records import Header
 
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class EngineCore:
-    """The scheduler, its block manager and the executor, without sockets. Reads time from `clock` only."""
+    """Drives the scheduler, its block manager and the executor, without sockets. It reads time from `clock` only."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class EngineCore:
         self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
-        header = _header(config, ready, sizes, _options(config, ready, generation), clock())
+        header = _header(config, ready, sizes, generation, clock())
         self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
@@ -195,7 +195,10 @@ class EngineCore:
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
                 f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
             )
-        request = Request(message, client, self._max_len(num_prompt, params), stop_ids(params, self._eos))
+        max_len = self.max_model_len  # context and KV cache hold no more, whatever `max_tokens` says
+        if params.max_tokens is not None:
+            max_len = min(max_len, num_prompt + params.max_tokens)
+        request = Request(message, client, max_len, stop_ids(params, self._eos))
         num_choices = self._vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
@@ -241,11 +244,6 @@ class EngineCore:
                 f"the {longest} that fit"
             )
 
-    def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
-        """The greatest length of a sequence: context and KV cache hold no more, whatever `max_tokens` says."""
-        longest = self.max_model_len
-        return longest if params.max_tokens is None else min(longest, num_prompt + params.max_tokens)
-
     # ---- the step
 
     def expire(self) -> list[Produced]:
@@ -261,7 +259,12 @@ class EngineCore:
         Call it until it returns False: only then have all steps been sent.
         """
         now_s = self._clock()
-        step = self._schedule(now_s) if self._may_begin() else None
+        step = None
+        if self._may_begin():
+            if self.scheduler.requests:
+                step = self.recorder.schedule(now_s)
+            else:
+                self.meter.rest(now_s)
         ends_message = True
         if step is not None:
             self.meter.scheduled(self.scheduler.num_scheduled_tokens)
@@ -280,26 +283,17 @@ class EngineCore:
             or len(self.in_flight) <= (self.max_in_flight - 1) * self._message_length.steps
         )
 
-    def _schedule(self, now_s: float) -> SchedulerOutput | None:
-        if not self.scheduler.has_requests():
-            self.meter.rest(now_s)
-            return None
-        return self.recorder.schedule(now_s)
-
     def finish(self, output: ModelOutput) -> list[Produced]:
         """Apply the result of the oldest step in flight."""
         now_s = self.meter.now_s = self._clock()
         step = self.in_flight.oldest
         if step.ends_message and self._prefill_rate.measure(step.message, now_s):
-            self._learn(self._prefill_rate.tokens_per_s)
+            rates = self.scheduler.rates._replace(prefill_tokens_per_s=self._prefill_rate.tokens_per_s)
+            self.scheduler.rates = rates
+            self.recorder.measured(rates)
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.recorder.update(output, now_s)
-
-    def _learn(self, prefill_tokens_per_s: float) -> None:
-        """Give the scheduler a new rate to choose by, and record it."""
-        self.scheduler.rates = self.scheduler.rates._replace(prefill_tokens_per_s=prefill_tokens_per_s)
-        self.recorder.measured(self.scheduler.rates)
 
     def close(self) -> None:
         """End the trace, if there is one."""
@@ -332,8 +326,17 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
     return scheduler
 
 
-def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options, now_s: float) -> Header:
+def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, generation: int, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
+    options = Options(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=ready.max_model_len,
+        chunked_prefill=config.enable_chunked_prefill,
+        preemption=config.preemption_mode,
+        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        generation=generation,
+    )
     return Header(
         engine_version=__version__,
         clock_s=now_s,
@@ -348,18 +351,6 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, options: Options
         watermark=config.kv_watermark,
         max_swap_blocks_per_step=config.max_swap_blocks_per_step,
         swap_blocks_per_s=sizes.swap_blocks_per_s,
-    )
-
-
-def _options(config: ResolvedConfig, ready: Ready, generation: int) -> Options:
-    return Options(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=ready.max_model_len,
-        chunked_prefill=config.enable_chunked_prefill,
-        preemption=config.preemption_mode,
-        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
-        generation=generation,
     )
 
 

@@ -5,8 +5,10 @@ from vllm_lite.protocol.api import EndedRequest
 
 
 class ExternalRequests:
-    """Several requests may share an external id: the prompts of one HTTP body do. One that has ended is remembered as
-    long as another one with its id is live."""
+    """Finds requests by external id. Several may share one: the prompts of one HTTP body do.
+
+    One that has ended is remembered as long as another one with its id is live.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, dict[str, Request]] = {}

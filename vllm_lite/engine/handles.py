@@ -11,7 +11,7 @@ from vllm_lite.protocol.step import Continue, Handle, ModelOutput
 
 
 class Handles:
-    """The handle given back last is taken first."""
+    """Gives handles to sequences: the one given back last first, so that they stay small."""
 
     def __init__(self) -> None:
         self._free: list[Handle] = []

@@ -21,7 +21,7 @@ MAX_STEPS = 4
 MEASURED_STEPS = 16
 
 
-class Message:
+class StepMessage:
     """Steps that go to the workers together. `num_left` of them have no result yet."""
 
     __slots__ = ("num_left", "num_prefill_tokens", "num_tokens", "sent_s")
@@ -36,7 +36,7 @@ class StepInFlight(NamedTuple):
 
     output: SchedulerOutput
     sampling: list[Sequence]
-    message: Message
+    message: StepMessage
     only_decodes: bool
 
     @property
@@ -66,7 +66,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
-        self._unsent = Message()
+        self._unsent = StepMessage()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -108,7 +108,7 @@ class InFlight:
         """The steps that have not been sent yet. The caller sends them now, as one message."""
         outputs = [step.output for step in self._steps if step.message is self._unsent]
         self._unsent.sent_s = now_s
-        self._unsent = Message()
+        self._unsent = StepMessage()
         return outputs
 
     def confirm(self) -> StepInFlight:
@@ -119,7 +119,7 @@ class InFlight:
 
 
 def num_prefill_tokens(output: SchedulerOutput) -> int:
-    """The tokens of a step that are not the one next token of a sequence, nor drafts at those behind it."""
+    """Count the tokens of a step but for those that decode: one for each sequence, and the drafts behind it."""
     return sum(
         entry.num_tokens
         for entry in output.entries

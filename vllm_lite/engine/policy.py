@@ -140,32 +140,28 @@ class GuardedPolicy:
             key = self._ask(self._key, sequence)
             if isinstance(key, tuple) and all(isinstance(part, int | float) and not isnan(part) for part in key):
                 return key + arrival_key(sequence)
-            if self._key is not None:
-                self._fault(f"key() must return a tuple of numbers, got {key!r}")
+            self._fault(f"key() must return a tuple of numbers, got {key!r}")
         return arrival_key(sequence)
 
     def _ordered(self, sequences: list[Sequence], view: View) -> list[Sequence]:
         ordered = self._ask(self._order, list(sequences), view)
         if ordered is not None and _is_permutation(ordered, sequences):
             return list(ordered)
-        if self._order is not None:
-            self._fault("order() must return the sequences it was given, each once")
+        self._fault("order() must return the sequences it was given, each once")
         return sequences
 
     def victim(self, candidates: abc.Sequence[Sequence], view: View) -> Sequence:
         victim = self._ask(self.choose_victim, list(candidates), view)
         if any(victim is candidate for candidate in candidates):
             return victim  # type: ignore[no-any-return]
-        if self.choose_victim is not None:
-            self._fault(f"victim() must return one of the candidates, got {victim!r}")
+        self._fault(f"victim() must return one of the candidates, got {victim!r}")
         return candidates[-1]
 
     def budget(self, view: View) -> int:
         budget = self._ask(self.choose_budget, view)
         if isinstance(budget, int) and 1 <= budget <= view.max_num_batched_tokens:
             return budget
-        if self.choose_budget is not None:
-            self._fault(f"budget() must return 1 to {view.max_num_batched_tokens}, got {budget!r}")
+        self._fault(f"budget() must return 1 to {view.max_num_batched_tokens}, got {budget!r}")
         return view.max_num_batched_tokens
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
@@ -181,6 +177,7 @@ class GuardedPolicy:
             return None
 
     def _fault(self, what: str) -> None:
+        """Replace the policy and say why, unless _ask() has done so already."""
         if self._key or self._order or self.choose_victim or self.choose_budget or self.charged:
             self._use(Fcfs())
             self._on_fault(what)

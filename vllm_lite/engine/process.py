@@ -4,11 +4,10 @@ import gc
 import time
 from collections import abc
 from contextlib import contextmanager
-from pathlib import Path
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import num_host_blocks
-from vllm_lite.config import EngineSettings, ResolvedConfig
+from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
@@ -16,24 +15,7 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.select import select
-from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import (
-    Abort,
-    Aborted,
-    AbortExternal,
-    Describe,
-    Finished,
-    ForkRequest,
-    FromClient,
-    Generate,
-    GetStats,
-    Heartbeat,
-    Ping,
-    ResetPrefixCache,
-    Tokens,
-    Welcome,
-)
-from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -56,9 +38,11 @@ class EngineProcess:
         self._settings = settings
         self._stop = stop
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
-        self._port = ClientPort(settings.address, self._epoch, _tcp(settings.config))
+        config = settings.config
+        tcp = None if config.tcp_address is None else transport.Tcp(config.tcp_address, config.curve_keys)
+        self._port = ClientPort(settings.address, self._epoch, tcp)
         self._generation = 1
-        """Counts the lives of the worker group."""
+        """The number of the current worker group; an engine that restarts its workers would raise it."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
@@ -87,7 +71,12 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
         num_blocks = ready.num_blocks
-        self._check_capacity(num_blocks, ready)
+        if num_blocks < 2:
+            gib = 2 * ready.block_bytes / 2**30
+            raise ConfigError(
+                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
+                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
+            )
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
@@ -97,7 +86,7 @@ class EngineProcess:
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
-            Welcome(
+            api.Welcome(
                 version=PROTOCOL_VERSION,
                 epoch=self._epoch,
                 model=self._config.served_model_name,
@@ -120,14 +109,6 @@ class EngineProcess:
             core.max_model_len,
         )
         return core
-
-    def _check_capacity(self, num_blocks: int, ready: Ready) -> None:
-        if num_blocks < 2:
-            gib = 2 * ready.block_bytes / 2**30
-            raise ConfigError(
-                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
-                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
-            )
 
     def _refuse(self, error: VllmLiteError) -> int:
         """Send all clients that wait for this engine the reason why it cannot start."""
@@ -183,63 +164,63 @@ class EngineProcess:
         """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
-        return HEARTBEAT_MS if core.scheduler.has_requests() or self._port.owes() else IDLE_LOOK_MS
+        return HEARTBEAT_MS if core.scheduler.requests or self._port.owes() else IDLE_LOOK_MS
 
-    def _handle(self, core: EngineCore, peer: bytes, message: FromClient) -> None:
-        if isinstance(message, Generate):
+    def _handle(self, core: EngineCore, peer: bytes, message: api.FromClient) -> None:
+        if isinstance(message, api.Generate):
             self._generate(core, peer, message)
-        elif isinstance(message, ForkRequest):
+        elif isinstance(message, api.ForkRequest):
             self._fork(core, peer, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, api.Abort):
             request = core.scheduler.requests.get(message.request_id)
             if request is not None and request.client == peer:  # a client that lost it to another does not end it
                 self._abort(core, request, message.samples, stopped=message.stopped)
-        elif isinstance(message, Ping):
-            self._port.send(peer, Heartbeat(self._epoch, core.scheduler.step))
-        elif isinstance(message, GetStats):
+        elif isinstance(message, api.Ping):
+            self._port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
+        elif isinstance(message, api.GetStats):
             stats = core.stats()
             stats.malformed_messages = self._port.malformed
             self._port.send(peer, stats)
-        elif isinstance(message, Describe):
+        elif isinstance(message, api.Describe):
             with_content = message.with_content
             self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
-        elif isinstance(message, AbortExternal):
+        elif isinstance(message, api.AbortExternal):
             requests = core.scheduler.queues.external.live(message.external_id)
             for request in requests:
                 self._abort(core, request)
-            self._port.send(peer, Aborted(len(requests)))
-        elif isinstance(message, ResetPrefixCache):
+            self._port.send(peer, api.ExternalAborted(len(requests)))
+        elif isinstance(message, api.ResetPrefixCache):
             self._port.send(peer, core.reset_prefix_cache())
 
-    def _generate(self, core: EngineCore, peer: bytes, message: Generate) -> None:
+    def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, Finished(message.request_id, message.have, [], "error", error=str(error)))
+            self._port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
             start = accepted.request.sequences[0].num_output
             reason = f"another client took over request {message.request_id!r} by sending it again"
-            self._port.push(accepted.replaced, Finished(message.request_id, start, [], "error", error=reason))
+            self._port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
         if accepted.resend:
-            self._port.push(peer, Tokens(message.request_id, message.have, accepted.resend))
+            self._port.push(peer, api.Tokens(message.request_id, message.have, accepted.resend))
         if accepted.done is not None:
             self._port.push(peer, _to_wire(accepted.done))
 
-    def _fork(self, core: EngineCore, peer: bytes, message: ForkRequest) -> None:
+    def _fork(self, core: EngineCore, peer: bytes, message: api.ForkRequest) -> None:
         try:
             core.fork(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, Finished(message.child_id, message.have, [], "error", error=str(error)))
+            self._port.push(peer, api.Finished(message.child_id, message.have, [], "error", error=str(error)))
 
     def _abort(
         self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> None:
         """Abort a request, or some of its samples, and send each one that ends its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
-            self._port.push(request.client, Finished(request.request_id, start, [], "abort", index=index))
+            self._port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
@@ -266,12 +247,12 @@ class EngineProcess:
         self._port.flush(time.monotonic(), at_once=True)
 
 
-def _to_wire(item: Produced) -> Tokens | Finished:
+def _to_wire(item: Produced) -> api.Tokens | api.Finished:
     request = item.request
     if item.reason is None:
-        return Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample, item.prompt)
+        return api.Tokens(request.request_id, item.start, item.token_ids, item.logprobs, item.sample, item.prompt)
     last = item.token_ids[-1] if item.token_ids else None
-    return Finished(
+    return api.Finished(
         request_id=request.request_id,
         start=item.start,
         token_ids=item.token_ids,
@@ -287,9 +268,11 @@ def _to_wire(item: Produced) -> Tokens | Finished:
 
 @contextmanager
 def made_to_last() -> abc.Iterator[None]:
-    """What is made within lives for ever, so no collection looks at it, not even while it is made: with a block object
-    for every KV block that would take most of the time. A step's own objects die by reference counting, so the young
-    generation may hold several steps of them."""
+    """Keep the garbage collector away from what is made within, which lives as long as the process.
+
+    There is an object for every KV block, and looking at all of them would take most of a collection's time. A step's
+    own objects are freed by reference counting, so the young generation may hold those of several steps.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -298,12 +281,6 @@ def made_to_last() -> abc.Iterator[None]:
         gc.freeze()
         gc.enable()
         gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-
-
-def _tcp(config: ResolvedConfig) -> transport.Tcp | None:
-    if config.tcp_address is None:
-        return None
-    return transport.Tcp(config.tcp_address, None if config.curve_keys is None else Path(config.curve_keys))
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:

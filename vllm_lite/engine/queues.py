@@ -11,15 +11,15 @@ from vllm_lite.engine.external import ExternalRequests
 from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.policy import GuardedPolicy
-from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.protocol.api import FinishReason
-from vllm_lite.protocol.step import Entry, Finish, ModelOutput
+from vllm_lite.protocol.step import Entry, Finish
 
 
 class Options(NamedTuple):
-    """The limits of steps, and how the scheduler works within them."""
+    """The limits of a step, and the choices that the configuration leaves to the scheduler."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,7 +48,7 @@ class Queues:
         self.num_arrived = 0
         self._kv = kv
         self._with_deadline: dict[str, Request] = {}
-        self._handles = Handles()
+        self.handles = Handles()
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -72,7 +72,7 @@ class Queues:
             self._with_deadline[request.request_id] = request
 
     def end(self, request: Request, reason: FinishReason, *, forget: bool = False) -> None:
-        """End a request and all its sequences. `forget` is that of finish()."""
+        """End a request and all its sequences. `forget` drops their contents from the prefix cache, as in finish()."""
         for sequence in list(request.sequences):
             self.leave(sequence)
             self.finish(sequence, forget=forget)
@@ -118,18 +118,15 @@ class Queues:
         self._kv.release(sequence, forget=forget)
         if sequence.seen_by_workers:
             self.entries.append(Finish(sequence.handle))
-            self._handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
+            self.handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
 
     def introduce(self, sequence: Sequence) -> None:
         """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
-        self._handles.introduce(sequence, self.step + 1)
+        self.handles.introduce(sequence, self.step + 1)
 
     def take_entries(self) -> list[Entry]:
         entries, self.entries = self.entries, []
         return entries
-
-    def prompt_scores(self, result: ModelOutput) -> list[Produced]:
-        return self._handles.scores(result)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if queues, requests and blocks disagree."""

@@ -1,4 +1,5 @@
-"""How fast prompts are computed and blocks are moved, which decides whether preempted KV is swapped or computed again.
+"""Measures how fast prompts are computed and blocks are moved: that decides whether preempted KV is swapped or computed
+again.
 
 The first rate is learned from the results of the steps. Steps run one after the other, so one that was sent while
 another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
@@ -6,7 +7,7 @@ another was under way has taken the time since that one's result; those of one m
 
 from typing import NamedTuple
 
-from vllm_lite.engine.in_flight import Message
+from vllm_lite.engine.in_flight import StepMessage
 
 MIN_PREFILL_TOKENS = 32
 """Messages with fewer prompt tokens do not show the rate at which prompts are computed."""
@@ -15,7 +16,7 @@ WEIGHT = 0.2
 
 
 class Rates(NamedTuple):
-    """The measured rates; 0 until they are known."""
+    """The measured rates; each is 0 until it is known."""
 
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
@@ -28,14 +29,14 @@ class Rates(NamedTuple):
 
 
 class PrefillRate:
-    """A moving mean over the messages that have been answered."""
+    """Keeps a moving mean of the rate over the messages that have been answered."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """The mean, 0 until a message was measured."""
+        """The mean rate; it is 0 until a message was measured."""
         self._ended_s = 0.0
 
-    def measure(self, message: Message, now_s: float) -> bool:
+    def measure(self, message: StepMessage, now_s: float) -> bool:
         """Learn from a message, the oldest in flight, whose last step has its result now. True if the rate changed."""
         took_s = now_s - max(message.sent_s, self._ended_s)
         self._ended_s = now_s

@@ -36,17 +36,11 @@ class Scheduler:
     """Makes one step at a time from the queues, and applies its result to them. update() follows schedule() in order,
     with as many steps in flight between them as the caller likes."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        options: Options,
-        policy: object | None = None,
-        on_decision: OnDecision | None = None,
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, options: Options, policy: object | None = None) -> None:
         self.kv = kv
         self.options = options
         self.policy = GuardedPolicy(policy or Fcfs(), self._policy_fault)
-        self.on_decision = on_decision
+        self.on_decision: OnDecision | None = None
         self.on_policy_fault: Callable[[str], None] | None = None
         """Called once, with what was wrong, when the policy is replaced by first come, first served."""
         self.num_scheduled_tokens = 0
@@ -97,9 +91,6 @@ class Scheduler:
         self.queues.enter(request)
         self.queues.wait(sequence)
 
-    def has_requests(self) -> bool:
-        return bool(self.requests)
-
     def expire(self, now_s: float) -> list[Produced]:
         """End the requests whose deadline has passed."""
         produced = []
@@ -120,8 +111,8 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """Make the next step. None: there is nothing to compute."""
         self.meter.time_results(now_s, idle=not self.in_flight)
-        self.kv.begin_step()
-        queues, max_tokens = self.queues, self.options.max_num_batched_tokens
+        queues, swapping, max_tokens = self.queues, self.kv.swapping, self.options.max_num_batched_tokens
+        swapping.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
         budget = max_tokens
         if self.policy.choose_budget is not None and self.options.chunked_prefill:  # else prompts cannot be cut to it
@@ -132,20 +123,22 @@ class Scheduler:
         self._schedule_prompts(plan)
         if plan.draftable:
             self._add_drafts(plan)
-        while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
+        while (
+            plan.budget == budget and not (self.in_flight or swapping.is_moving) and queues.running and queues.waiting
+        ):
             # Beams that wait for another beam of their request hold the blocks it needs to come in.
             victim = queues.running.pop()
             self._preempt(victim, next(iter(queues.waiting)), plan)
             plan.room, plan.shortest = plan.budget, None
             self._admitter.schedule_waiting(plan)
-        if plan.budget == budget and not self.kv.is_moving:
+        if plan.budget == budget and not swapping.is_moving:
             queues.entries += plan.entries
             return None
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
         entries = queues.take_entries() + plan.entries
-        output = SchedulerOutput(self.options.generation, queues.step, self.kv.take_block_ops(), entries)
+        output = SchedulerOutput(self.options.generation, queues.step, swapping.take_ops(), entries)
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=num_tokens <= len(queues.running))
         return output
 
@@ -323,7 +316,7 @@ class Scheduler:
         queues = self.queues
         step = self.in_flight.confirm()
         tokens = step.tokens_of(result)
-        produced = queues.prompt_scores(result) if result.prompts else []
+        produced = queues.handles.scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
         silent: list[Sequence] = []  # sequences whose tokens go to no stream
         for sequence, new, logprobs, error in _results(step, result, tokens):

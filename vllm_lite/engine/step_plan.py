@@ -63,8 +63,7 @@ class StepPlan:
             self.sampling.append(sequence)
             if sequence.request.unforked:
                 self.forked += self._branching.fork_samples(sequence, self.entries)
-        if self._policy.charged is not None:
-            self._policy.charge(sequence, num_tokens)
+        self._policy.charge(sequence, num_tokens)
 
     def decide(self, code: str, sequence: Sequence, **numbers: int | str) -> None:
         """Report a decision about `sequence`, if there is a listener."""

@@ -7,26 +7,12 @@ them. While a queue is iterated over, the sequence met last may leave, and other
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Protocol
 
 from vllm_lite.engine.sequence import Sequence, Status
 
 Key = tuple[float, ...]
 MIN_PRUNE = 128
 """With fewer sequences it is not worth looking for those that have ended."""
-
-
-class WaitingQueue(Protocol):
-    """The interface of a queue. A sequence is in it once at most."""
-
-    def add(self, sequence: Sequence) -> None: ...
-
-    def remove(self, sequence: Sequence) -> None:
-        """Raises KeyError if it is not in the queue."""
-
-    def __iter__(self) -> Iterator[Sequence]: ...
-
-    def __len__(self) -> int: ...
 
 
 class SortedQueue:
@@ -173,3 +159,7 @@ class FairQueue:
             if tenant in running or tenant in self._queues or served > (level or 0.0)
         }
         self._next_forget = max(MIN_PRUNE, 2 * len(self._served))
+
+
+WaitingQueue = SortedQueue | FairQueue
+"""A sequence is in a queue once at most. remove() raises KeyError for one that is not in it."""

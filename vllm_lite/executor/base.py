@@ -1,4 +1,7 @@
-"""What the engine asks of whatever runs its steps: worker processes, or a fake."""
+"""Executor: the interface between the engine and what runs its steps, such as worker processes or a simulation.
+
+It has a file of its own so that an executor can be written, and the engine be read, without importing another one.
+"""
 
 from typing import Protocol
 

@@ -25,7 +25,7 @@ logger = log.get(__name__)
 
 
 class WorkerState:
-    """What is known of one rank."""
+    """What the engine knows of the worker of one rank: its process, and what it has reported."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

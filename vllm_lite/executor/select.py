@@ -1,4 +1,5 @@
-"""Which executor runs an engine's steps. The configuration decides, and this is the one place that reads it for that.
+"""Chooses the executor that runs an engine's steps. This is the one place that reads the configuration for that, so
+that another kind of executor is added here and nowhere else.
 
 MultiprocExecutor starts its workers as processes of this host, or as threads with --single-process. SimulatedExecutor
 is never chosen here: it runs on a clock that its caller moves, so its caller makes it.

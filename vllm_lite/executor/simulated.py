@@ -6,28 +6,19 @@ It drives the same EngineCore as real workers do; only the model is left out. It
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import (
-    Continue,
-    Draft,
-    Finish,
-    Fork,
-    Handle,
-    ModelOutput,
-    NewRequest,
-    Resume,
-    SchedulerOutput,
-)
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.transport import Wakeup
 from vllm_lite.transport.interface import Pollable
 
 NextToken = Callable[[Sampling, int], int]
-"""The token at a position of a sequence."""
+"""Chooses the token that the simulated model samples at a position of a sequence."""
 
 
 class VirtualClock:
@@ -51,15 +42,13 @@ class CostModel(NamedTuple):
     block_op_s: float = 0.0
 
 
-class _History:
-    """How many tokens one sequence has, and for how many of them there is KV."""
+@dataclass(slots=True)
+class _SimulatedSequence:
+    """Counts a sequence's tokens, and those of them whose KV is computed."""
 
-    __slots__ = ("num_computed", "num_tokens", "sampling")
-
-    def __init__(self, num_tokens: int, num_computed: int, sampling: Sampling) -> None:
-        self.num_tokens = num_tokens
-        self.num_computed = num_computed
-        self.sampling = sampling
+    num_tokens: int
+    num_computed: int
+    sampling: Sampling
 
 
 class SimulatedExecutor:
@@ -87,7 +76,7 @@ class SimulatedExecutor:
         )
         self._swap_blocks_per_s = swap_blocks_per_s
         self._free_at_s = 0.0
-        self._sequences: dict[Handle, _History] = {}
+        self._sequences: dict[int, _SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
 
     def start(self, timeout_s: float, stop: Wakeup) -> Ready:  # noqa: ARG002
@@ -131,40 +120,40 @@ class SimulatedExecutor:
         sequences, next_token = self._sequences, self._next_token
         for entry in output.entries:
             if isinstance(entry, Continue):
-                history, count = sequences[entry.handle], entry.num_tokens
+                sequence, count = sequences[entry.handle], entry.num_tokens
                 total += count
             elif isinstance(entry, NewRequest | Resume | Draft):
-                history, count, drafts = self._place(entry)
+                sequence, count, drafts = self._place(entry)
                 total += count + drafts
             else:
                 self._change(entry)
                 continue
-            history.num_computed += count
-            if history.num_computed == history.num_tokens:
-                tokens.append(next_token(history.sampling, history.num_tokens))
-                history.num_tokens += 1
-                if history.sampling.logprobs is not None:
+            sequence.num_computed += count
+            if sequence.num_computed == sequence.num_tokens:
+                tokens.append(next_token(sequence.sampling, sequence.num_tokens))
+                sequence.num_tokens += 1
+                if sequence.sampling.logprobs is not None:
                     logprobs = logprobs or []
                     logprobs += [None] * (len(tokens) - 1 - len(logprobs))
-                    logprobs.append(_candidates(history.sampling.logprobs, self._ready.vocab_size))
+                    logprobs.append(_candidates(sequence.sampling.logprobs, self._ready.vocab_size))
         if logprobs is not None:
             logprobs += [None] * (len(tokens) - len(logprobs))
         return total, ModelOutput(output.generation, output.step, pack_tokens(tokens), logprobs=logprobs)
 
-    def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_History, int, int]:
+    def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_SimulatedSequence, int, int]:
         if isinstance(entry, Draft):
             return self._sequences[entry.handle], 1, entry.max_drafts
         if isinstance(entry, NewRequest):
-            self._sequences[entry.handle] = _History(len(entry.tokens) // 4, 0, entry.sampling)
-        history = self._sequences[entry.handle]
-        history.num_computed = entry.num_computed
-        return history, entry.num_tokens, 0
+            self._sequences[entry.handle] = _SimulatedSequence(len(entry.tokens) // 4, 0, entry.sampling)
+        sequence = self._sequences[entry.handle]
+        sequence.num_computed = entry.num_computed
+        return sequence, entry.num_tokens, 0
 
     def _change(self, entry: object) -> None:
         if isinstance(entry, Finish):
             del self._sequences[entry.handle]
         elif isinstance(entry, Fork):
-            self._sequences[entry.child] = _History(entry.num_tokens, entry.num_computed, entry.sampling)
+            self._sequences[entry.child] = _SimulatedSequence(entry.num_tokens, entry.num_computed, entry.sampling)
 
 
 def _candidates(count: int, vocab_size: int) -> TokenLogprobs:

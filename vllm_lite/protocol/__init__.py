@@ -7,5 +7,11 @@ control.py  engine <-> worker, outside the step: start, heartbeat, stop
 codec.py    one encoder and decoder per direction, with version and size limits
 """
 
+import msgspec
+
 PROTOCOL_VERSION = 6
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base of every message, and of the structs that a message holds."""

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.protocol import Message
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -22,21 +23,17 @@ TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    pass
-
-
 # ---- client -> engine
 
 
-class Hello(_Message, tag="hello"):
+class Hello(Message, tag="hello"):
     """First message of a client. `model=None` takes whatever model the engine serves."""
 
     version: int
     model: Annotated[str, Meta(max_length=4096)] | None = None
 
 
-class Generate(_Message, tag="generate"):
+class Generate(Message, tag="generate"):
     """Start a request, or attach to it again.
 
     Idempotent: if the engine knows `request_id`, with the same prompt and parameters, the stream goes on to this client
@@ -56,7 +53,7 @@ class Generate(_Message, tag="generate"):
     context: TokenBytes = b""
 
 
-class ForkRequest(_Message, tag="fork"):
+class ForkRequest(Message, tag="fork"):
     """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV.
 
     Its stream begins at token `have`, with draws of its own (`params.seed`). `external_id` and `context` are those of
@@ -71,7 +68,7 @@ class ForkRequest(_Message, tag="fork"):
     context: TokenBytes = b""
 
 
-class Abort(_Message, tag="abort"):
+class Abort(Message, tag="abort"):
     """End a request of this client, or those of its `samples`; no `samples` means all. Others' requests go on.
 
     Each of them that is still open gets its Finished, and with the last one the request ends. Beams end together only:
@@ -84,15 +81,15 @@ class Abort(_Message, tag="abort"):
     samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)], ...], Meta(max_length=MAX_SAMPLES)] = ()
 
 
-class Ping(_Message, tag="ping"):
+class Ping(Message, tag="ping"):
     """Asks for a Heartbeat at once; the answer proves that the engine's loop is running."""
 
 
-class GetStats(_Message, tag="get_stats"):
+class GetStats(Message, tag="get_stats"):
     pass
 
 
-class Describe(_Message, tag="describe"):
+class Describe(Message, tag="describe"):
     """Asks how requests are, of any client: those with these ids, and all with an external id. Answered by one
     Descriptions; `with_content` asks for parameters, tokens and logprobs as well."""
 
@@ -101,13 +98,16 @@ class Describe(_Message, tag="describe"):
     with_content: bool = False
 
 
-class AbortExternal(_Message, tag="abort_external"):
-    """End the requests that have an external id, of any client; answered by Aborted. Their streams end as by Abort."""
+class AbortExternal(Message, tag="abort_external"):
+    """End the requests that have an external id, of any client; answered by ExternalAborted.
+
+    Their streams end as by Abort.
+    """
 
     external_id: ExternalId
 
 
-class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
+class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     """Forget all that is cached, on the device and on the host; answered by PrefixCacheReset.
 
     Nothing computed before is found by a request that comes later. What runs goes on with the KV it has.
@@ -117,7 +117,7 @@ class ResetPrefixCache(_Message, tag="reset_prefix_cache"):
 # ---- engine -> client
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(Message, tag="welcome"):
     """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
 
     `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address.
@@ -134,7 +134,7 @@ class Welcome(_Message, tag="welcome"):
     tokenizer: str | None = None
 
 
-class Refused(_Message, tag="refused"):
+class Refused(Message, tag="refused"):
     """The handshake failed, for the reason given; nothing else will be answered.
 
     `bad_input` says that the engine cannot start because its model or configuration is at fault.
@@ -144,13 +144,13 @@ class Refused(_Message, tag="refused"):
     bad_input: bool = False
 
 
-class Dying(_Message, tag="dying"):
+class Dying(Message, tag="dying"):
     """The engine ends because something broke; this is the end of every request, whatever is sent after it."""
 
     reason: str
 
 
-class TokenLogprobs(_Message):
+class TokenLogprobs(Message):
     """One sampled token: its raw log-softmax, its rank (1 = most likely), and the top (id, logprob) pairs."""
 
     logprob: float
@@ -158,14 +158,14 @@ class TokenLogprobs(_Message):
     top: tuple[tuple[int, float], ...]
 
 
-class PromptLogprobs(_Message):
+class PromptLogprobs(Message):
     """Logprobs of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
 
     start: int
     entries: list[TokenLogprobs]
 
 
-class Tokens(_Message, tag="tokens"):
+class Tokens(Message, tag="tokens"):
     """Output tokens `start .. start + len(token_ids)` of sample `index` of a request; the sample goes on.
 
     `prompt` comes, where asked for, in pieces, in order, before the first token of sample 0 or with it.
@@ -179,7 +179,7 @@ class Tokens(_Message, tag="tokens"):
     prompt: PromptLogprobs | None = None
 
 
-class Finished(_Message, tag="finished"):
+class Finished(Message, tag="finished"):
     """The terminal message of sample `index` of a request, with its last tokens; a request has `n` samples.
 
     `error` is set if and only if reason is "error"; then, and when a request is refused, it ends all samples at once.
@@ -198,12 +198,12 @@ class Finished(_Message, tag="finished"):
     prompt: PromptLogprobs | None = None
 
 
-class OutputBatch(_Message, tag="outputs"):
+class OutputBatch(Message, tag="outputs"):
     epoch: int
     outputs: list[Tokens | Finished]
 
 
-class Heartbeat(_Message, tag="heartbeat"):
+class Heartbeat(Message, tag="heartbeat"):
     epoch: int
     step: int
 
@@ -227,6 +227,11 @@ class Histogram(_Counts):
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+
+def bounds(text: str) -> tuple[float, ...]:
+    """The bounds of a histogram, from numbers with spaces between them."""
+    return tuple(map(float, text.split()))
 
 
 class RequestHistograms(_Counts):
@@ -309,7 +314,7 @@ class Stats(_Counts, tag="stats"):
     blocks: BlockHistograms | None = None
 
 
-class Admission(_Message):
+class AdmissionState(Message):
     """Whether a request may come in, and the numbers behind that, in KV blocks.
 
     verdict      OK: it runs, or fits now. LATER: it fits once others have left. One that never fits is refused at once
@@ -331,7 +336,7 @@ class Admission(_Message):
     total: int
 
 
-class SampleState(_Message):
+class SampleState(Message):
     """The state of one sample. `place` counts those before it in the queue; None if it runs.
 
     `num_computed` counts positions, of the prompt and behind it, whose KV is or is being computed; `num_blocks` and
@@ -347,7 +352,7 @@ class SampleState(_Message):
     num_host_blocks: int
 
 
-class RequestContent(_Message):
+class RequestContent(Message):
     """What a live request consists of. `output` holds the tokens of its first sample so far; `logprobs` are those of
     the last `len(logprobs)` of them, and only known of a request with one sample."""
 
@@ -357,7 +362,7 @@ class RequestContent(_Message):
     logprobs: list[TokenLogprobs]
 
 
-class RequestState(_Message):
+class RequestState(Message):
     """The state of a live request. `admission` is that of its first sample that waits, or of the first one.
 
     `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
@@ -365,7 +370,7 @@ class RequestState(_Message):
     """
 
     request_id: str
-    admission: Admission
+    admission: AdmissionState
     samples: list[SampleState]
     num_unforked: int
     num_prompt: int
@@ -379,7 +384,7 @@ class RequestState(_Message):
     content: RequestContent | None = None
 
 
-class EndedRequest(_Message):
+class EndedRequest(Message):
     """A request that has ended while another one with the same external id is live."""
 
     context: bytes
@@ -388,23 +393,23 @@ class EndedRequest(_Message):
     priority: int
 
 
-class Descriptions(_Message, tag="descriptions"):
+class Descriptions(Message, tag="descriptions"):
     """The live requests that were asked for, each once: in the order of their ids, then those with the external id.
 
     `ended` are earlier requests with that external id, as long as one of them is live.
     """
 
     requests: list[RequestState]
-    ended: list[EndedRequest] = []
+    ended: list[EndedRequest] = msgspec.field(default_factory=list)
 
 
-class Aborted(_Message, tag="aborted"):
+class ExternalAborted(Message, tag="aborted"):
     """How many live requests had the external id, and end now."""
 
     num_requests: int
 
 
-class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
+class PrefixCacheReset(Message, tag="prefix_cache_reset"):
     """Counts the cached blocks that were forgotten, and the live sequences whose blocks will not be found."""
 
     num_blocks: int
@@ -413,4 +418,6 @@ class PrefixCacheReset(_Message, tag="prefix_cache_reset"):
 
 
 FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache
-ToClient = Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | Aborted | PrefixCacheReset
+ToClient = (
+    Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | ExternalAborted | PrefixCacheReset
+)

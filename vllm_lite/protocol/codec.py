@@ -7,7 +7,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol import api, control, step
+from vllm_lite.protocol import api
+from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -36,16 +38,8 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = step.SchedulerOutput | step.Steps | control.Start | control.Shutdown
-FromWorker = (
-    step.ModelOutput
-    | step.StepOutputs
-    | control.WorkerHello
-    | control.Ready
-    | control.Started
-    | control.WorkerHeartbeat
-    | control.Failed
-)
+ToWorker = SchedulerOutput | Steps | Start | Shutdown
+FromWorker = ModelOutput | StepOutputs | WorkerHello | Ready | Started | WorkerHeartbeat | Failed
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 

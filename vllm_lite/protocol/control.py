@@ -4,21 +4,17 @@ worker: WorkerHello -> engine: (refuses another version or model by closing) -> 
 worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
 """
 
-import msgspec
+from vllm_lite.protocol import Message
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class WorkerHello(_Message, tag=30):
+class WorkerHello(Message, tag=30):
     version: int
     model: str
     rank: int
     pid: int
 
 
-class KVGroupInfo(_Message):
+class KVGroupInfo(Message):
     """One attention group: its kind ("full", "sliding"), layers, and window in tokens (None = everything)."""
 
     kind: str
@@ -26,7 +22,7 @@ class KVGroupInfo(_Message):
     window: int | None = None
 
 
-class Ready(_Message, tag=31):
+class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included)."""
 
     rank: int
@@ -38,7 +34,7 @@ class Ready(_Message, tag=31):
     eos_token_ids: tuple[int, ...]
 
 
-class Start(_Message, tag=32):
+class Start(Message, tag=32):
     """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks).
 
     `generation` counts the lives of the engine's worker group; every step of this life carries it, both ways.
@@ -49,21 +45,21 @@ class Start(_Message, tag=32):
     num_host_blocks: int
 
 
-class Started(_Message, tag=33):
+class Started(Message, tag=33):
     """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool."""
 
     rank: int
     swap_blocks_per_s: float = 0.0
 
 
-class WorkerHeartbeat(_Message, tag=34):
+class WorkerHeartbeat(Message, tag=34):
     """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still."""
 
     rank: int
     progress: int
 
 
-class Failed(_Message, tag=35):
+class Failed(Message, tag=35):
     """The worker cannot go on. `kind` is the error's class; `bad_input`: the user's model or config is at fault."""
 
     rank: int
@@ -72,5 +68,5 @@ class Failed(_Message, tag=35):
     bad_input: bool
 
 
-class Shutdown(_Message, tag=36):
+class Shutdown(Message, tag=36):
     pass

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Self, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.protocol import Message
+
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 64
 MAX_STOPS = 64
@@ -229,7 +231,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return None if rules == _NO_RULES else rules
 
 
-class LogitRules(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class LogitRules(Message):
     """What changes a sequence's logits before one of them is drawn; SamplingParams says how, and in which order.
 
     Ids are within the vocabulary; no id has two biases.
@@ -252,7 +254,7 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 _NO_RULES = LogitRules()
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class Sampling(Message):
     """What the sampler needs to know of a sequence. `sample` is its index among the samples of one prompt."""
 
     temperature: float
@@ -328,14 +330,13 @@ def _checked_number(kind: type, low: float, high: float, above: bool, name: str,
 
 
 def _checked_flag(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+    _expect(isinstance(value, bool), name, "True or False", value)
     return value
 
 
 def _checked_name(most: int, name: str, value: Any) -> Any:
-    if not isinstance(value, str) or len(value) > most:
-        raise TypeError(f"{name} must be a text of at most {most} characters, got {_shown(value)}")
+    fits = isinstance(value, str) and len(value) <= most
+    _expect(fits, name, f"a text of at most {most} characters", value)
     _check_unicode(name, value)
     return value
 
@@ -348,10 +349,8 @@ def _checked_kind(name: str, value: Any) -> Any:
 
 def _checked_tuple(kind: type, most: int, name: str, value: Any) -> tuple[Any, ...]:
     """Strings or token ids, by `kind`."""
-    if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
-        raise TypeError(f"{name} must be a list of {'strings' if kind is str else 'token ids'}, got {_shown(value)}")
-    if len(value) > most:
-        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    is_list = isinstance(value, (list, tuple)) and all(type(item) is kind for item in value)
+    _expect(is_list, name, f"a list of {'strings' if kind is str else 'token ids'}", value, most)
     if kind is str:
         longest = max(map(len, value), default=0)
         if longest > MAX_WORD_CHARS:
@@ -362,10 +361,7 @@ def _checked_tuple(kind: type, most: int, name: str, value: Any) -> tuple[Any, .
 
 
 def _checked_sequences(most: int, check: _Check, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list of lists of token ids, got {_shown(value)}")
-    if len(value) > most:
-        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    _expect(isinstance(value, (list, tuple)), name, "a list of lists of token ids", value, most)
     sequences = tuple(check(name, item) for item in value)
     if not all(sequences):
         raise ValueError(f"{name} must not hold empty lists")
@@ -374,10 +370,7 @@ def _checked_sequences(most: int, check: _Check, name: str, value: Any) -> tuple
 
 def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, float]:
     """A copy; ids may be spelled as strings, as in JSON."""
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict of token ids and numbers, got {_shown(value)}")
-    if len(value) > most:
-        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    _expect(isinstance(value, dict), name, "a dict of token ids and numbers", value, most)
     checked = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
@@ -388,11 +381,17 @@ def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, 
 
 
 def _checked_extra_args(most: int, name: str, value: Any) -> Any:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{name} must be a dict with names as keys, got {_shown(value)}")
-    if len(value) > most:
-        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
+    is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    _expect(is_named, name, "a dict with names as keys", value, most)
     return value
+
+
+def _expect(is_right: bool, name: str, what: str, value: Any, most: int | None = None) -> None:
+    """Refuse a value that is not `what` it must be, or that has more than `most` entries."""
+    if not is_right:
+        raise TypeError(f"{name} must be {what}, got {_shown(value)}")
+    if most is not None and len(value) > most:
+        raise ValueError(f"{name} takes at most {most} entries, got {len(value)}")
 
 
 def _check_unicode(name: str, text: str) -> None:

@@ -8,8 +8,7 @@ Both directions carry (generation, step): after the workers were restarted nothi
 
 from enum import IntEnum
 
-import msgspec
-
+from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import PromptLogprobs, TokenBytes, TokenLogprobs
 from vllm_lite.protocol.params import Sampling
 
@@ -26,11 +25,7 @@ class BlockOp(IntEnum):
     SWAP_IN = 3
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    pass
-
-
-class NewRequest(_Entry, tag=1):
+class NewRequest(Message, tag=1):
     """A sequence that the workers have not seen.
 
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
@@ -48,7 +43,7 @@ class NewRequest(_Entry, tag=1):
     block_ids: BlockIds
 
 
-class Continue(_Entry, tag=2):
+class Continue(Message, tag=2):
     """A known sequence computes its next `num_tokens` positions; `new_block_ids` are appended to its tables."""
 
     handle: Handle
@@ -56,7 +51,7 @@ class Continue(_Entry, tag=2):
     new_block_ids: BlockIds
 
 
-class Resume(_Entry, tag=3):
+class Resume(Message, tag=3):
     """A preempted sequence comes back: `block_ids` replace its tables, computing goes on from `num_computed`."""
 
     handle: Handle
@@ -66,7 +61,7 @@ class Resume(_Entry, tag=3):
     block_ids: BlockIds
 
 
-class Fork(_Entry, tag=4):
+class Fork(Message, tag=4):
     """`child` becomes a copy of `parent`: its first `num_tokens` tokens, and the blocks that hold them. Computes
     nothing by itself; a Continue of the child follows, in this step or a later one."""
 
@@ -78,19 +73,19 @@ class Fork(_Entry, tag=4):
     num_cached: int
 
 
-class Preempt(_Entry, tag=5):
+class Preempt(Message, tag=5):
     """The sequence leaves the batch and loses its blocks; its tokens are kept for Resume."""
 
     handle: Handle
 
 
-class Finish(_Entry, tag=6):
+class Finish(Message, tag=6):
     """Forget the sequence; its handle may be reused by a later entry."""
 
     handle: Handle
 
 
-class Draft(_Entry, tag=7):
+class Draft(Message, tag=7):
     """Like Continue by one token, but the worker may draft up to `max_drafts` tokens behind it and keep what proves
     right. Blocks for all of them are there."""
 
@@ -99,7 +94,7 @@ class Draft(_Entry, tag=7):
     new_block_ids: BlockIds
 
 
-class ReplaceBlock(_Entry, tag=8):
+class ReplaceBlock(Message, tag=8):
     """Entry `index` of the table of `group` is now `block_id`: a shared block was copied before it is written."""
 
     handle: Handle
@@ -108,7 +103,7 @@ class ReplaceBlock(_Entry, tag=8):
     block_id: int
 
 
-class SetToken(_Entry, tag=9):
+class SetToken(Message, tag=9):
     """The sequence's last token is `token_id` and not what the worker sampled: beam search chose."""
 
     handle: Handle
@@ -118,7 +113,7 @@ class SetToken(_Entry, tag=9):
 Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish | Draft | ReplaceBlock | SetToken
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):
+class SchedulerOutput(Message, tag=10):
     """One step: run `block_ops`, apply `entries` in order, one forward pass, sample what is caught up."""
 
     generation: int
@@ -127,7 +122,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     entries: list[Entry]
 
 
-class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=20):
+class ModelOutput(Message, tag=20):
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
     `counts` says how many tokens each of them got, None = one each. `logprobs` runs parallel to the tokens where
@@ -146,13 +141,13 @@ class ModelOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     drafted: tuple[int, int] | None = None
 
 
-class Steps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=11):
+class Steps(Message, tag=11):
     """Several steps, to be run one after the other and answered together."""
 
     steps: list[SchedulerOutput]
 
 
-class StepOutputs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=21):
+class StepOutputs(Message, tag=21):
     """The results of a Steps' steps, in their order."""
 
     outputs: list[ModelOutput]

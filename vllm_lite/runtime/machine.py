@@ -1,6 +1,7 @@
 """What this machine has, found without importing torch: memory, cores, and a GPU that workers could use."""
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +14,8 @@ def memory_limit_bytes() -> int:
     """This machine's memory, or the control group's limit if that is less."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):
             limit = min(limit, int(Path(name).read_text()))
-        except (OSError, ValueError):
-            continue
     return limit
 
 

@@ -40,6 +40,11 @@ class Section(str):
     __slots__ = ()
 
 
+def about(text: str, **bounds: Any) -> msgspec.Meta:
+    """Stands in a field's annotation: its help text, and the bounds of its values."""
+    return msgspec.Meta(description=text, **bounds)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The base of the configs, which add the fields."""
 

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -37,36 +38,33 @@ _EOF_S = 1.0
 logger = log.get(__name__)
 
 
-class Child(Protocol):
+class Child(ABC):
     """A started engine or worker."""
 
-    name: str
-    pid: int
+    def __init__(self, name: str, on_exit: Callable[[str], None]) -> None:
+        self.name = name
+        self.pid = 0
+        self._reason: str | None = None
+        self._on_exit = on_exit
 
     def exited(self) -> str | None:
         """Return None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
+        return self._reason
 
+    @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
 
 
-class ChildProcess:
+class ChildProcess(Child):
     """A child in a process of its own, made by spawn()."""
 
     def __init__(
-        self,
-        module: str,
-        settings: msgspec.Struct,
-        name: str,
-        on_exit: Callable[[str], None],
-        fds: Sequence[int] = (),
+        self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None], fds: Sequence[int] = ()
     ) -> None:
+        super().__init__(name, on_exit)
         open_standard_files()
-        self.name = name
-        self.pid = 0
         self._fds = tuple(fds)
-        self._reason: str | None = None
-        self._on_exit = on_exit
         self._started = threading.Event()
         self._ended = threading.Event()
         self._pipe = -1
@@ -97,11 +95,9 @@ class ChildProcess:
             self._started.set()
             return
         self._started.set()
-        try:
-            payload = msgspec.msgpack.encode(settings)
-            _write_all(write_end, len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
-        except BrokenPipeError:
-            pass  # it died already; wait() returns how
+        payload = msgspec.msgpack.encode(settings)
+        with suppress(BrokenPipeError), open(write_end, "wb", closefd=False) as pipe:  # it may have died already
+            pipe.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
         code = process.wait()
         self._pipe = -1
         os.close(write_end)
@@ -109,30 +105,23 @@ class ChildProcess:
         self._ended.set()
         self._on_exit(self._reason)
 
-    def exited(self) -> str | None:
-        return self._reason
-
     def stop(self, grace_s: float) -> None:
         with suppress(OSError):  # it is gone already
             os.write(self._pipe, _STOP_REQUEST)
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                pass
             self._ended.wait(patience_s)
 
 
-class ChildThread:
+class ChildThread(Child):
     """The same entry point run by a thread of this process, for --single-process. stop() sets its wakeup."""
 
     def __init__(self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None]) -> None:
-        self.name = name
+        super().__init__(name, on_exit)
         self.pid = os.getpid()
-        self._reason: str | None = None
-        self._on_exit = on_exit
         self._stop = Wakeup()
         self._thread = threading.Thread(target=self._live, args=(module, settings), name=name, daemon=True)
         self._thread.start()
@@ -145,9 +134,6 @@ class ChildThread:
             logger.exception("%s failed", self.name)
         self._reason = f"exit status {code}"
         self._on_exit(self._reason)
-
-    def exited(self) -> str | None:
-        return self._reason
 
     def stop(self, grace_s: float) -> None:
         self._stop.set()
@@ -242,11 +228,6 @@ def _environment() -> dict[str, str]:
     if root not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     return environment
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _read_exactly(fd: int, count: int) -> bytes:

@@ -25,10 +25,8 @@ class Wakeup:
     def clear(self) -> None:
         """Call this before you look at what the wakeup announces, or a set() in between is lost."""
         self._set = False
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
 
     def pollables(self) -> tuple[int, ...]:
         return (self._fd,)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Admission, EndedRequest, RequestContent, RequestState, SampleState, Tokens
+from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestContent, RequestState, SampleState, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.server.calls.call import Call, CallContext
@@ -251,7 +251,7 @@ def _admission(state: RequestState) -> dict[str, Any]:
     }
 
 
-def _why(state: RequestState, found: Admission) -> str | None:
+def _why(state: RequestState, found: AdmissionState) -> str | None:
     """The reason in words, None for a request that runs."""
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)

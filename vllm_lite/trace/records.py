@@ -75,7 +75,7 @@ class Header(_Record, frozen=True, tag=0):
 
 
 class Params(_Record, frozen=True):
-    """Those of a request's parameters on which decisions depend. `beam` is (length_penalty, early_stopping)."""
+    """The parameters of a request on which decisions depend. `beam` is (length_penalty, early_stopping)."""
 
     n: int
     min_tokens: int
@@ -160,7 +160,7 @@ class Result(_Record, frozen=True, tag=7):
 
 
 class PolicyFault(_Record, frozen=True, tag=8):
-    """The policy answered nonsense; from here on it is first come, first served."""
+    """The policy gave an invalid answer; from here on it is first come, first served."""
 
     what: str
 

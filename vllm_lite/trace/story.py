@@ -3,25 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from vllm_lite.errors import RequestError
+from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import (
-    FIELDS,
-    REASONS,
-    WAITS,
-    WAYS,
-    Aborted,
-    Arrival,
-    CacheReset,
-    Code,
-    Decision,
-    Expired,
-    Forked,
-    Header,
-    PolicyFault,
-    Record,
-    Result,
-    Step,
-)
+from vllm_lite.trace.records import FIELDS, WAITS, WAYS, Code, Decision
 
 ENDS = {
     "stop": "finished by a stop token",
@@ -31,22 +15,22 @@ ENDS = {
 }
 
 
-def describe(record: Record, ids: dict[int, str]) -> str:
-    """One line; `ids` names the requests by their numbers."""
-    if isinstance(record, Step):
+def describe(record: records.Record, ids: dict[int, str]) -> str:
+    """Say in one line what a record holds; `ids` names the requests by their numbers."""
+    if isinstance(record, records.Step):
         if not record.digest:
             what = "no step"
         else:
             moved = f", {record.num_block_ops} block moves" if record.num_block_ops else ""
             what = f"{record.num_entries} entries, {record.num_tokens} tokens{moved}, digest {record.digest.hex()}"
         return f"{what}; {describe_decisions(record.decisions, ids)}" if record.decisions else what
-    if isinstance(record, Result):
+    if isinstance(record, records.Result):
         return f"result of {len(record.tokens) // record.token_bytes} tokens"
-    if isinstance(record, Arrival):
+    if isinstance(record, records.Arrival):
         return f"{record.request_id} arrived with {record.num_prompt} tokens"
-    if isinstance(record, Forked):
+    if isinstance(record, records.Forked):
         return f"{record.child.request_id} was forked off {ids.get(record.parent)}"
-    if isinstance(record, CacheReset):
+    if isinstance(record, records.CacheReset):
         return "the prefix cache was reset"
     return str(record)
 
@@ -93,7 +77,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
     Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
     Code.PREEMPTED: _preempted,
-    Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+    Code.FINISHED: lambda n, _: f"{ENDS[records.REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
 }
 
 
@@ -126,7 +110,7 @@ class _Wait:
 class _Story:
     """Walks through a trace and picks out what is about the requests called `request_id`."""
 
-    def __init__(self, request_id: str, header: Header) -> None:
+    def __init__(self, request_id: str, header: records.Header) -> None:
         self.request_id = request_id
         self.ids: dict[int, str] = {}
         self._step = 0
@@ -136,33 +120,33 @@ class _Story:
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._preempted: set[tuple[int, int]] = set()
 
-    def lines(self, record: Record) -> Iterator[str]:
+    def lines(self, record: records.Record) -> Iterator[str]:
         match record:
-            case Arrival() if record.request_id == self.request_id:
+            case records.Arrival() if record.request_id == self.request_id:
                 yield self._arrived(record, "arrived")
-            case Forked() if record.child.request_id == self.request_id:
+            case records.Forked() if record.child.request_id == self.request_id:
                 yield self._arrived(record.child, f"was forked off {self.ids.get(record.parent)}")
-            case Forked() if record.parent in self._numbers:
+            case records.Forked() if record.parent in self._numbers:
                 yield self._line(record.child.clock_s, f"{record.child.request_id} was forked off it")
-            case Step() | Result():
-                self._step += isinstance(record, Step) and record.digest != b""
+            case records.Step() | records.Result():
+                self._step += isinstance(record, records.Step) and record.digest != b""
                 for decision in record.decisions:
                     if decision[1] in self._numbers:
                         yield from self._decided(record.clock_s, decision)
-            case Aborted() if record.number in self._numbers:
+            case records.Aborted() if record.number in self._numbers:
                 some = " and ".join(f"sample {sample}" for sample in record.samples)
                 yield self._line(record.clock_s, f"{some} ended at its client's wish" if some else "was aborted")
-            case Expired() if self._numbers.intersection(record.numbers):
+            case records.Expired() if self._numbers.intersection(record.numbers):
                 yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
-            case CacheReset() if self._numbers:
+            case records.CacheReset() if self._numbers:
                 yield self._line(record.clock_s, "all that was cached was forgotten")
-            case PolicyFault() if self._numbers:
+            case records.PolicyFault() if self._numbers:
                 yield f"             (the policy failed, from here on first come, first served: {record.what})"
-        if isinstance(record, Arrival | Forked):
-            arrival = record.child if isinstance(record, Forked) else record
+        if isinstance(record, records.Arrival | records.Forked):
+            arrival = record.child if isinstance(record, records.Forked) else record
             self.ids[arrival.number] = arrival.request_id
 
-    def _arrived(self, record: Arrival, how: str) -> str:
+    def _arrived(self, record: records.Arrival, how: str) -> str:
         self._numbers.add(record.number)
         self._samples[record.number] = record.params.n
         self._start_s = record.clock_s

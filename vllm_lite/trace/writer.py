@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 
 import msgspec
 
@@ -13,17 +14,13 @@ class TraceWriter:
 
     def __init__(self, path: str) -> None:
         keep_previous(path)
-        self.num_bytes = len(MAGIC)
         self._encode = msgspec.msgpack.Encoder().encode
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb", 1 << 16)  # noqa: SIM115
         self._file.write(MAGIC)
 
-    def write(self, record: Record) -> int:
-        """Append one record; the bytes it takes."""
+    def write(self, record: Record) -> None:
         payload = self._encode(record)
         self._file.write(len(payload).to_bytes(4, "little") + payload)
-        self.num_bytes += 4 + len(payload)
-        return 4 + len(payload)
 
     def flush(self) -> None:
         self._file.flush()
@@ -34,8 +31,6 @@ class TraceWriter:
 
 def keep_previous(path: str) -> None:
     """A restarted engine must not overwrite the trace of the one that died: that becomes PATH.previous."""
-    try:
+    with suppress(FileNotFoundError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             os.replace(path, f"{path}.previous")
-    except FileNotFoundError:
-        pass

@@ -7,11 +7,6 @@ from threading import Lock
 from vllm_lite.errors import EngineError
 from vllm_lite.transport.interface import Delivery, Pollable, Wakeup
 
-_listeners: dict[str, "InprocListener"] = {}
-_early: dict[str, list["InprocConnection"]] = {}
-"""Connections made before anybody listened on their address."""
-_lock = Lock()
-
 
 class _Queue:
     """An unbounded queue another thread can wait for. It serves its peers round robin, as a ROUTER does."""
@@ -40,94 +35,84 @@ class _Queue:
             return peer, payload
 
 
+class _Channel:
+    """What both sides of an address share; the side that comes first makes it."""
+
+    def __init__(self) -> None:
+        self.inbox = _Queue()  # of the listener, filled by connections even before there is one
+        self.peers: dict[bytes, InprocConnection] = {}
+        self.is_bound = False
+
+
+_channels: dict[str, _Channel] = {}
+_lock = Lock()
+"""For `_channels` and what a channel holds but its inbox."""
+
+
+def _channel(address: str) -> _Channel:
+    if address not in _channels:
+        _channels[address] = _Channel()
+    return _channels[address]
+
+
 class InprocListener:
     """The engine's side. A connection made before or after it is found by name."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.tcp_address: str | None = None
-        self._inbox = _Queue()
-        self._peers: dict[bytes, InprocConnection] = {}
         with _lock:
-            if address in _listeners:
+            self._channel = _channel(address)
+            if self._channel.is_bound:
                 raise EngineError(f"address {address} is in use by another engine")
-            _listeners[address] = self
-            early = _early.pop(address, [])
-        for connection in early:
-            connection.join(self)
+            self._channel.is_bound = True
 
     def recv(self) -> tuple[bytes, bytes] | None:
-        return self._inbox.get()
+        return self._channel.inbox.get()
 
     def send(self, peer: bytes, payload: bytes) -> Delivery:
-        connection = self._peers.get(peer)
+        connection = self._channel.peers.get(peer)
         if connection is None:
             return Delivery.GONE
-        connection.deliver(payload)
+        connection.inbox.put(b"", payload)
         return Delivery.SENT
 
-    def attach(self, connection: "InprocConnection") -> None:
-        self._peers[connection.identity] = connection
-
-    def accept(self, identity: bytes, payload: bytes) -> None:
-        self._inbox.put(identity, payload)
-
-    def detach(self, identity: bytes) -> None:
-        self._peers.pop(identity, None)
-
     def pollables(self) -> Sequence[Pollable]:
-        return self._inbox.wakeup.pollables()
+        return self._channel.inbox.wakeup.pollables()
 
     def close(self) -> None:
         with _lock:
-            if _listeners.get(self.address) is self:
-                del _listeners[self.address]
-        for connection in list(self._peers.values()):
+            if _channels.get(self.address) is self._channel:
+                del _channels[self.address]
+            peers, self._channel.peers = list(self._channel.peers.values()), {}
+        for connection in peers:
             connection.peer_closed()
-        self._peers.clear()
-        self._inbox.wakeup.close()
+        self._channel.inbox.wakeup.close()
 
 
 class InprocConnection:
-    """A client's or worker's side; what it sends before the listener exists is kept and handed over then."""
+    """A client's or worker's side; what it sends before the listener exists waits for that."""
 
     def __init__(self, address: str, identity: bytes) -> None:
         self.address = address
         self.identity = identity
-        self._inbox = _Queue()
-        self._unsent: list[bytes] = []
-        self._listener: InprocListener | None = None
+        self.inbox = _Queue()
         self._lost = False
         with _lock:
-            listener = _listeners.get(address)
-            if listener is None:
-                _early.setdefault(address, []).append(self)
-        if listener is not None:
-            self.join(listener)
-
-    def join(self, listener: InprocListener) -> None:
-        listener.attach(self)
-        self._listener = listener
-        while self._unsent:
-            listener.accept(self.identity, self._unsent.pop(0))
+            self._channel = _channel(address)
+            self._channel.peers[identity] = self
 
     def recv(self) -> bytes | None:
-        item = self._inbox.get()
+        item = self.inbox.get()
         return None if item is None else item[1]
 
     def send(self, payload: bytes) -> Delivery:
-        if self._listener is None:
-            self._unsent.append(payload)
-        else:
-            self._listener.accept(self.identity, payload)
+        self._channel.inbox.put(self.identity, payload)
         return Delivery.SENT
-
-    def deliver(self, payload: bytes) -> None:
-        self._inbox.put(b"", payload)
 
     def peer_closed(self) -> None:
         self._lost = True
-        self._inbox.wakeup.set()
+        self.inbox.wakeup.set()
 
     def lost(self) -> bool:
         return self._lost
@@ -136,13 +121,13 @@ class InprocConnection:
         return None
 
     def pollables(self) -> Sequence[Pollable]:
-        return self._inbox.wakeup.pollables()
+        return self.inbox.wakeup.pollables()
 
     def close(self) -> None:
         with _lock:
-            waiting = _early.get(self.address, [])
-            if self in waiting:
-                waiting.remove(self)
-        if self._listener is not None:
-            self._listener.detach(self.identity)
-        self._inbox.wakeup.close()
+            self._channel.peers.pop(self.identity, None)
+            is_unused = not (self._channel.is_bound or self._channel.peers)
+            if is_unused and _channels.get(self.address) is self._channel:
+                del _channels[self.address]
+                self._channel.inbox.wakeup.close()
+        self.inbox.wakeup.close()

@@ -1,4 +1,7 @@
-"""What a channel can do. Payloads are encoded messages; no call here ever blocks except wait()."""
+"""The interface that every transport implements: a Listener for the engine, a Connection for its peers.
+
+Payloads are encoded messages. No call here ever blocks except wait().
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ class Tcp:
     """Where a listener is reached from other machines, and the folder of its keys, None: by anybody, in the clear."""
 
     address: str
-    keys: Path | None
+    keys: str | Path | None
 
 
 class Listener(Protocol):

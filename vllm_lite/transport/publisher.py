@@ -1,4 +1,4 @@
-"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER sends again what one has missed.
+"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER repeats those that one has missed.
 
 A message is (topic, sequence number, payload), the number in eight bytes, most significant first. A request for a
 replay is the first number wanted; it is answered with (number, payload) for every batch that is still kept, and an
@@ -8,6 +8,7 @@ end marker of number -1 without payload.
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -61,10 +62,8 @@ class Publisher:
         number = self.next_number.to_bytes(8, "big")
         self.next_number += 1
         self._kept.append((number, payload))
-        try:
+        with suppress(zmq.Again):  # a PUB socket drops rather than say so; either way replay has it
             self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
-        except zmq.Again:  # a PUB socket drops rather than say so; either way replay has it
-            pass
 
     def serve(self) -> None:
         """Answer the replays asked for since the last call."""
@@ -78,11 +77,9 @@ class Publisher:
 
     def _send_again(self, socket: "zmq.Socket[bytes]", peer: bytes, start: bytes) -> None:
         wanted = [item for item in self._kept if item[0] >= start]
-        try:
+        with suppress(zmq.ZMQError):  # it went away while it was answered
             for number, payload in [*wanted, (END, b"")]:
                 socket.send_multipart((peer, b"", number, payload), zmq.NOBLOCK)
-        except zmq.ZMQError:  # it went away while it was answered
-            pass
 
     def pollables(self) -> Sequence[Pollable]:
         """The sockets that become readable when serve() has something to do."""

@@ -5,7 +5,6 @@ gone: a consumer that applies the events in order holds the set of the pool's ke
 of one sequence travel in one event. Fields stand in the order of vLLM's structs; older consumers ignore later ones.
 """
 
-from collections import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 from vllm_lite.config import KVEventsConfig
 from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.pool import PoolObserver
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.transport.publisher import Publisher
 
@@ -56,7 +56,7 @@ class EventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = 0
 
 
-class KVEvents:
+class KVEvents(PoolObserver):
     """Collects what happens in `kv` until flush(), which hands it to `publish` as one batch."""
 
     def __init__(self, config: KVEventsConfig, kv: KVCacheManager, publish: Callable[[bytes], None]) -> None:
@@ -114,11 +114,6 @@ class KVEvents:
         self._announced.clear()
         self._tail = None
         self._events.append(AllBlocksCleared())
-
-    def allocated(self, ids: abc.Sequence[int]) -> None:
-        """Do nothing: this does not change what is cached."""
-
-    touched = allocated
 
     # ---- what is published
 

@@ -1,4 +1,4 @@
-"""KV groups: layers that need the same tokens. Full attention needs all, a sliding window the last few.
+"""KV groups: a group is the layers that need the same tokens. Full attention needs all, a sliding window the last few.
 
 Every group has a table of its own for each sequence; all take their blocks from one pool, one group at a time.
 """

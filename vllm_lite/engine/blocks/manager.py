@@ -1,7 +1,7 @@
 """KVCacheManager: which blocks each sequence holds, what of its prefix is cached and where, and whether it is admitted.
 
-It decides ids and records what has to be copied (`take_block_ops`); the worker's CacheEngine moves the bytes, in that
-order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
+It decides ids and records what has to be copied (`swapping.take_ops`); the worker's CacheEngine moves the bytes, in
+that order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
 
 Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
 null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; the host's
@@ -101,8 +101,8 @@ class KVCacheManager:
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
         """Called with every logical block of a sequence that can be found on the device from now on."""
-        self._swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
-        self.counters = self._swapping.counters
+        self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
+        self.counters = self.swapping.counters
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
@@ -111,19 +111,6 @@ class KVCacheManager:
     def num_blocks(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once."""
         return blocks_held(self.groups, num_tokens, chunk)
-
-    def begin_step(self) -> None:
-        """Start the next step: it may move blocks again."""
-        self._swapping.begin_step()
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether the step being made moves or copies any block."""
-        return self._swapping.is_moving
-
-    def take_block_ops(self) -> list[tuple[int, int, int]]:
-        """Return the block program of the step that has been made; the next one starts empty."""
-        return self._swapping.take_ops()
 
     # ---- admission
 
@@ -209,7 +196,7 @@ class KVCacheManager:
         position = min(hit.num_tokens, sequence.num_tokens - 1)
         first_host_id = self.pool.num_blocks
         num_on_host = sum(block_id >= first_host_id for ids in hit.tables for block_id in ids)
-        if not (in_parts or self._swapping.may_move(num_on_host)):
+        if not (in_parts or self.swapping.may_move(num_on_host)):
             return False
         # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
         for group, table, ids in zip(self.groups, sequence.tables, hit.tables, strict=True):
@@ -221,7 +208,7 @@ class KVCacheManager:
         sequence.num_hashed_blocks = hit.num_tokens // self.block_size
         host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in hit.tables]
         if num_on_host:
-            self._swapping.park(sequence, host_ids)
+            self.swapping.park(sequence, host_ids)
             return self.swap_in(sequence, num_tokens)
         self._extend(sequence, num_tokens, [])
         return True
@@ -249,7 +236,7 @@ class KVCacheManager:
         replaced = []
         for index in shared:
             src, dst = sequence.tables[index].copy_on_write(first_written)
-            self._swapping.copy(src, dst)
+            self.swapping.copy(src, dst)
             replaced.append((index, first_written, dst))
         new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
         self._set_slots(sequence)
@@ -266,7 +253,7 @@ class KVCacheManager:
         ]
         ids = self.pool.get_new_blocks(len(places) + sum(missing))
         at = len(places)
-        self._swapping.load(sequence, places, ids[:at])
+        self.swapping.load(sequence, places, ids[:at])
         for table, count in zip(sequence.tables, missing, strict=True):
             table.ids += ids[at : at + count]
             at += count
@@ -326,7 +313,7 @@ class KVCacheManager:
                 pool.forget_contents(keys)
         for table in sequence.tables:
             table.free()
-        self._swapping.leave(sequence)
+        self.swapping.leave(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
         sequence.num_slots = 0 if self.groups else sequence.max_len
 
@@ -336,22 +323,23 @@ class KVCacheManager:
         """Begin to move the sequence's KV to the host. Blocks that the step may not move any more stay on the device
         until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
         already."""
-        if not self._swapping.swap_out(sequence, [self._needed(group, sequence) for group in self.groups]):
+        num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
+        needed = [range(min(group.first_needed(num_computed), end), end) for group in self.groups]
+        if not self.swapping.swap_out(sequence, needed):
             return False
         # A fork's last block may be full and shared while its last position is still to be computed: never written.
-        held = -(-sequence.num_computed // self.block_size) * self.block_size
-        sequence.num_cached = max(sequence.num_computed, min(sequence.num_cached, held))
-        sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, held // self.block_size)
+        sequence.num_cached = max(num_computed, min(sequence.num_cached, end * self.block_size))
+        sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, end)
         sequence.num_slots = 0
         return True
 
     def reclaim(self, keep: Sequence | None = None) -> bool:
         """Take device blocks of a parked sequence other than `keep`. They go to the host; if that is not possible now,
         the sequence gives up all its KV and is computed again. False: there is no such sequence."""
-        sequence = self._swapping.holder(keep)
+        sequence = next((each for each in self.swapping.parked if each is not keep and num_held(each)), None)
         if sequence is None:
             return False
-        if not self._swapping.take_from(sequence):
+        if not self.swapping.push_out(sequence):
             self.release(sequence)
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
@@ -366,18 +354,13 @@ class KVCacheManager:
         """Load the KV of a parked sequence, as much as the step may move, and make room for `num_tokens`. Call it after
         a verdict of OK. False: the sequence stays parked, and the next step goes on; unless `in_parts`, nothing is
         changed then."""
-        places, is_all = self._swapping.next_in(sequence, in_parts=in_parts)
+        places, is_all = self.swapping.next_in(sequence, in_parts=in_parts)
         if not is_all:
-            self._swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
+            self.swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
             return False
         self._extend(sequence, num_tokens, places)
-        self._swapping.leave(sequence)
+        self.swapping.leave(sequence)
         return True
-
-    def _needed(self, group: KVGroup, sequence: Sequence) -> range:
-        """The logical blocks whose KV later positions read."""
-        last = -(-sequence.num_computed // self.block_size)
-        return range(min(group.first_needed(sequence.num_computed), last), last)
 
     # ---- resetting
 
@@ -423,4 +406,4 @@ class KVCacheManager:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
                     raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
-        self._swapping.check_integrity(sequences)
+        self.swapping.check_integrity(sequences)

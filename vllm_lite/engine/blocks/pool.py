@@ -6,7 +6,6 @@ taken). Allocation takes from the head of the free list, freeing appends to its 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from vllm_lite.errors import OutOfBlocks
 
@@ -81,8 +80,8 @@ class FreeList:
             block = block.next  # type: ignore[union-attr]
 
 
-class PoolObserver(Protocol):
-    """Is called with what has happened to blocks."""
+class PoolObserver:
+    """Is called with what has happened to blocks. Override what you want to know."""
 
     def allocated(self, ids: Sequence[int]) -> None: ...
 
@@ -102,14 +101,7 @@ class BlockPool:
     are lost: the place where they can be demoted to another tier. The least recently used comes first.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        enable_caching: bool = True,
-        on_evict: Callable[[list[tuple[int, bytes]]], None] | None = None,
-        *,
-        has_null: bool = True,
-    ) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool = True, *, has_null: bool = True) -> None:
         if has_null and num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
@@ -122,7 +114,7 @@ class BlockPool:
         """The number of times a free block was referenced again, since the start."""
         self.num_cached = 0
         """Blocks that a prefix hit can find, referenced or evictable. Counted as they change: metrics ask for it."""
-        self.on_evict = on_evict
+        self.on_evict: Callable[[list[tuple[int, bytes]]], None] | None = None
         self._free = FreeList()
         self._null = NULL_BLOCK if has_null else -1
         self._free.append_n(self.blocks[num_blocks - self.num_usable :])
@@ -139,11 +131,6 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_usable - self._free.num_free
-
-    @property
-    def usage(self) -> float:
-        """The share of the usable blocks that live sequences reference, 0 to 1."""
-        return self.num_used / self.num_usable if self.num_usable else 0.0
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
@@ -290,14 +277,6 @@ class BlockPool:
 
     def _unknown(self, block_id: int) -> ValueError:
         return ValueError(f"block {block_id} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
-
-    def snapshot(self) -> list[tuple[int, int, str | None]]:
-        """(id, reference count, hash as hex or None) of every block that is referenced or cached."""
-        return [
-            (block.block_id, block.ref_count, block.block_hash.hex() if block.block_hash else None)
-            for block in self.blocks
-            if block.ref_count or block.block_hash
-        ]
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise RuntimeError if an invariant is broken. `tables` are all block tables that hold references.

@@ -40,7 +40,7 @@ class Swapping:
         cache: Callable[[Sequence, KVGroup, int, int], None],
     ) -> None:
         self.counters = Stats()
-        """The one struct in which the whole engine counts: the first to count makes it."""
+        """The engine's counters. They are made here and shared by all parts of the engine."""
         self.parked: list[Sequence] = []
         """The parked sequences in the order in which they were parked: under fcfs the first is admitted last."""
         self._pool = pool
@@ -101,7 +101,8 @@ class Swapping:
         host_ids = [[NULL_BLOCK] * kept.stop for kept in keep]
         for group, ids, kept in zip(self._groups, host_ids, keep, strict=True):
             for index in kept:
-                ids[index] = self._find_on_host(sequence, group, index)
+                key = self._key(sequence, group, index)
+                ids[index] = (host.find(key) if key else None) or NULL_BLOCK
         found = [block_id for ids in host_ids for block_id in _present(ids)]
         num_new = sum(map(len, keep)) - len(found)
         revived = sum(host.pool.is_free(block_id - host.first_id) for block_id in found)
@@ -111,10 +112,10 @@ class Swapping:
             table.trim(kept.start)
             table.cut(kept.stop)
         self.park(sequence, host_ids)
-        self._push(sequence)
+        self.push_out(sequence)
         return True
 
-    def _push(self, sequence: Sequence) -> int:
+    def push_out(self, sequence: Sequence) -> int:
         """Take device blocks of a parked sequence, last first, that are on the host or may still move there. Returns
         their number."""
         host, taken = self._host, 0
@@ -136,15 +137,6 @@ class Swapping:
                 self._pool.free((block_id,))
                 taken += 1
         return taken
-
-    def holder(self, keep: Sequence | None) -> Sequence | None:
-        """The parked sequence whose device blocks are to be taken first; never `keep`."""
-        holders = (each for each in self.parked if each is not keep and num_held(each))
-        return next(holders, None)
-
-    def take_from(self, sequence: Sequence) -> bool:
-        """Take device blocks of a parked sequence. False: none of them can go to the host now."""
-        return self._push(sequence) > 0
 
     # ---- in
 
@@ -212,11 +204,6 @@ class Swapping:
 
     def _key(self, sequence: Sequence, group: KVGroup, index: int) -> bytes | None:
         return sequence.block_hashes[index] + group.key if index < sequence.num_hashed_blocks else None
-
-    def _find_on_host(self, sequence: Sequence, group: KVGroup, index: int) -> int:
-        key = self._key(sequence, group, index)
-        host_id = self._host.find(key) if key and self._host is not None else None
-        return NULL_BLOCK if host_id is None else host_id
 
     def check_integrity(self, sequences: abc.Sequence[Sequence]) -> None:
         """Raise RuntimeError if an invariant of this module is broken. `sequences` are all unfinished ones."""

@@ -10,21 +10,12 @@ from collections import abc
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import FinishReason, Histogram, RequestHistograms, Stats
+from vllm_lite.protocol.api import FinishReason, Histogram, RequestHistograms, Stats, bounds
 
 # The bounds are those of vLLM's buckets, so that dashboards can compare.
-FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-TOKEN_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_S = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
+FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+TOKEN_S = bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+REQUEST_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLES = (1, 2, 5, 10, 20)
 
@@ -45,8 +36,8 @@ class Meter:
         self.counters = kv.counters
         tokens = one_two_five(max_len)
         self.counters.requests = self._requests = RequestHistograms(
-            *map(Histogram.over, (FIRST_TOKEN_S, TOKEN_S, TOKEN_S, *[REQUEST_S] * 5)),
-            *map(Histogram.over, (tokens, tokens, tokens, SAMPLES, STEP_TOKENS, STEP_TOKENS)),
+            *map(Histogram.over, [FIRST_TOKEN_S, TOKEN_S, TOKEN_S] + 5 * [REQUEST_S]),
+            *map(Histogram.over, [tokens, tokens, tokens, SAMPLES, STEP_TOKENS, STEP_TOKENS]),
         )
         self._kv = kv
         self._num_counted = 0

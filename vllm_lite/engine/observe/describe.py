@@ -4,42 +4,35 @@ That changes nothing: no block is touched and no token hashed, so a trace need n
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
 from vllm_lite.engine.blocks.swapping import num_held
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol import api
 
-if TYPE_CHECKING:
-    from vllm_lite.engine.request import Request
-    from vllm_lite.engine.scheduler import Scheduler
-
 
 def describe(
-    scheduler: "Scheduler", requests: Iterable["Request"], now_s: float, *, with_content: bool = False
+    scheduler: Scheduler, requests: Iterable[Request], now_s: float, *, with_content: bool = False
 ) -> list[api.RequestState]:
-    """The states of live requests."""
+    """Describe live requests; `with_content` adds their parameters, tokens and logprobs."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
-    states = [_state(scheduler, request, places, now_s) for request in known]
-    if with_content:
-        pairs = zip(states, map(_content, known), strict=True)
-        states = [msgspec.structs.replace(state, content=content) for state, content in pairs]
-    return states
+    return [_state(scheduler, request, places, now_s, with_content) for request in known]
 
 
-def _content(request: "Request") -> api.RequestContent:
+def _content(request: Request) -> api.RequestContent:
     tokens, num_prompt = request.sequences[0].tokens, request.num_prompt
     prompt, output = tokens[:num_prompt].tobytes(), tokens[num_prompt:].tobytes()
     return api.RequestContent(request.params, prompt, output, request.logprobs)
 
 
-def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], now_s: float) -> api.RequestState:
+def _state(
+    scheduler: Scheduler, request: Request, places: dict[int, int], now_s: float, with_content: bool
+) -> api.RequestState:
     first = next((each for each in request.sequences if each.status is not Status.RUNNING), request.sequences[0])
     return api.RequestState(
         request_id=request.request_id,
@@ -54,6 +47,7 @@ def _state(scheduler: "Scheduler", request: "Request", places: dict[int, int], n
         deadline_in_s=None if request.deadline_s is None else request.deadline_s - now_s,
         num_ended_output=request.num_generated,
         context=request.context,
+        content=_content(request) if with_content else None,
     )
 
 
@@ -69,12 +63,12 @@ def _sample(sequence: Sequence, places: dict[int, int]) -> api.SampleState:
     )
 
 
-def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int]) -> api.Admission:
+def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int]) -> api.AdmissionState:
     kv = scheduler.kv
     if sequence.status is Status.RUNNING:
         pool = kv.pool
         held = num_held(sequence)
-        return api.Admission("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
+        return api.AdmissionState("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
     chunk = scheduler.options.max_num_batched_tokens
     if sequence.host_ids is not None:
         found = kv.swap_in_admission(sequence, chunk)
@@ -85,10 +79,10 @@ def _admission(scheduler: "Scheduler", sequence: Sequence, places: dict[int, int
         found = kv.admission(sequence, hit, chunk)
     reason = _reason(scheduler, sequence, found, places[id(sequence)])
     verdict, *numbers = found
-    return api.Admission(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
+    return api.AdmissionState(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
 
 
-def _reason(scheduler: "Scheduler", sequence: Sequence, found: Admission, place: int) -> str:
+def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
     """What a sequence waits for. The order of the tests is that in which the scheduler looks."""
     options = scheduler.options
     if sequence.num_pending:

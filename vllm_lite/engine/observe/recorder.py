@@ -87,17 +87,12 @@ class Reasons:
 
     def ends(self, produced: list[Produced]) -> list[Decision]:
         """One decision for every sample that has ended."""
-        return [
-            [
-                Code.FINISHED,
-                item.request.arrival,
-                item.sample,
-                records.REASONS.index(item.reason),
-                item.start + len(item.token_ids),
-            ]
-            for item in produced
-            if item.reason is not None
-        ]
+        decisions: list[Decision] = []
+        for item in produced:
+            if item.reason is not None:
+                reason, num_tokens = records.REASONS.index(item.reason), item.start + len(item.token_ids)
+                decisions.append([Code.FINISHED, item.request.arrival, item.sample, reason, num_tokens])
+        return decisions
 
     def take(self) -> list[Decision]:
         taken, self._decisions = self._decisions, []
@@ -171,15 +166,8 @@ class TraceRecorder(Recorder):
         for what in self._reasons.faults:
             self._write(records.PolicyFault(what))
         self._reasons.faults.clear()
-        self._write(
-            records.Step(
-                now_s,
-                b"" if step is None else digest_of(step),
-                *summary_of(step, self._scheduler),
-                self._hasher.take(),
-                self._reasons.take(),
-            )
-        )
+        summary = summary_of(step, self._scheduler)
+        self._write(records.Step(now_s, *summary, self._hasher.take(), self._reasons.take()))
         if now_s >= self._next_flush_s:
             self._next_flush_s = now_s + FLUSH_S
             self.flush()
@@ -282,9 +270,11 @@ def _decision(entry: Entry) -> object:
     return entry
 
 
-def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[int, int, int]:
-    """The numbers of a step: its entries, the tokens it computes, and the blocks it moves."""
-    return (0, 0, 0) if step is None else (len(step.entries), scheduler.num_scheduled_tokens, len(step.block_ops))
+def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[bytes, int, int, int]:
+    """The digest of a step, and the numbers of its entries, the tokens it computes, and the blocks it moves."""
+    if step is None:
+        return b"", 0, 0, 0
+    return digest_of(step), len(step.entries), scheduler.num_scheduled_tokens, len(step.block_ops)
 
 
 def _params(request: Request) -> records.Params:

@@ -6,24 +6,25 @@ prompt but through its block digests, and those are in the trace; generated toke
 
 from array import array
 from collections import abc
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.core import make_scheduler
-from vllm_lite.engine.observe.recorder import Reasons, digest_of, summary_of
+from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.rates import Rates
-from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import HASH_BYTES, Decision
+from vllm_lite.trace.records import HASH_BYTES
 from vllm_lite.trace.story import describe, describe_decisions
 
 
 class Divergence(NamedTuple):
-    """Where a replay left the trace. `recorded` and `replayed` are one line each."""
+    """The step at which a replay decided otherwise than the trace. `recorded` and `replayed` are one line each."""
 
     step: int
     what: str
@@ -48,10 +49,11 @@ class ReplayHasher(PrefixHasher):
         self._given = b""
         self._at = 0
 
-    def give(self, hashes: bytes) -> None:
+    @contextmanager
+    def given(self, hashes: bytes) -> abc.Iterator[None]:
+        """Within it `hashes` are handed out; at its end all of them must have been."""
         self._given, self._at = hashes, 0
-
-    def check_used_up(self) -> None:
+        yield
         if self._at != len(self._given):
             recorded, used = len(self._given) // HASH_BYTES, self._at // HASH_BYTES
             raise _Diverged("fewer blocks were hashed", f"{recorded} digests", f"{used} digests")
@@ -70,7 +72,7 @@ class ReplayHasher(PrefixHasher):
 
 
 class Replay:
-    """One pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
+    """Makes one pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
 
     def __init__(self, path: str, *, check: bool = True) -> None:
         """Raises ProtocolError if the file is no trace, ConfigError if its policy cannot be loaded."""
@@ -85,10 +87,6 @@ class Replay:
         if check:
             self.scheduler.on_decision = self._reasons.add
         self._ids: dict[int, str] = {}
-
-    @property
-    def cut_off(self) -> bool:
-        return self.reader.cut_off
 
     def run(self, until: int | None = None) -> "Replay":
         """Replay up to and with step `until`, to the end without it; stop at the first divergence."""
@@ -122,7 +120,7 @@ class Replay:
         queues = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
         blocks = f"{pool.num_used} of {pool.num_usable} blocks in use, {pool.num_cached} cached"
         lines = [f"{done}, {counters.preemptions} preemptions ({counters.swaps} by swap)", f"{queues}, {blocks}"]
-        if self.cut_off:
+        if self.reader.cut_off:
             lines.append("the trace ends within a record; its writer did not end in peace")
         if self.divergence is not None:
             lines.append(f"DIVERGED at {self.divergence}")
@@ -140,59 +138,40 @@ class Replay:
             case records.Result():
                 self._update(record)
             case records.Arrival():
-                self._hasher.give(record.hashes)
-                scheduler.add(self._request(record, array("I", bytes(4 * (record.num_prompt + record.num_output)))))
-                self._hasher.check_used_up()
+                with self._hasher.given(record.hashes):
+                    scheduler.add(self._request(record, array("I", bytes(4 * (record.num_prompt + record.num_output)))))
             case records.Forked():
                 self._fork(record)
             case records.Aborted():
-                self._hasher.give(record.hashes)
-                request = scheduler.requests[self._ids[record.number]]
-                scheduler.branching.end_samples(request, record.samples, "abort")
-                self._hasher.check_used_up()
+                with self._hasher.given(record.hashes):
+                    request = scheduler.requests[self._ids[record.number]]
+                    scheduler.branching.end_samples(request, record.samples, "abort")
             case records.Expired():
                 self._expire(record)
             case records.CacheReset():
-                self._hasher.give(record.hashes)
-                scheduler.reset_prefix_cache()
-                self._hasher.check_used_up()
+                with self._hasher.given(record.hashes):
+                    scheduler.reset_prefix_cache()
             case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
 
     def _schedule(self, record: records.Step) -> None:
-        self._hasher.give(record.hashes)
-        step = self.scheduler.schedule(record.clock_s)
-        self._hasher.check_used_up()
+        with self._hasher.given(record.hashes):
+            step = self.scheduler.schedule(record.clock_s)
         if self.check:
-            digest = b"" if step is None else digest_of(step)
-            decisions = self._reasons.take()
-            if digest != record.digest or decisions != record.decisions:
-                what = "another step was made" if digest != record.digest else "the same step, for other reasons"
-                replayed = self._as_recorded(record, step, digest, decisions)
+            summary = summary_of(step, self.scheduler)
+            replayed = records.Step(record.clock_s, *summary, record.hashes, self._reasons.take())
+            is_same = replayed.digest == record.digest
+            if not is_same or replayed.decisions != record.decisions:
+                what = "the same step, for other reasons" if is_same else "another step was made"
                 raise _Diverged(what, describe(record, self._ids), describe(replayed, self._ids))
 
-    def _as_recorded(
-        self, record: records.Step, step: SchedulerOutput | None, digest: bytes, decisions: list[Decision]
-    ) -> records.Step:
-        summary = summary_of(step, self.scheduler)
-        return records.Step(record.clock_s, digest, *summary, record.hashes, decisions)
-
     def _update(self, record: records.Result) -> None:
-        self._hasher.give(record.hashes)
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
-        output = ModelOutput(
-            self.scheduler.options.generation,
-            self.scheduler.in_flight.step_awaited,
-            tokens,
-            record.counts,
-            _logprobs(record, len(tokens) // 4),
-            record.failed,
-        )
-        produced = self.scheduler.update(output)
-        self._hasher.check_used_up()
-        self._check_ends(record, produced)
-
-    def _check_ends(self, record: records.Result, produced: list[Produced]) -> None:
+        generation, step = self.scheduler.options.generation, self.scheduler.in_flight.step_awaited
+        logprobs = _logprobs(record, len(tokens) // 4)
+        output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed)
+        with self._hasher.given(record.hashes):
+            produced = self.scheduler.update(output)
         decisions = self._reasons.ends(produced)
         self.num_ended += len(decisions)
         if self.check and decisions != record.decisions:
@@ -201,11 +180,10 @@ class Replay:
 
     def _fork(self, record: records.Forked) -> None:
         child = record.child
-        self._hasher.give(child.hashes)
         parent = self.scheduler.requests[self._ids[record.parent]]
         tokens = parent.sequences[0].tokens[: child.num_prompt + child.num_output]
-        self.scheduler.branching.fork_request(parent, self._request(child, tokens))
-        self._hasher.check_used_up()
+        with self._hasher.given(child.hashes):
+            self.scheduler.branching.fork_request(parent, self._request(child, tokens))
 
     def _expire(self, record: records.Expired) -> None:
         ended = [item.request.arrival for item in self.scheduler.expire(record.clock_s)]

@@ -6,17 +6,14 @@ whether the pool is too small: blocks evicted soon after their last use would ha
 
 from collections.abc import Callable, Sequence
 
-from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.protocol.api import BlockHistograms, Histogram
+from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
+from vllm_lite.protocol.api import BlockHistograms, Histogram, bounds
 
-BLOCK_S = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
-    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
-)
+BLOCK_S = bounds("0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 30 60 120 300 600 1200 1800")
 """The bounds of vLLM's buckets, so that dashboards can compare."""
 
 
-class Residency:
+class Residency(PoolObserver):
     """Observes `pool`. Follows one of every `one_in` blocks allocated, until it is evicted, and fills `histograms`."""
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float], one_in: int) -> None:
