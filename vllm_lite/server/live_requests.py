@@ -14,7 +14,7 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Admission, EndedRequest, RequestContent, RequestState, SampleState, Tokens
+from vllm_lite.protocol.api import Admission, EndedRequest, RequestState, SampleState, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.server.calls.call import Call, CallContext
@@ -24,7 +24,7 @@ from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
-from vllm_lite.server.openai.chunks import writer
+from vllm_lite.server.openai.chunks import AnswerStyle, writer
 from vllm_lite.server.openai.errors import ApiError, in_use, refused
 from vllm_lite.server.openai.logprobs import Spelling
 
@@ -87,11 +87,12 @@ class LiveRequests:
 
     async def state(self, request: Request) -> Response:
         """How a request is, and why it waits if it does."""
-        call_id, members = await self._find(request)
+        call_id = _id_in(request)
+        members = await self._members(call_id)
         prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
         live = [member for _, member in members if isinstance(member, RequestState)]
-        first = next((state for state in live if state.admission.reason is not None), live[0])
+        first = next((state for state in live if state.admission.reason is not None), live[0] if live else None)
         context = members[0][0]
         usage = {
             "prompt_tokens": sum(each["prompt_tokens"] for each in (prompts[:1] if context.are_forks else prompts)),
@@ -102,8 +103,8 @@ class LiveRequests:
                 "id": call_id,
                 "object": "request",
                 "created": context.created,
-                "state": next(state for state in _ORDER if state in states),
-                "admission": _admission(first),
+                "state": next((state for state in _ORDER if state in states), "finished"),
+                "admission": None if first is None else _admission(first),
                 "usage": usage,
                 "prompts": prompts,
             }
@@ -113,17 +114,20 @@ class LiveRequests:
         """The client of the request gets the finish reason "abort"."""
         call_id = _id_in(request)
         aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
-        if not aborted.num_requests:
+        if not aborted.num_requests and self.calls.get(call_id) is None:
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        call_id, members = await self._find(request, with_content=True)
+        call_id = _id_in(request)
+        own = self.calls.get(call_id)
+        members = [] if own is not None else await self._members(call_id, with_content=True)
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        call = await self._forks(call_id, members, body)
+        parent, style = self._restored(call_id, *members[0]) if own is None else _parent(own)
+        call = await self._forks(parent, style, body)
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -134,10 +138,15 @@ class LiveRequests:
 
     # ---- inside
 
-    async def _find(self, request: Request, *, with_content: bool = False) -> tuple[str, list[Member]]:
-        """The id, and the streams of the call that has it, in order; at least one is live. Raises ApiError."""
-        call_id = _id_in(request)
+    async def _members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
+        """The streams of a call, in order. Those of this server are known until its client has the whole answer, others
+        until the engine has ended the last of them. Raises ApiError if there is no such call."""
         found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
+        own = self.calls.get(call_id)
+        if own is not None:
+            live = {state.request_id: state for state in found.requests}
+            states = [live.get(stream.request_id) or _ended(stream) for stream in own.streams]
+            return [(own.context(index), state) for index, state in enumerate(states)]
         known: list[RequestState | EndedRequest] = [*found.requests, *found.ended]
         try:
             members = [(_context.decode(each.context), each) for each in known]
@@ -145,42 +154,64 @@ class LiveRequests:
             members = []
         if not found.requests or not members:
             raise _not_running(call_id)
-        return call_id, sorted(members, key=lambda member: member[0].index)
+        return sorted(members, key=lambda member: member[0].index)
 
-    async def _forks(self, parent_id: str, members: list[Member], body: ForkBody) -> Call:
-        """A call of `n` streams that begin with all that the parent has. Raises ApiError."""
+    async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody) -> Call:
+        """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
             raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
-        context, parent = members[0]
-        if context.num_streams > 1:
-            raise ApiError(400, f"request {parent_id!r} has {context.num_streams} prompts; only one can be forked")
-        if not isinstance(parent, RequestState) or parent.content is None:
-            raise ApiError(409, f"request {parent_id!r} has finished; only one that runs can be forked")
-        content = parent.content
-        if body.stream and content.params.prompt_logprobs is not None:
+        if body.stream and parent.params.prompt_logprobs is not None:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
-        call_id = await self.new_id(context.style.kind, body.request_id)
-        params = _fork_params(content.params, body)
+        call_id = await self.new_id(style.kind, body.request_id)
+        params = _fork_params(parent.params, body)
         ids = self.calls.stream_ids(call_id, count)
         try:
-            stream = self._restored(parent.request_id, content)
-            check_room([stream.prompt], body.max_tokens, self._factory.limits.max_model_len)
-            streams = [self._factory.fork(stream, params, each, number) for number, each in enumerate(ids)]
+            check_room([parent.prompt], body.max_tokens, self._factory.limits.max_model_len)
+            streams = [self._factory.fork(parent, params, each, number) for number, each in enumerate(ids)]
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error))) from error
-        return Call(call_id, streams, context.style.forked(body), are_forks=True)
+        return Call(call_id, streams, style.forked(body), are_forks=True)
 
-    def _restored(self, request_id: str, content: RequestContent) -> RequestStream:
-        """The stream of a request that any server may run, as far as it has come. It has not met a stop string: a fork
-        may have inherited one, which does not count."""
-        params = msgspec.structs.replace(content.params, stop=())
-        stream = self._factory.make(unpack_tokens(content.prompt), params, request_id)
+    def _restored(
+        self, call_id: str, context: CallContext, state: RequestState | EndedRequest
+    ) -> tuple[RequestStream, AnswerStyle]:
+        """The stream of another server's call, as far as it has come, and the style of the call. The stream has not met
+        a stop string: a fork may have inherited one, which does not count. Raises ApiError if it cannot be forked."""
+        if context.num_streams > 1:
+            raise _has_several(call_id, context.num_streams)
+        if not isinstance(state, RequestState) or state.content is None:
+            raise _has_finished(call_id)
+        name, content = state.request_id, state.content
         output, scored = unpack_tokens(content.output), content.logprobs
-        start = len(output) - len(scored)
-        stream.apply(Tokens(request_id, 0, output[:start]))
-        stream.apply(Tokens(request_id, start, output[start:], scored or None))
-        return stream
+        if content.params.logprobs is not None and len(scored) < len(output):
+            raise ApiError(409, f"request {call_id!r} has more logprobs than are kept for forks")
+        params = msgspec.structs.replace(content.params, stop=())
+        stream = self._factory.make(unpack_tokens(content.prompt), params, name)
+        stream.apply(Tokens(name, 0, output, scored or None))
+        return stream, context.style
+
+
+def _parent(call: Call) -> tuple[RequestStream, AnswerStyle]:
+    """The stream of a call of this server, and its style. Raises ApiError if it cannot be forked."""
+    if len(call.streams) > 1:
+        raise _has_several(call.id, len(call.streams))
+    if call.finished:
+        raise _has_finished(call.id)
+    return call.streams[0], call.style
+
+
+def _has_several(call_id: str, num_prompts: int) -> ApiError:
+    return ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
+
+
+def _has_finished(call_id: str) -> ApiError:
+    return ApiError(409, f"request {call_id!r} has finished; only one that runs can be forked")
+
+
+def _ended(stream: RequestStream) -> EndedRequest:
+    """What there is to say of a stream that the engine has ended."""
+    return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
 
 
 def _id_in(request: Request) -> str:

@@ -10,11 +10,11 @@ from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
 from vllm_lite.server.openai.chunks import AnswerStyle
 
-MAX_ECHO_CHARS = 256 * 1024
-"""A longer echo is left out of the context, and forks of the call are answered without it."""
+MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
+"""A longer echo is left out of the context: forks of the call that another server makes are answered without it."""
 
 
 class CallContext(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Call:
         self.created = int(time.time())
         self.streams = streams
         self.style = style
-        self._are_forks = are_forks
+        self.are_forks = are_forks
         self._prompts = streams[:1] if are_forks else streams
         self._num_inherited = self._num_tokens
         num = streams[0].params.n
@@ -80,12 +80,15 @@ class Call:
         self.was_woken = False
         self._changed = asyncio.Event()
 
-    def message(self, index: int) -> Generate | ForkRequest:
-        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+    def context(self, index: int) -> CallContext:
         style, count = self.style, len(self.streams)
         if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
             style = msgspec.structs.replace(style, echo=())  # only a call with one stream can be forked
-        context = msgspec.msgpack.encode(CallContext(self.created, index, count, self._are_forks, style))
+        return CallContext(self.created, index, count, self.are_forks, style)
+
+    def message(self, index: int) -> Generate | ForkRequest:
+        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+        context = msgspec.msgpack.encode(self.context(index))
         return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 
     @property

@@ -54,6 +54,9 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
+    def get(self, call_id: str) -> Call | None:
+        return self._running.get(call_id)
+
     @property
     def death(self) -> str | None:
         """Why the engine ended, None as long as it lives."""

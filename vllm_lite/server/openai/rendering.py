@@ -16,7 +16,8 @@ MODULE = "vllm_lite.client.text.template_process"
 START_S = 60.0
 ANSWER_S = 60.0
 """For what no processor time counts: a process that was stopped, a machine that stands still."""
-END_S = 1.0
+END_S = 10.0
+"""For a process that has closed its wire to be gone; on a busy machine that takes its time."""
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 
