@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -25,11 +26,11 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
-from vllm_lite.server.metrics import Metrics, Tally
+from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.openai import bodies, openapi
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from vllm_lite.server.openai.chunks import AnswerStyle
-from vllm_lite.server.openai.errors import ApiError, error_body, refused
+from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_of
 
 MAX_PROMPT_CANDIDATES = 1 << 18
@@ -42,21 +43,20 @@ B = TypeVar("B", CompletionBody, ChatBody, GenerateBody)
 logger = log.get(__name__)
 
 
+@dataclass
 class ServedModel:
-    """What is served, and under which names."""
+    """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
+    SamplingParams where a request says nothing."""
 
-    def __init__(self, names: tuple[str, ...], path: str | None, max_model_len: int, defaults: dict[str, Any]) -> None:
-        """`path` is another name that is taken but not shown; `defaults` are SamplingParams where a request says
-        nothing."""
-        self.names = names
-        self._taken = {*names, path}
-        self.max_model_len = max_model_len
-        self.defaults = defaults
-        self._created = int(time.time())
+    names: tuple[str, ...]
+    path: str | None
+    max_model_len: int
+    defaults: dict[str, Any]
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def name(self, wanted: str | None) -> str:
         """The name to answer with. Raises ApiError for a model that is not served."""
-        if wanted not in self._taken and wanted is not None:
+        if wanted is not None and wanted not in (*self.names, self.path):
             raise ApiError(
                 404, f"the model {wanted!r} does not exist; this server has {', '.join(self.names)}", "model"
             )
@@ -66,7 +66,7 @@ class ServedModel:
         return {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "vllm_lite",
             "root": self.names[0],
             "parent": None,
@@ -201,8 +201,8 @@ class Api:
             for start in range(0, len(ids), SLICE_TOKENS):
                 spelled += [words.token(token) for token in ids[start : start + SLICE_TOKENS]]
                 await asyncio.sleep(0)
-        length = self._model.max_model_len
-        return as_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
+        counts = {"count": len(ids), "max_model_len": self._model.max_model_len}
+        return as_json({**counts, "tokens": ids, "token_strs": spelled}, headers)
 
     async def detokenize(self, request: Request) -> Response:
         body, headers = await self._reader.read(request, DetokenizeBody)
@@ -303,7 +303,7 @@ def build(api: Api, live: LiveRequests, config: ServeConfig, keys: Keys, metrics
     metrics.know(routes)
     open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
     auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)
-    middleware = [Middleware(Tally, metrics=metrics), auth]
+    middleware = [Middleware(metrics.counting), auth]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -325,12 +325,10 @@ async def _on_api_error(_: Request, error: ApiError) -> Response:
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.scope['path']}: {error.detail}"
-    return Response(
-        error_body(error.status_code, text), error.status_code, dict(error.headers or {}), "application/json"
-    )
+    return ApiError(error.status_code, text, headers=dict(error.headers or {})).response()
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:
     """A fault of ours: its traceback goes to the log, not to the client."""
     del error
-    return Response(error_body(500, "the server failed; its log says why"), 500, media_type="application/json")
+    return ApiError(500, "the server failed; its log says why").response()

@@ -16,7 +16,7 @@ from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Admission, EndedRequest, RequestState, SampleState, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
-from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
@@ -164,7 +164,8 @@ class LiveRequests:
         if body.stream and parent.params.prompt_logprobs is not None:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
         call_id = await self.new_id(style.kind, body.request_id)
-        params = _fork_params(parent.params, body)
+        inherited = {**msgspec.structs.asdict(parent.params), "seed": None}
+        params = bodies.sampling(body, inherited, {"n": parent.params.n})
         ids = self.calls.stream_ids(call_id, count)
         try:
             check_room([parent.prompt], body.max_tokens, self._factory.limits.max_model_len)
@@ -225,12 +226,6 @@ def _not_running(call_id: str) -> ApiError:
     return ApiError(404, f"no request {call_id!r} is running")
 
 
-def _fork_params(base: SamplingParams, body: ForkBody) -> SamplingParams:
-    """`base` with what is given in `body`; its seed is not passed on. Raises ApiError."""
-    defaults = {**msgspec.structs.asdict(base), "seed": None}
-    return bodies.sampling(body, defaults, {"n": base.n})
-
-
 def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:
     """How one prompt of a call is."""
     if isinstance(member, EndedRequest):
@@ -273,12 +268,7 @@ def _admission(state: RequestState) -> dict[str, Any]:
         "verdict": found.verdict,
         "reason": found.reason,
         "why": _why(state, found),
-        "blocks": {
-            "required": found.required,
-            "free": found.free,
-            "watermark": found.watermark,
-            "total": found.total,
-        },
+        "blocks": {name: getattr(found, name) for name in ("required", "free", "watermark", "total")},
     }
 
 

@@ -69,7 +69,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
     del stop  # a signal ends it at once
     with socket.socket(fileno=settings.fd) as wire:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-        wanted = msgspec.msgpack.decode(_read(wire), type=TemplateSource)
+        wanted = msgspec.msgpack.decode(read_frame(wire), type=TemplateSource)
         _limit_cpu(MAX_COMPILE_S)
         try:
             template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
@@ -78,7 +78,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
             return 0
         gc.freeze()
         wire.sendall(frame(Rendered("")))
-        while data := _read(wire):
+        while data := read_frame(wire):
             _limit_cpu(MAX_CPU_S)
             wire.sendall(_answer(template, data))
     return 0
@@ -112,7 +112,7 @@ def _limit_cpu(limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _read(wire: socket.socket) -> bytes:
+def read_frame(wire: socket.socket) -> bytes:
     """Read one frame; b"" at the end."""
     length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
     return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""

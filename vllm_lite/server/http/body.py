@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.disconnect import disconnected
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
@@ -127,7 +128,7 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     while True:
         message = await request.receive()
         if message["type"] != "http.request":
-            raise ApiError(400, "the client has gone")
+            raise disconnected()
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return

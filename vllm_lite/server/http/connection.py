@@ -121,7 +121,8 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_new:
             self._header_bytes += len(piece)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse_headers()
+                self._error = _TOO_LONG
+                self.send_400_response("")
                 return
         if self._timer is None and self._is_idle():  # the base's own timer ended with the first byte
             self._start_timer()
@@ -161,10 +162,6 @@ class HttpConnection(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
-
-    def _refuse_headers(self) -> None:
-        self._error = _TOO_LONG
-        self.send_400_response("")
 
     def _start_timer(self) -> None:
         self._stop_timer()

@@ -66,15 +66,20 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]
 """Python's `$` would let a line end be behind it."""
 
 
-class Body(SamplingFields, frozen=True, kw_only=True):
-    """What both kinds of generation share."""
+class ForkBody(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+
+
+class Body(ForkBody, frozen=True, kw_only=True):
+    """What completions and chats share: a fork's fields, and these."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -144,15 +149,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
 
 
-class ForkBody(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    request_id: RequestId | None = None
-    return_token_ids: bool | None = None
-
-
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: either a prompt, or messages."""
 
@@ -181,29 +177,26 @@ guided_json guided_regex json_schema logits_processors logprob_token_ids lora_pa
 repetition_detection return_hidden_states return_prompt_text return_tokens_as_token_ids structural_tag
 structured_outputs suffix tools watermarking web_search_options
 """
+_OFF_AT_0 = """
+dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
+top_a xtc_probability
+"""
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ALWAYS_REFUSED.split(), ()),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
+    **dict.fromkeys(_OFF_AT_0.split(), (0,)),
     "function_call": ("none",),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
     "modalities": (["text"],),
-    "no_repeat_ngram_size": (0,),
     "response_format": ({"type": "text"},),
-    "smoothing_factor": (0,),
     "tfs": (1,),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
-    "top_a": (0,),
     "truncation_side": ("left",),
     "typical_p": (1,),
     "verbosity": ("medium",),
-    "xtc_probability": (0,),
 }
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
+
+_NO_TEMPLATE = ": templates come from the model or the server's --chat-template, never from a request"
 
 _SPELLINGS = {
     bool: {
@@ -258,7 +251,8 @@ def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list
     known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
         if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
-            raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
+            reason = _NO_TEMPLATE if name == "chat_template" else ""
+            raise ApiError(400, f"{name} is not supported by this server{reason}", name)
     return sorted(fields.keys() - known - REFUSED.keys())
 
 
@@ -271,12 +265,6 @@ def warning(ignored: Iterable[str]) -> dict[str, str]:
     """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
     names = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
     return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
-
-
-def _reason(name: str) -> str:
-    if name == "chat_template":
-        return ": templates come from the model or the server's --chat-template, never from a request"
-    return ""
 
 
 def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:

@@ -42,13 +42,13 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     usage_always: bool = False
 
     @classmethod
-    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str, echo: tuple[str, ...] = ()) -> Self:
+    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str) -> Self:
         if isinstance(body, GenerateBody):
             scores = body.sampling_params.prompt_logprobs is not None
             return cls("gen", model, prompt_logprobs=scores).with_usage(body.stream_options)
         kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
-        style = cls(kind, model, echo, only_scores, body.prompt_logprobs is not None, ids, ids)
+        style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
         return style.with_usage(body.stream_options)
 
     def forked(self, body: ForkBody) -> Self:
@@ -70,9 +70,9 @@ class AnswerWriter:
     chunk_object: str
     whole_object: str
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
         self._call = call
-        self._style = style
+        self._style = style = call.style
         self._spelling = spelling
         self._params = call.streams[0].params
         self._num_shown = 0
@@ -90,7 +90,8 @@ class AnswerWriter:
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
         if not (delta.text or delta.finish_reason is not None or has_tokens):
             return b""
-        return self._line(b'{"index":%d,' % choice.index + self._chunk_fields(choice, delta) + self._tail(delta))
+        fields = _encode(self._new_fields(choice, delta))[1:-1]
+        return self._line(b'{"index":%d,' % choice.index + fields + self._tail(delta))
 
     def closing(self) -> bytes:
         """The stream after all has ended, with the usage if it was asked for."""
@@ -108,7 +109,7 @@ class AnswerWriter:
             if self._style.token_ids:
                 end["token_ids"] = delta.token_ids
             prompt = self._prompt_fields(choice) if is_completion else {}
-            choices.append({"index": choice.index, **self._fields(choice, delta), **end, **prompt})
+            choices.append({"index": choice.index, **self._whole_fields(choice, delta), **end, **prompt})
         return _encode(
             {
                 **self._identity(self.whole_object),
@@ -119,13 +120,13 @@ class AnswerWriter:
             }
         )
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         """The fields of a choice in a chunk, between its index and what all kinds have."""
-        raise NotImplementedError
+        return {"logprobs": self._content_logprobs(delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         """The same fields in the whole body."""
-        raise NotImplementedError
+        return self._new_fields(choice, delta)
 
     def _shown(self, delta: CompletionOutput) -> CompletionOutput:
         """What of `delta` is shown, without what was generated if only the prompt was asked for."""
@@ -164,7 +165,7 @@ class AnswerWriter:
 
     def _prompt_fields(self, choice: "Choice") -> dict[str, Any]:
         """The fields about the prompt; null stands for what was not asked for."""
-        entries = logprobs.of_prompt(choice.stream) if self._style.prompt_logprobs else None
+        entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
         return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
@@ -181,9 +182,9 @@ class ChatWriter(AnswerWriter):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
-        super().__init__(call, style, spelling)
-        self._echo = "".join(style.echo)
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
+        super().__init__(call, spelling)
+        self._echo = "".join(call.style.echo)
 
     def opening(self) -> bytes:
         """The role of each choice, and the echo if there is one."""
@@ -191,11 +192,10 @@ class ChatWriter(AnswerWriter):
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
         return b"".join(self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        text, found = _encode(delta.text), _encode(self._content_logprobs(delta))
-        return b"".join((b'"delta":{"content":', text, b'},"logprobs":', found))
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+        return {"delta": {"content": delta.text}, "logprobs": self._content_logprobs(delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
         return {"message": message, "logprobs": self._content_logprobs(delta)}
 
@@ -206,9 +206,9 @@ class CompletionWriter(AnswerWriter):
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
-        super().__init__(call, style, spelling)
-        texts = style.echo or ("",)
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
+        super().__init__(call, spelling)
+        texts = call.style.echo or ("",)
         n = len(call.choices) // len(call.streams)
         self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
         self._offsets = [Offsets(len(text)) for text in self._echo]
@@ -221,10 +221,10 @@ class CompletionWriter(AnswerWriter):
             if text
         )
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
-        return b"".join((b'"text":', _encode(delta.text), b',"logprobs":', _encode(self._logprobs(choice, delta))))
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": self._logprobs(choice, delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         text = self._echo[choice.index] + delta.text
         return {"text": text, "logprobs": self._whole_logprobs(choice, delta)}
 
@@ -236,7 +236,7 @@ class CompletionWriter(AnswerWriter):
     def _whole_logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
         """With those of the prompt, if that is echoed."""
         found = self._logprobs(choice, delta)
-        entries = logprobs.of_prompt(choice.stream) if self._style.echo and found is not None else None
+        entries = choice.stream.output().prompt_logprobs if self._style.echo and found is not None else None
         if entries is None or found is None:
             return found
         offsets = Offsets(0)
@@ -255,16 +255,10 @@ class TokensWriter(AnswerWriter):
     def _identity(self, kind: str) -> dict[str, Any]:
         return {"request_id": self._call.id, **super()._identity(kind)}
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        return b'"logprobs":' + _encode(self._content_logprobs(delta))
-
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
-        return {"logprobs": self._content_logprobs(delta)}
-
 
 _WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl": ChatWriter, "gen": TokensWriter}
 
 
 def writer(call: "Call", spelling: Spelling) -> AnswerWriter:
     """The one for the call's style."""
-    return _WRITERS[call.style.kind](call, call.style, spelling)
+    return _WRITERS[call.style.kind](call, spelling)

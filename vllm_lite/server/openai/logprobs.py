@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.outputs import Logprob
-from vllm_lite.client.stream import RequestStream
 from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 
@@ -100,11 +99,6 @@ def of_completion(
         found["token_logprobs"].append(_finite(candidates[token_id].logprob))
         found["top_logprobs"].append({spelling.of(other)[0]: _finite(it.logprob) for other, it in candidates.items()})
     return found
-
-
-def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
-    """The logprobs of the prompt of a stream that has ended, None if not asked for."""
-    return stream.output().prompt_logprobs
 
 
 def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:

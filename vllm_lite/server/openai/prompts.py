@@ -59,20 +59,23 @@ class Prompts:
     ) -> list[int]:
         """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
         template's, unless more are asked for."""
-        text, is_special = await self.render(body, params, request), bool(body.add_special_tokens)
-        try:
-            return await self.tokenized(lambda check: self._encoded(text, is_special, params, check), [text], request)
-        except RequestError as error:
-            raise refused(error, "messages") from error
+        text = await self.render(body, params, request)
+        return await self._ids(text, bool(body.add_special_tokens), params, request, "messages")
 
     async def of_text(self, text: str, request: Request, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, which need not fit into the context."""
+        return await self._ids(text, add_special_tokens, None, request, "prompt")
+
+    async def _ids(
+        self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
+    ) -> list[int]:
+        """`field` is where in the body the text stands."""
         try:
             return await self.tokenized(
-                lambda check: self._encoded(text, add_special_tokens, None, check), [text], request
+                lambda check: self._encoded(text, add_special_tokens, params, check), [text], request
             )
         except RequestError as error:
-            raise refused(error, "prompt") from error
+            raise refused(error, field) from error
 
     async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> str:
         """The text of a chat, special tokens included."""
@@ -113,15 +116,11 @@ class Prompts:
 
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
         """Raises RequestError as well."""
-        tokenizer = self._needed()
-        check()
-        check_text(text, tokenizer, self._max_model_len, params, check)
-        return encode(text, tokenizer, add_special_tokens=add_special_tokens)
-
-    def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
-        return self.tokenizer
+        check()
+        check_text(text, self.tokenizer, self._max_model_len, params, check)
+        return encode(text, self.tokenizer, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `token_ids`. Other tasks of the loop run between slices of many."""

@@ -8,7 +8,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from vllm_lite.client.text.chat_template import TemplateSource
-from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Refused, Render, Rendered, RenderSettings, frame
+from vllm_lite.client.text.template_process import (
+    LENGTH_BYTES,
+    LIMIT,
+    Refused,
+    Render,
+    Rendered,
+    RenderSettings,
+    frame,
+    read_frame,
+)
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 
@@ -21,7 +30,7 @@ END_S = 10.0
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 
-_Answer = Rendered | Refused
+_answers: msgspec.msgpack.Decoder[Rendered | Refused] = msgspec.msgpack.Decoder(Rendered | Refused)
 logger = log.get(__name__)
 
 
@@ -80,11 +89,11 @@ class Renderer:
         if not self._busy.locked():
             self._end(0.0)
 
-    async def _asked(self, data: bytes) -> _Answer:
+    async def _asked(self, data: bytes) -> Rendered | Refused:
         """What the process answers. Raises OSError, ModelError, or RequestError if it has ended of it."""
         if self._is_closed:
             raise OSError(CLOSED)
-        if self._wire is not None and _is_closed(self._wire):  # somebody has killed it
+        if self._wire is not None and _has_ended(self._wire):  # somebody has killed it
             self._end(0.0)
         wire = self._wire
         if wire is None:
@@ -94,7 +103,7 @@ class Renderer:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
                 length = int.from_bytes(await _received(wire, LENGTH_BYTES), "little")
-                return _decoded(await _received(wire, length))
+                return _answers.decode(await _received(wire, length))
         except (OSError, TimeoutError):
             reason = await asyncio.to_thread(self._end, END_S)
             if reason != TOO_MUCH:
@@ -118,12 +127,15 @@ class Renderer:
         try:
             ours.settimeout(START_S)
             ours.sendall(frame(self._template))
-            answer = _decoded(_read(ours))
+            data = read_frame(ours)
+            if not data:
+                raise ConnectionResetError
         except OSError as error:
             ours.close()
             reason = self._end(END_S)
             text = "compiling it takes too long" if reason == TOO_MUCH else reason
             raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
+        answer = _answers.decode(data)
         if isinstance(answer, Refused):
             ours.close()
             raise ModelError(answer.message)
@@ -143,19 +155,14 @@ class Renderer:
         return reason or "it does not answer"
 
 
-def _is_closed(wire: socket.socket) -> bool:
-    """Whether the other side has ended; the kernel knows it before the thread that waits for the process."""
+def _has_ended(wire: socket.socket) -> bool:
+    """Whether the other side has; the kernel knows it before the thread that waits for the process."""
     try:
         return not wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:
         return True
-
-
-def _decoded(data: bytes) -> _Answer:
-    answer: _Answer = msgspec.msgpack.decode(data, type=_Answer)
-    return answer
 
 
 async def _received(wire: socket.socket, count: int) -> bytes:
@@ -166,13 +173,3 @@ async def _received(wire: socket.socket, count: int) -> bytes:
             raise ConnectionResetError
         data += piece
     return bytes(data)
-
-
-def _read(wire: socket.socket) -> bytes:
-    """One frame, by a socket that blocks. Raises OSError."""
-    with wire.makefile("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        data = file.read(length)
-    if not length or len(data) < length:
-        raise ConnectionResetError
-    return data
