@@ -32,7 +32,7 @@ from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.response import _as_error
 from vllm_lite.server.http.body import BodyReader
-from vllm_lite.server.live_requests import LiveRequests, _parent
+from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ForkBody
 from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError
@@ -192,8 +192,10 @@ def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> tupl
 
 
 async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call:
-    live = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None))
-    return await live._forks(*live._restored("cmpl-parent", *member), body)
+    desk = Desk()
+    desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
+    live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+    return await live._forks(*await live._parent("cmpl-parent"), body)
 
 
 def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
@@ -270,17 +272,33 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
         with desk.calls.run(call):
             desk.session.say(Tokens("parent", 0, WORDS[:1]))
             await settle()
-            assert _parent(call) == (call.streams[0], call.style)
+            assert await live._parent("parent") == (call.streams[0], call.style)
             desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
             await settle()
             ((context, state),) = await live._members("parent")
             assert context == call.context(0)
             assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
             with pytest.raises(ApiError, match="has finished") as refused:
-                _parent(call)
+                await live._parent("parent")
             assert refused.value.status == 409
         with pytest.raises(ApiError, match="no request 'parent' is running"):
             await live._members("parent")
+
+    run(main)
+
+
+def test_a_call_that_starts_while_the_engine_is_asked_is_not_said_to_have_finished() -> None:
+    async def main() -> None:
+        desk = Desk()
+        live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+        answer: Future[Descriptions] = Future()
+        desk.session.describe = lambda **_: answer  # type: ignore[method-assign]
+        asked = asyncio.ensure_future(live._members("parent"))
+        await settle()
+        with desk.calls.run(desk.call("parent")):
+            answer.set_result(Descriptions([]))
+            with pytest.raises(ApiError, match="no request 'parent' is running"):
+                await asked
 
     run(main)
 

@@ -134,11 +134,7 @@ class Api:
         return Asked(request, body, headers, name)
 
     async def _generate(
-        self,
-        asked: Asked[B],
-        prompts: Sequence[PromptLike],
-        params: SamplingParams,
-        echo: tuple[str, ...] | None = (),
+        self, asked: Asked[B], prompts: Sequence[PromptLike], params: SamplingParams, echo: tuple[str, ...] | None = ()
     ) -> Response:
         """The response that generates. `echo` stands before each prompt's answers; None for the prompt's own text.
         Raises ApiError."""
@@ -194,7 +190,7 @@ class Api:
             ids = await self._prompts.of_chat(body, None, request)
         else:
             is_special = body.add_special_tokens is not False
-            ids = await self._prompts.of_text(body.prompt, request, add_special_tokens=is_special)
+            ids = await self._prompts.of_text(body.prompt, is_special, None, request, "prompt")
         words, spelled = self._prompts.tokenizer, None
         if body.return_token_strs and words is not None:
             spelled = []

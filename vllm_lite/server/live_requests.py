@@ -113,20 +113,18 @@ class LiveRequests:
     async def abort(self, request: Request) -> Response:
         """The client of the request gets the finish reason "abort"."""
         call_id = _id_in(request)
+        own = self.calls.get(call_id)
         aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
-        if not aborted.num_requests and self.calls.get(call_id) is None:
+        if not aborted.num_requests and own is None:
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        call_id = _id_in(request)
-        own = self.calls.get(call_id)
-        members = [] if own is not None else await self._members(call_id, with_content=True)
+        parent, style = await self._parent(_id_in(request))
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        parent, style = self._restored(call_id, *members[0]) if own is None else _parent(own)
         call = await self._forks(parent, style, body)
         return self.respond(call, stream=body.stream, headers=headers)
 
@@ -141,8 +139,8 @@ class LiveRequests:
     async def _members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
         """The streams of a call, in order. Those of this server are known until its client has the whole answer, others
         until the engine has ended the last of them. Raises ApiError if there is no such call."""
+        own = self.calls.get(call_id)  # before the engine is asked: of a call that starts meanwhile it says nothing
         found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
-        own = self.calls.get(call_id)
         if own is not None:
             live = {state.request_id: state for state in found.requests}
             states = [live.get(stream.request_id) or _ended(stream) for stream in own.streams]
@@ -174,40 +172,34 @@ class LiveRequests:
             raise refused(error, bodies.field_of(str(error))) from error
         return Call(call_id, streams, style.forked(body), are_forks=True)
 
-    def _restored(
-        self, call_id: str, context: CallContext, state: RequestState | EndedRequest
-    ) -> tuple[RequestStream, AnswerStyle]:
-        """The stream of another server's call, as far as it has come, and the style of the call. The stream has not met
-        a stop string: a fork may have inherited one, which does not count. Raises ApiError if it cannot be forked."""
-        if context.num_streams > 1:
-            raise _has_several(call_id, context.num_streams)
+    async def _parent(self, call_id: str) -> tuple[RequestStream, AnswerStyle]:
+        """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
+        own = self.calls.get(call_id)
+        if own is not None:
+            num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
+        else:
+            context, state = (await self._members(call_id, with_content=True))[0]
+            num_prompts, style, stream = context.num_streams, context.style, self._restored(state)
+        if num_prompts > 1:
+            raise ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
+        if stream is None:
+            raise ApiError(409, f"request {call_id!r} has finished; only one that runs can be forked")
+        return stream, style
+
+    def _restored(self, state: RequestState | EndedRequest) -> RequestStream | None:
+        """The stream of another server's request, as far as it has come; None if that has ended. It has not met a stop
+        string: a fork may have inherited one, which does not count. Raises ApiError if its logprobs are not known."""
         if not isinstance(state, RequestState) or state.content is None:
-            raise _has_finished(call_id)
+            return None
         name, content = state.request_id, state.content
         output, scored = unpack_tokens(content.output), content.logprobs
-        if content.params.logprobs is not None and len(scored) < len(output):
-            raise ApiError(409, f"request {call_id!r} has more logprobs than are kept for forks")
-        params = msgspec.structs.replace(content.params, stop=())
-        stream = self._factory.make(unpack_tokens(content.prompt), params, name)
+        if content.params.logprobs is not None and content.params.n == 1 and len(scored) < len(output):
+            raise ApiError(409, f"request {name!r} has more logprobs than are kept for forks")
+        stream = self._factory.make(
+            unpack_tokens(content.prompt), msgspec.structs.replace(content.params, stop=()), name
+        )
         stream.apply(Tokens(name, 0, output, scored or None))
-        return stream, context.style
-
-
-def _parent(call: Call) -> tuple[RequestStream, AnswerStyle]:
-    """The stream of a call of this server, and its style. Raises ApiError if it cannot be forked."""
-    if len(call.streams) > 1:
-        raise _has_several(call.id, len(call.streams))
-    if call.finished:
-        raise _has_finished(call.id)
-    return call.streams[0], call.style
-
-
-def _has_several(call_id: str, num_prompts: int) -> ApiError:
-    return ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
-
-
-def _has_finished(call_id: str) -> ApiError:
-    return ApiError(409, f"request {call_id!r} has finished; only one that runs can be forked")
+        return stream
 
 
 def _ended(stream: RequestStream) -> EndedRequest:

@@ -108,17 +108,9 @@ _COUNTERS = (
 )
 _HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
-    (
-        "vllm:inter_token_latency_seconds",
-        "token_gap_s",
-        "From the tokens of a step to those of the sample's next.",
-    ),
+    ("vllm:inter_token_latency_seconds", "token_gap_s", "From the tokens of a step to those of the sample's next."),
     ("vllm:time_per_output_token_seconds", "token_gap_s", "Deprecated: vllm:inter_token_latency_seconds."),
-    (
-        "vllm:request_time_per_output_token_seconds",
-        "mean_token_s",
-        "Mean time between the tokens of each request.",
-    ),
+    ("vllm:request_time_per_output_token_seconds", "mean_token_s", "Mean time between the tokens of each request."),
     ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
     ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
     ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's coming in to its first token."),

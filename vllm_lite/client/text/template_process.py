@@ -58,6 +58,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     num_chars: int | None = None
 
 
+Answer = Rendered | Refused
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """Encode `message` for the socket."""
     data = msgspec.msgpack.encode(message)

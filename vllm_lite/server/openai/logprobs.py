@@ -103,19 +103,15 @@ def of_completion(
 
 def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
     """`prompt_logprobs` as vLLM answers them, by token id; each is encoded."""
-    if entries is None:
-        return None
-    return [
-        None
-        if candidates is None
-        else _encoded(
-            {
-                str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
-                for token_id, it in candidates.items()
-            }
-        )
-        for candidates in entries
-    ]
+    return None if entries is None else [None if candidates is None else _by_id(candidates) for candidates in entries]
+
+
+def _by_id(candidates: Candidates) -> msgspec.Raw:
+    objects = {
+        str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
+        for token_id, it in candidates.items()
+    }
+    return _encoded(objects)
 
 
 def _encoded(value: Any) -> msgspec.Raw:

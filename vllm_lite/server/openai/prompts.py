@@ -60,16 +60,13 @@ class Prompts:
         """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
         template's, unless more are asked for."""
         text = await self.render(body, params, request)
-        return await self._ids(text, bool(body.add_special_tokens), params, request, "messages")
+        return await self.of_text(text, bool(body.add_special_tokens), params, request, "messages")
 
-    async def of_text(self, text: str, request: Request, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, which need not fit into the context."""
-        return await self._ids(text, add_special_tokens, None, request, "prompt")
-
-    async def _ids(
+    async def of_text(
         self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
     ) -> list[int]:
-        """`field` is where in the body the text stands."""
+        """Token ids of `text`, which stands in this field of the body; it has to fit into the context if there are
+        `params`."""
         try:
             return await self.tokenized(
                 lambda check: self._encoded(text, add_special_tokens, params, check), [text], request

@@ -7,21 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from vllm_lite.client.text import template_process
 from vllm_lite.client.text.chat_template import TemplateSource
-from vllm_lite.client.text.template_process import (
-    LENGTH_BYTES,
-    LIMIT,
-    Refused,
-    Render,
-    Rendered,
-    RenderSettings,
-    frame,
-    read_frame,
-)
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 
-MODULE = "vllm_lite.client.text.template_process"
 START_S = 60.0
 ANSWER_S = 60.0
 """For what no processor time counts: a process that was stopped, a machine that stands still."""
@@ -30,7 +20,7 @@ END_S = 10.0
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 
-_answers: msgspec.msgpack.Decoder[Rendered | Refused] = msgspec.msgpack.Decoder(Rendered | Refused)
+_answers: msgspec.msgpack.Decoder[template_process.Answer] = msgspec.msgpack.Decoder(template_process.Answer)
 logger = log.get(__name__)
 
 
@@ -56,13 +46,13 @@ class Renderer:
         self.num_starts = 0
         self._start()
 
-    async def render(self, chat: Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
+    async def render(self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
         """The text of `chat`. Before it is rendered `is_wanted` says whether its client still waits for it.
 
         Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
         """
         try:
-            data = frame(chat)
+            data = template_process.frame(chat)
         except OverflowError as error:
             raise RequestError("chat_template_kwargs: integers may have at most 64 bits") from error
         async with self._busy:
@@ -72,7 +62,7 @@ class Renderer:
                 answer = await self._asked(data)
             except (ModelError, OSError) as error:
                 raise EngineError(f"the chat template cannot be rendered: {error}") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, template_process.Refused):
             if answer.num_chars is not None:
                 raise TextTooLongError(answer.message, answer.num_chars)
             raise RequestError(answer.message)
@@ -89,7 +79,7 @@ class Renderer:
         if not self._busy.locked():
             self._end(0.0)
 
-    async def _asked(self, data: bytes) -> Rendered | Refused:
+    async def _asked(self, data: bytes) -> template_process.Answer:
         """What the process answers. Raises OSError, ModelError, or RequestError if it has ended of it."""
         if self._is_closed:
             raise OSError(CLOSED)
@@ -102,14 +92,14 @@ class Renderer:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
-                length = int.from_bytes(await _received(wire, LENGTH_BYTES), "little")
+                length = int.from_bytes(await _received(wire, template_process.LENGTH_BYTES), "little")
                 return _answers.decode(await _received(wire, length))
         except (OSError, TimeoutError):
             reason = await asyncio.to_thread(self._end, END_S)
             if reason != TOO_MUCH:
                 raise OSError(CLOSED if self._is_closed else reason) from None
             logger.warning("the chat template took too much; its process is started again with the next chat")
-            raise RequestError(f"the model's chat template takes too much: {LIMIT}") from None
+            raise RequestError(f"the model's chat template takes too much: {template_process.LIMIT}") from None
         except BaseException:  # in the middle of an answer, which nobody will read
             self._end(0.0)
             raise
@@ -119,15 +109,15 @@ class Renderer:
         ours, theirs = socket.socketpair()
         self._ended.clear()
         with theirs:
-            settings, ended = RenderSettings(theirs.fileno()), self._ended
+            settings, ended = template_process.RenderSettings(theirs.fileno()), self._ended
             self._child = supervise.spawn(
-                MODULE, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
+                template_process.__name__, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
             )
         self.num_starts += 1
         try:
             ours.settimeout(START_S)
-            ours.sendall(frame(self._template))
-            data = read_frame(ours)
+            ours.sendall(template_process.frame(self._template))
+            data = template_process.read_frame(ours)
             if not data:
                 raise ConnectionResetError
         except OSError as error:
@@ -136,7 +126,7 @@ class Renderer:
             text = "compiling it takes too long" if reason == TOO_MUCH else reason
             raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
         answer = _answers.decode(data)
-        if isinstance(answer, Refused):
+        if isinstance(answer, template_process.Refused):
             ours.close()
             raise ModelError(answer.message)
         ours.setblocking(False)
