@@ -55,7 +55,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def name(self, wanted: str | None) -> str:
-        """The name to answer with. Raises ApiError for a model that is not served."""
+        """Return the name to answer with. Raises ApiError for a model that is not served."""
         if wanted is not None and wanted not in (*self.names, self.path):
             raise ApiError(
                 404, f"the model {wanted!r} does not exist; this server has {', '.join(self.names)}", "model"
@@ -84,8 +84,8 @@ class Asked(NamedTuple, Generic[B]):
     model: str
 
 
-class Api:
-    """One method for each route."""
+class ApiRoutes:
+    """Answers all routes but those of LiveRequests and Metrics: one method for each."""
 
     def __init__(
         self, config: ServeConfig, model: ServedModel, factory: StreamFactory, prompts: Prompts, live: LiveRequests
@@ -127,7 +127,7 @@ class Api:
         return await self._generate(asked, [body.token_ids], params)
 
     async def _read(self, request: Request, kind: type[B]) -> Asked[B]:
-        """The body of a request that may start. Raises ApiError."""
+        """Read the body of a request that may start. Raises ApiError."""
         body, headers = await self._reader.read(request, kind)
         name = self._model.name(body.model)
         self._calls.check()
@@ -148,7 +148,7 @@ class Api:
     async def _streams(
         self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
     ) -> list[RequestStream]:
-        """A call's streams, not started. Raises ApiError."""
+        """Make the streams of a call, without starting them. Raises ApiError."""
         ids = self._calls.stream_ids(call_id, len(prompts))
 
         def made(check: Check) -> list[RequestStream]:
@@ -171,7 +171,7 @@ class Api:
         return streams
 
     async def _texts(self, streams: Sequence[RequestStream]) -> list[str]:
-        """The prompts of `streams`."""
+        """Return the prompts of `streams` as texts."""
         texts = []
         for stream in streams:
             skip, text, ids = stream.params.skip_special_tokens, stream.prompt.text, stream.prompt.token_ids
@@ -220,7 +220,7 @@ class Api:
         return Response()
 
     async def live(self, _: Request) -> Response:
-        """200 as long as there is something to wait for."""
+        """200 as long as the engine lives, even if it does not answer now."""
         if self._calls.death is not None:
             raise ApiError(503, self._calls.death)
         return Response()
@@ -247,7 +247,7 @@ def _check_scores(streams: Sequence[RequestStream]) -> None:
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
-    """The sampling params that a completion has under other names. Raises ApiError."""
+    """Return the sampling params that a completion has under other names. Raises ApiError."""
     changes: dict[str, Any] = {"logprobs": body.logprobs}
     if body.only_scores:  # the engine always draws a token: the answer leaves it out
         changes |= {"max_tokens": 1, "min_tokens": 0}
@@ -259,7 +259,7 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
 
 
 def _chat_changes(body: ChatBody) -> dict[str, Any]:
-    """The sampling params that a chat has under other names."""
+    """Return the sampling params that a chat has under other names. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
@@ -271,8 +271,8 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
 # ---- the application
 
 
-def build(api: Api, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
-    """The ASGI application."""
+def build(api: ApiRoutes, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
+    """Make the ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
         ("/health/live", api.live),
@@ -325,6 +325,6 @@ async def _on_http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:
-    """A fault of ours: its traceback goes to the log, not to the client."""
+    """Answer for a fault of ours. Its traceback goes to the log, not to the client."""
     del error
     return ApiError(500, "the server failed; its log says why").response()

@@ -46,7 +46,7 @@ Member = tuple[CallContext, RequestState | EndedRequest]
 
 
 class LiveRequests:
-    """One method for each route."""
+    """Answers the routes about requests that run: one method for each."""
 
     def __init__(self, calls: Calls, factory: StreamFactory, reader: BodyReader) -> None:
         self.calls = calls
@@ -75,7 +75,7 @@ class LiveRequests:
         return call_id
 
     def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
-        """The response that starts `call`."""
+        """Make the response that starts `call`."""
         made = writer(call, self._spelling)
         return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
 
@@ -86,7 +86,7 @@ class LiveRequests:
         return as_json({"server_load": sum(loads), **several})
 
     async def state(self, request: Request) -> Response:
-        """How a request is, and why it waits if it does."""
+        """Describe a request, and why it waits if it does."""
         call_id = _id_in(request)
         members = await self._members(call_id)
         prompts = [_prompt(member) for _, member in members]
@@ -111,7 +111,7 @@ class LiveRequests:
         )
 
     async def abort(self, request: Request) -> Response:
-        """The client of the request gets the finish reason "abort"."""
+        """End a request. Its client gets the finish reason "abort"."""
         call_id = _id_in(request)
         own = self.calls.get(call_id)
         aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
@@ -129,7 +129,7 @@ class LiveRequests:
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing computed before is found again; what runs goes on."""
+        """Empty the prefix cache. What runs goes on."""
         require_admin(request)
         done = await self.calls.ask(lambda session: session.reset_prefix_cache())
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
@@ -203,7 +203,7 @@ class LiveRequests:
 
 
 def _ended(stream: RequestStream) -> EndedRequest:
-    """What there is to say of a stream that the engine has ended."""
+    """Describe a stream of this server that the engine has ended."""
     return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
 
 
@@ -219,7 +219,7 @@ def _not_running(call_id: str) -> ApiError:
 
 
 def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:
-    """How one prompt of a call is."""
+    """Describe one prompt of a call."""
     if isinstance(member, EndedRequest):
         counts = _counts(member.num_prompt, member.num_output, member.priority)
         return {"state": "finished", **counts}
@@ -265,7 +265,7 @@ def _admission(state: RequestState) -> dict[str, Any]:
 
 
 def _why(state: RequestState, found: Admission) -> str | None:
-    """The reason in words, None for a request that runs."""
+    """Put the reason into words; None for a request that runs."""
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)
         return f"{place} {'stands' if place == 1 else 'stand'} before it in the queue"

@@ -232,7 +232,7 @@ class Metrics:
         self._responses = Counter[tuple[str, str]]()
 
     async def get(self, _: Request) -> Response:
-        """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
+        """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
         stats, load = await self._calls.stats(), len(self._calls)
         scrape = Scrape(stats, self._config, self._engine, load, self._responses, self._server, self._model_name)
         # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
@@ -249,7 +249,7 @@ class Metrics:
                     self._paths.add(route.path)
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """`app`, whose every response is counted."""
+        """Wrap `app`, so that every response is counted."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_and_count(message: Message) -> None:
@@ -265,13 +265,13 @@ class Metrics:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """(bound, number of values up to it), as Prometheus wants them."""
+    """Return pairs (bound, number of values up to it), as Prometheus wants them."""
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
 
 
 def table() -> str:
-    """Every metric as a row of a Markdown table: docs/metrics.md holds this."""
+    """Write every metric as a row of a Markdown table, for docs/metrics.md."""
     rows = ["| name | kind | labels | what it is |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         name = metric.name + "_total" * (metric.kind == "counter")

@@ -53,7 +53,7 @@ class Choice:
 
 
 class Call:
-    """It is woken whenever one of its streams has something new."""
+    """One HTTP request that generates. It is woken whenever one of its streams has something new."""
 
     def __init__(
         self, call_id: str, streams: Sequence[RequestStream], style: AnswerStyle, *, are_forks: bool = False
@@ -111,12 +111,12 @@ class Call:
 
     @property
     def error(self) -> VllmLiteError | None:
-        """What the first stream that failed ended with."""
+        """The error of the first stream that failed."""
         return next((stream.error for stream in self.streams if stream.error is not None), None)
 
     @property
     def is_late(self) -> bool:
-        """Its `deadline_ms` has passed."""
+        """Whether its `deadline_ms` has passed."""
         limit_ms, arrival_s = self.streams[0].params.deadline_ms, self.streams[0].metrics.arrival_time
         return limit_ms is not None and time.monotonic() >= arrival_s + limit_ms / 1000
 
@@ -129,7 +129,7 @@ class Call:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
     def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
-        """Each choice that has something new, with it."""
+        """Yield each choice that has something new, with what that is."""
         for choice in self.choices:
             if (delta := choice.delta()) is not None:
                 yield choice, delta
@@ -139,12 +139,12 @@ class Call:
         self._changed.set()
 
     def cut_short(self) -> None:
-        """The server ends; the call ends without waiting for the engine to know it."""
+        """End the call as the server ends: it does not wait for the engine to end its streams."""
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
     def disconnect(self) -> None:
-        """Its client has disconnected."""
+        """Report that its client has disconnected."""
         self.is_disconnected = True
         self._changed.set()
 

@@ -38,7 +38,7 @@ class CallResponse(Response):
         stream: bool,
         headers: dict[str, str],
     ) -> None:
-        """`run` starts the call in the engine, and ends what is left of it."""
+        """`run` starts the call in the engine and, at its exit, ends what is left of it there."""
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
         super().__init__(headers={"content-type": kind, **headers})
         self._own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]

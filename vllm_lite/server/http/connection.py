@@ -106,7 +106,7 @@ class HttpConnection(HttpToolsProtocol):
         return len(self._unparsed) < MAX_UNPARSED_BYTES
 
     def _parse(self, data: bytes) -> None:
-        """Piece by piece, until a request waits."""
+        """Parse `data` piece by piece, until a request waits."""
         done = 0
         while done < len(data) and not self.pipeline and not self.transport.is_closing():
             self._parse_piece(data[done : done + PIECE_BYTES])
@@ -156,7 +156,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
-        """Whatever is wrong before there is a request."""
+        """Answer, as `_error` says, what is wrong before there is a request."""
         status, message = self._error
         body = error_body(status, message)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -173,7 +173,7 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = None
 
     def _is_idle(self) -> bool:
-        """All that was asked has been answered, and nothing new."""
+        """Whether all requests have been answered and no new one has begun."""
         return self.cycle is not None and self.cycle.response_complete
 
     def _too_slow(self) -> None:

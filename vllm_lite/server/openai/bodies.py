@@ -214,7 +214,7 @@ _Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
 
 
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
-    """The body and the names of the fields that are ignored. Raises ApiError."""
+    """Return the body, and the names of the fields that are ignored. Raises ApiError."""
     fields = _decode(data, _Fields)
     ignored = _ignored(fields, kind)
     respelled = _respelled(fields, kind)
@@ -228,7 +228,7 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
 
 
 def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
-    """Those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
+    """Return those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
     spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
     for name, raw in fields.items():
         known = spellings.get(name)
@@ -241,13 +241,13 @@ def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> di
 
 @cache
 def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]]:
-    """The spellings of the fields that are a flag or a number."""
+    """Return the spellings of the fields that are a flag or a number."""
     hints = get_type_hints(kind)
     return {name: known for name, hint in hints.items() for each, known in _SPELLINGS.items() if hint == each | None}
 
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
-    """Those of `fields` that are. Raises ApiError for one that is refused."""
+    """Return the names of the fields that are ignored. Raises ApiError for one that is refused."""
     known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
         if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
@@ -257,7 +257,7 @@ def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list
 
 
 def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """0 is not False here: as a limit it says something."""
+    """Whether a refused field changes nothing with this value. 0 is not False here: as a limit it says something."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*NOTHING, *harmless))
 
 
@@ -280,7 +280,7 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
-    """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
+    """Make the sampling params: `changes` win over what `body` gives, that wins over `defaults`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
         given["seed"] = body.seed % 2**64

@@ -52,7 +52,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         return style.with_usage(body.stream_options)
 
     def forked(self, body: ForkBody) -> Self:
-        """The style of a fork, which may ask for token ids and usage itself."""
+        """Return the style of a fork, which may ask for token ids and usage itself."""
         style = self.with_usage(body.stream_options)
         if self.kind == "gen" or body.return_token_ids is None:
             return style
@@ -81,7 +81,7 @@ class AnswerWriter:
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
     def opening(self) -> bytes:
-        """The stream before anything has come."""
+        """Write what a stream begins with, before the first token."""
         return b""
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
@@ -94,7 +94,7 @@ class AnswerWriter:
         return self._line(b'{"index":%d,' % choice.index + fields + self._tail(delta))
 
     def closing(self) -> bytes:
-        """The stream after all has ended, with the usage if it was asked for."""
+        """Write what a stream ends with: the usage if it was asked for, and [DONE]."""
         if not self._style.usage:
             return DONE
         return self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n" + DONE
@@ -150,13 +150,13 @@ class AnswerWriter:
         }
 
     def _line(self, choice: bytes) -> bytes:
-        """One `data:` line with one choice."""
+        """Write one `data:` line with one choice."""
         if self._style.usage_always:
             return b"".join((self._head, choice, b'],"usage":', _encode(self._usage(None)), b"}\n\n"))
         return b"".join((self._head, choice, b"]", self._null_usage))
 
     def _tail(self, delta: CompletionOutput) -> bytes:
-        """The end of a choice in a stream, behind its text and logprobs."""
+        """Write the end of a choice in a stream, which follows its text and logprobs."""
         ids = b',"token_ids":' + _encode(delta.token_ids) if self._style.token_ids else b""
         if delta.finish_reason is None:
             return ids + b',"finish_reason":null}'
@@ -164,20 +164,20 @@ class AnswerWriter:
         return b"".join((ids, *reasons, b"}"))
 
     def _prompt_fields(self, choice: "Choice") -> dict[str, Any]:
-        """The fields about the prompt; null stands for what was not asked for."""
+        """Return the fields about the prompt; null stands for what was not asked for."""
         entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
         return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
     def _content_logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
-        """The logprobs of all kinds but completions."""
+        """Return the logprobs in the format of chats, which all kinds but completions use."""
         if self._params.logprobs is None or delta.logprobs is None:
             return None
         return logprobs.of_chat(delta.logprobs, self._params.logprobs, self._spelling)
 
 
 class ChatWriter(AnswerWriter):
-    """/v1/chat/completions. The echo is the message that the answer goes on from."""
+    """Writes the answers of /v1/chat/completions. The echo is the message that the answer goes on from."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -187,7 +187,7 @@ class ChatWriter(AnswerWriter):
         self._echo = "".join(call.style.echo)
 
     def opening(self) -> bytes:
-        """The role of each choice, and the echo if there is one."""
+        """Write the role of each choice, and the echo if there is one."""
         delta = {"role": "assistant", "content": self._echo}
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
         return b"".join(self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
@@ -201,7 +201,8 @@ class ChatWriter(AnswerWriter):
 
 
 class CompletionWriter(AnswerWriter):
-    """/v1/completions. The echo is the text of each prompt; the forks of a request have its only one."""
+    """Writes the answers of /v1/completions. The echo is the text of each prompt; forks have that of the
+    request's only prompt."""
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
@@ -234,7 +235,7 @@ class CompletionWriter(AnswerWriter):
         return logprobs.of_completion(delta.token_ids, delta.logprobs, self._offsets[choice.index], self._spelling)
 
     def _whole_logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
-        """With those of the prompt, if that is echoed."""
+        """Return the logprobs of the whole answer, after those of the prompt if that is echoed."""
         found = self._logprobs(choice, delta)
         entries = choice.stream.output().prompt_logprobs if self._style.echo and found is not None else None
         if entries is None or found is None:
@@ -247,7 +248,7 @@ class CompletionWriter(AnswerWriter):
 
 
 class TokensWriter(AnswerWriter):
-    """/inference/v1/generate."""
+    """Writes the answers of /inference/v1/generate."""
 
     chunk_object = "generation.chunk"
     whole_object = "generation"
@@ -260,5 +261,5 @@ _WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl":
 
 
 def writer(call: "Call", spelling: Spelling) -> AnswerWriter:
-    """The one for the call's style."""
+    """Make the writer for the call's style."""
     return _WRITERS[call.style.kind](call, spelling)

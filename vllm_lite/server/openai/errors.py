@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON of an error."""
+    """Encode an error as OpenAI does."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
 
@@ -75,5 +75,5 @@ def failed(error: VllmLiteError) -> ApiError:
 
 
 def public_text(error: VllmLiteError) -> str:
-    """What a stranger may read of `error`: no addresses on this machine."""
+    """Return what a stranger may read of `error`: no addresses on this machine."""
     return _ADDRESS.sub("its address", str(error))

@@ -25,7 +25,7 @@ class Spelling:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """As text and as bytes, in the middle of a text."""
+        """Spell a token in the middle of a text, as text and as bytes."""
         known = self._known.get(token_id)
         if known is None:
             data = self._bytes(token_id)
@@ -47,14 +47,14 @@ class Spelling:
 
 
 class Offsets:
-    """Where in its text each token of a choice begins, in characters."""
+    """Counts where in its text each token of a choice begins, in characters."""
 
     def __init__(self, start: int) -> None:
         self.place = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, data: bytes) -> int:
-        """The place of the next token, which has these bytes."""
+        """Return the place of the next token, which has these bytes."""
         place = self.place
         self.place += len(self._utf8.decode(data))
         return place
@@ -66,7 +66,7 @@ def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict
 
 
 def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
-    """Encoded, so that what it is made of is there for one token at a time."""
+    """Encode one token at once, so that the objects it is made of exist for one token at a time."""
     token_id = next(iter(candidates))
     likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
     return _encoded(

@@ -52,7 +52,7 @@ PAGE = (files(__package__) / "docs.html").read_bytes()
 
 
 def document() -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Make the OpenAPI document."""
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _add_bounds(schemas)
@@ -69,7 +69,7 @@ def document() -> dict[str, Any]:
 
 
 def _add_bounds(schemas: dict[str, Any]) -> None:
-    """Bodies leave the bounds of sampling to SamplingParams."""
+    """Add the bounds of sampling fields, which bodies leave to SamplingParams."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     for name in set(bodies.SAMPLING) - _WIDER:
         bounded = msgspec.json.schema(hints[name] | None)

@@ -75,7 +75,7 @@ class Prompts:
             raise refused(error, field) from error
 
     async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> str:
-        """The text of a chat, special tokens included."""
+        """Render the text of a chat, special tokens included."""
         if self._renderer is None:
             raise ApiError(
                 400,
@@ -112,7 +112,7 @@ class Prompts:
         return await self._threads.run(work, request.receive)
 
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
-        """Raises RequestError as well."""
+        """Tokenize one text. Raises RequestError as well."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
         check()
@@ -120,7 +120,7 @@ class Prompts:
         return encode(text, self.tokenizer, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of `token_ids`. Other tasks of the loop run between slices of many."""
+        """Return the text of `token_ids`. Other tasks of the loop run between slices of many."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
         if len(token_ids) <= SLICE_TOKENS:
@@ -135,7 +135,7 @@ class Prompts:
 
 
 def _several(given: Any) -> list[PromptLike]:
-    """One prompt or many: a list of integers is one."""
+    """Make a list of one prompt or many; a list of integers is one prompt."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -149,7 +149,7 @@ def _several(given: Any) -> list[PromptLike]:
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates know them, with one text each."""
+    """Make messages as templates know them, with one text each."""
     plain = []
     for place, message in enumerate(messages):
         if message.role not in ROLES:
@@ -164,7 +164,7 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def text_of(message: ChatMessage, place: int = -1) -> str:
-    """All its parts."""
+    """Join the texts of all parts of a message."""
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

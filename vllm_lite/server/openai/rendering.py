@@ -33,7 +33,7 @@ class TextTooLongError(RequestError):
 
 
 class Renderer:
-    """One template, rendered one chat at a time."""
+    """Renders one template, one chat at a time."""
 
     def __init__(self, template: TemplateSource) -> None:
         """Starts the process. Raises ModelError for a template that cannot be read."""
@@ -62,7 +62,7 @@ class Renderer:
                 answer = await self._asked(data)
             except (ModelError, OSError) as error:
                 raise EngineError(f"the chat template cannot be rendered: {error}") from error
-        if isinstance(answer, template_process.Refused):
+        if isinstance(answer, template_process.RenderRefused):
             if answer.num_chars is not None:
                 raise TextTooLongError(answer.message, answer.num_chars)
             raise RequestError(answer.message)
@@ -73,7 +73,7 @@ class Renderer:
         return self._child.pid
 
     def close(self) -> None:
-        """No more chats: those that wait fail because the server ends."""
+        """Take no more chats. Those that wait fail because the server ends."""
         self._is_closed = True
         threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
         if not self._busy.locked():
@@ -105,7 +105,7 @@ class Renderer:
             raise
 
     def _start(self) -> socket.socket:
-        """The wire to a new process. Raises ModelError."""
+        """Start a process and return the socket to it. Raises ModelError."""
         ours, theirs = socket.socketpair()
         self._ended.clear()
         with theirs:
@@ -126,7 +126,7 @@ class Renderer:
             text = "compiling it takes too long" if reason == TOO_MUCH else reason
             raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
         answer = _answers.decode(data)
-        if isinstance(answer, template_process.Refused):
+        if isinstance(answer, template_process.RenderRefused):
             ours.close()
             raise ModelError(answer.message)
         ours.setblocking(False)
@@ -134,7 +134,7 @@ class Renderer:
         return ours
 
     def _end(self, patience_s: float) -> str:
-        """No process. Returns why it ended, if it has within `patience_s` of itself."""
+        """End the process. Returns why it had ended by itself, if that comes to be known within `patience_s`."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None

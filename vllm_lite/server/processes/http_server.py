@@ -26,7 +26,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.server.app import Api, ServedModel, build
+from vllm_lite.server.app import ApiRoutes, ServedModel, build
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.config import Keys, ServeConfig
@@ -60,7 +60,7 @@ class EngineLink(NamedTuple):
 
 
 class ModelFiles:
-    """What a server reads of the model's folder, while the engine starts."""
+    """Holds what a server reads of the model's folder, while the engine starts."""
 
     def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
         """Raises ModelError."""
@@ -82,7 +82,7 @@ class _Uvicorn(uvicorn.Server):
         self._report_alive = report_alive
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s."""
+        """uvicorn calls this every 0.1 s."""
         self._report_alive()
         if counter % TICKS_TO_LOOK == 0:
             now_s = time.monotonic()
@@ -97,7 +97,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass
 class HttpServer:
-    """See the module. Server number 0 owns the others."""
+    """One API server in front of a ready engine. Server number 0 owns the others."""
 
     config: ServeConfig
     keys: Keys
@@ -187,7 +187,7 @@ class HttpServer:
         factory = StreamFactory(engine, files.tokenizer)
         live = LiveRequests(calls, factory, BodyReader(config, engine.max_model_len))
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
-        api = Api(config, model, factory, prompts, live)
+        api = ApiRoutes(config, model, factory, prompts, live)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(
             build(api, live, config, self.keys, metrics),
@@ -209,7 +209,7 @@ class HttpServer:
         return _Uvicorn(settings, self.scoreboard.report_alive)
 
     def _where(self) -> tuple[str, str]:
-        """The address, and the beginning of a curl command for it."""
+        """Return the address, and the beginning of a curl command for it."""
         config = self.config
         scheme = "https" if config.ssl_certfile else "http"
         if config.uds is not None:
@@ -219,7 +219,7 @@ class HttpServer:
         return where, f"curl {where}"
 
     def _greeting(self) -> str:
-        """Where it is, what it serves, what it holds, and something to try."""
+        """Say where it is, what it serves, what it holds, and something to try."""
         config, engine = self.config, self.engine.session.welcome
         name = (config.names or (engine.model,))[0]
         where, curl = self._where()
