@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from vllm_lite.runtime import log
-from vllm_lite.server.openai.errors import error_body
+from vllm_lite.server.openai.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
 PIECE_BYTES = 4096
@@ -62,7 +62,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
-        self._error = (400, "what was sent is not HTTP")
+        self._error = ApiError(400, "what was sent is not HTTP")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -157,10 +157,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
         """Answer, as `_error` says, what is wrong before there is a request."""
-        status, message = self._error
-        body = error_body(status, message)
+        body = self._error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.write(STATUS_LINE[self._error.status] + head + body)
         self.transport.close()
 
     def _start_timer(self) -> None:
@@ -185,11 +184,11 @@ class HttpConnection(HttpToolsProtocol):
         if not self._in_headers:
             self.transport.close()
             return
-        self._error = (408, f"the headers of a request must come within {self.header_timeout_s:g} s")
+        self._error = ApiError(408, f"the headers of a request must come within {self.header_timeout_s:g} s")
         self.send_400_response("")
 
 
-_TOO_LONG = (431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
+_TOO_LONG = ApiError(431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
 
 
 def with_timeouts(header_timeout_s: float, write_timeout_s: float) -> type[HttpConnection]:
