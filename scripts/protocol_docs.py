@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
+from vllm_lite.engine import external
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
 from vllm_lite.protocol import PROTOCOL_VERSION, api, codec, control, params, step
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
@@ -86,6 +87,9 @@ def numbers() -> dict[str, object]:
         "version": PROTOCOL_VERSION,
         "max_message_mib": MAX_MESSAGE_BYTES >> 20,
         "max_prompt_mib": api.MAX_PROMPT_BYTES >> 20,
+        "max_ended": external.MAX_ENDED,
+        "max_ended_mib": external.MAX_ENDED_BYTES >> 20,
+        "max_kept_logprobs": external.MAX_LOGPROBS,
         "high_water_mark": zmq.HIGH_WATER_MARK,
         "handshake_s": zmq.HANDSHAKE_MS // 1000,
         "zmtp_heartbeat_s": zmq.HEARTBEAT_MS // 1000,

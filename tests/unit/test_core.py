@@ -15,9 +15,7 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
-    Descriptions,
     Dying,
-    EndedRequest,
     Finished,
     ForkRequest,
     Generate,
@@ -27,7 +25,6 @@ from vllm_lite.protocol.api import (
     Ping,
     Refused,
     ToClient,
-    TokenLogprobs,
     Tokens,
     Welcome,
 )
@@ -410,62 +407,3 @@ def test_an_id_used_again_does_not_swallow_the_end_that_is_still_owed() -> None:
     outbox.add(Tokens("a", 0, [2]))
     outbox.add(Tokens("a", 1, [3]))
     assert outbox.take() == [Finished("a", 0, [1], "stop"), Tokens("a", 0, [2, 3])]
-
-
-# ---- external ids
-
-
-def named(core: EngineCore, client: bytes, name: str, context: bytes, **params: Any) -> None:
-    message = Generate(name, pack_tokens([1, 2, 3]), SamplingParams(**params), external_id="cmpl-x", context=context)
-    core.add(client, message)
-
-
-def test_requests_are_found_by_their_external_id() -> None:
-    """Until the last of them ends, by any client, with what another client needs to fork them."""
-    core = make_core()
-
-    def look(external_id: str) -> Descriptions:
-        return core.describe(external_id=external_id, with_content=True)
-
-    named(core, b"a", "r-0", b"first", max_tokens=9, ignore_eos=True)
-    named(core, b"b", "r-1", b"second", max_tokens=2, ignore_eos=True, priority=4)
-    core.add(b"a", Generate("other", pack_tokens([1]), SamplingParams(max_tokens=20)))
-    assert look("cmpl-y") == look("") == Descriptions([])
-    while core.begin():
-        core.finish(core._executor.poll())  # type: ignore[arg-type]
-        if "r-1" not in core.scheduler.requests:
-            break
-    found = look("cmpl-x")
-    (first,) = found.requests
-    assert found.ended == [EndedRequest(b"second", 3, 2, 4)]
-    assert (first.request_id, first.context, first.num_ended_output) == ("r-0", b"first", 0)
-    assert first.content is not None
-    assert first.content.prompt == pack_tokens([1, 2, 3])
-    assert len(first.content.output) == 4 * first.samples[0].num_output > 0
-    assert first.content.params.max_tokens == 9
-    assert core.describe(external_id="cmpl-x").requests[0].content is None
-    drain(core)
-    assert look("cmpl-x") == Descriptions([])
-    assert (core.scheduler.queues.external._live, core.scheduler.queues.external._ended) == ({}, {})
-
-
-def test_a_fork_has_an_external_id_of_its_own() -> None:
-    core = make_core()
-
-    def look(external_id: str) -> Descriptions:
-        return core.describe(external_id=external_id, with_content=True)
-
-    named(core, b"a", "r", b"", max_tokens=9, ignore_eos=True)
-    core.begin()
-    core.finish(core._executor.poll())  # type: ignore[arg-type]
-    core.scheduler.requests["r"].logprobs += [TokenLogprobs(-1.0, 1, ())]
-    core.fork(b"b", ForkRequest("r", "s", 1, SamplingParams(max_tokens=9), "cmpl-s", b"of s"))
-    (found,) = look("cmpl-s").requests
-    assert (found.request_id, found.context, found.samples[0].num_output) == ("s", b"of s", 1)
-    assert found.content is not None
-    assert found.content.logprobs == [TokenLogprobs(-1.0, 1, ())]
-    core.abort("r")
-    assert look("cmpl-x").requests == []
-    assert look("cmpl-s").requests != []
-    core.abort("s")
-    assert core.scheduler.queues.external._live == {}

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -169,6 +170,18 @@ def test_ten_thousand_mutations_raise_nothing_but_protocol_errors() -> None:
             wire.decode(bytes(payload[: rng.randint(0, len(payload))]))
         except ProtocolError:
             pass
+
+
+@pytest.mark.parametrize(
+    ("external_id", "num_context", "is_refused"),
+    [("x" * 256, api.MAX_CONTEXT_BYTES, False), ("x" * 257, 0, True), ("", api.MAX_CONTEXT_BYTES + 1, True)],
+)
+def test_what_a_client_has_kept_for_others_is_bounded(external_id: str, num_context: int, is_refused: bool) -> None:
+    named = external_id, bytes(num_context)
+    for message in (api.Generate("r", b"", PARAMS, 0, b"", *named), api.ForkRequest("r", "s", 0, PARAMS, *named)):
+        payload = codec.client_to_engine.encode(message)
+        with pytest.raises(ProtocolError, match="length <=") if is_refused else nullcontext():
+            assert codec.client_to_engine.decode(payload) == message
 
 
 def test_too_long_a_message_is_refused_unread() -> None:

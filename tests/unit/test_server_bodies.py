@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, SamplingFields
-from vllm_lite.server.openai.errors import ApiError, error_body
+from vllm_lite.server.openai.errors import ApiError
 
 
 def completion(**fields: Any) -> tuple[CompletionBody, list[str]]:
@@ -210,6 +210,6 @@ def test_messages_are_bounded() -> None:
 
 
 def test_the_shape_of_an_error() -> None:
-    assert msgspec.json.decode(error_body(429, "no", "n")) == {
+    assert msgspec.json.decode(ApiError(429, "no", "n").body()) == {
         "error": {"message": "no", "type": "RateLimitError", "param": "n", "code": 429}
     }

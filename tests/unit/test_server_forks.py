@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, cast
 
 import msgspec
@@ -11,8 +12,10 @@ from tests.unit.test_server_response import FACTORY, STYLE, WORDS, FakeSession
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.protocol.api import (
+    MAX_CONTEXT_BYTES,
     Abort,
     AdmissionState,
+    Descriptions,
     Finished,
     ForkRequest,
     Generate,
@@ -29,8 +32,9 @@ from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.response import _as_error
 from vllm_lite.server.http.body import BodyReader
-from vllm_lite.server.live_requests import LiveRequests, Member
+from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ForkBody
+from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.processes.scoreboard import Scoreboard
 
@@ -44,6 +48,7 @@ class Session2(FakeSession):
         super().__init__()
         self.messages: list[Any] = []
         self.ended: set[str] = set()
+        self.known: list[RequestState] = []
 
     def submit(self, message: Any, sink: Any) -> None:
         self.messages.append(message)
@@ -52,6 +57,12 @@ class Session2(FakeSession):
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self.sinks and request_id not in self.ended
+
+    def describe(self, external_id: str, *, with_content: bool) -> "Future[Descriptions]":
+        del external_id, with_content
+        answer: Future[Descriptions] = Future()
+        answer.set_result(Descriptions(self.known))
+        return answer
 
 
 class Desk:
@@ -170,24 +181,30 @@ def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() 
     run(main)
 
 
-def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> list[Member]:
-    """A request that runs, as the engine describes it."""
+def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> tuple[CallContext, RequestState]:
+    """A request that runs on another server, as the engine describes it."""
     admission = AdmissionState("OK", None, 1, 1, 0, 1)
     samples, numbers = [SampleState(0, "running", None, 3, len(output), 1, 0)], (0, 3, 0, 0, 0)
     wanted = SamplingParams(max_tokens=50, seed=1, **params)
     content = RequestContent(wanted, pack_tokens([5] * 3), pack_tokens(output), scores)
     state = RequestState("parent@1", admission, samples, *numbers, 1.0, None, content=content)
-    return [(CallContext(1, 0, 1, False, STYLE), state)]
+    return CallContext(1, 0, 1, False, STYLE), state
+
+
+async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call:
+    desk = Desk()
+    desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
+    live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+    return await live._forks(*await live._parent("cmpl-parent"), body)
 
 
 def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
     """Tokens, text and logprobs; a stop string in what is inherited does not count."""
 
     async def main() -> None:
-        live = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None))
         entries = [TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-2.0, 1, ()), TokenLogprobs(-3.0, 1, ())]
-        members = known(WORDS[:3], entries, logprobs=0, stop=("upon",))
-        call = await live._forks("cmpl-parent", members, ForkBody(n=2, return_token_ids=True))
+        parent = known(WORDS[:3], entries, logprobs=0, stop=("upon",))
+        call = await fork(parent, ForkBody(n=2, return_token_ids=True))
         assert call.style.token_ids
         assert call.id.startswith("chatcmpl-")
         for index, stream in enumerate(call.streams):
@@ -206,8 +223,7 @@ def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
 
 def test_a_fork_with_logprobs_of_its_prompt_computes_them() -> None:
     async def main() -> None:
-        live = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None))
-        call = await live._forks("cmpl-parent", known(WORDS[:2], [], prompt_logprobs=1), ForkBody())
+        call = await fork(known(WORDS[:2], [], prompt_logprobs=1), ForkBody())
         message = call.message(0)
         assert isinstance(message, Generate)
         assert (message.have, unpack_tokens(message.output)) == (2, WORDS[:2])
@@ -221,15 +237,79 @@ def test_a_fork_may_ask_for_the_context_and_no_more(max_tokens: int, status: int
     """Like any request; what does not fit behind the prompt is cut by the engine."""
 
     async def main() -> None:
-        live, members = LiveRequests(Desk().calls, FACTORY, cast(BodyReader, None)), known(WORDS[:2], [])
+        parent = known(WORDS[:2], [])
         if status is None:
-            call = await live._forks("cmpl-parent", members, ForkBody(max_tokens=max_tokens))
+            call = await fork(parent, ForkBody(max_tokens=max_tokens))
             assert call.streams[0].params.max_tokens == max_tokens
             return
         with pytest.raises(ApiError, match="maximum context length is 2048 tokens") as caught:
-            await live._forks("cmpl-parent", members, ForkBody(max_tokens=max_tokens))
+            await fork(parent, ForkBody(max_tokens=max_tokens))
         assert (caught.value.status, caught.value.param) == (status, "max_tokens")
         assert caught.value.code == "context_length_exceeded"
+
+    run(main)
+
+
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_a_fork_without_all_logprobs_is_refused(num_kept: int) -> None:
+    """Each of its tokens has to have some, and the engine keeps only so many."""
+
+    async def main() -> None:
+        with pytest.raises(ApiError, match="more logprobs than are kept") as refused:
+            await fork(known(WORDS[:3], [TokenLogprobs(-1.0, 1, ())] * num_kept, logprobs=0), ForkBody())
+        assert refused.value.status == 409
+
+    run(main)
+
+
+def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
+    """Also when the engine has ended it: it has finished, and cannot be forked."""
+
+    async def main() -> None:
+        desk = Desk()
+        live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+        call = Call("parent", desk.call("parent").streams, AnswerStyle("cmpl", "demo", ("Once",)))
+        with desk.calls.run(call):
+            desk.session.say(Tokens("parent", 0, WORDS[:1]))
+            await settle()
+            assert await live._parent("parent") == (call.streams[0], call.style)
+            desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
+            await settle()
+            ((context, state),) = await live._members("parent")
+            assert context == call.context(0)
+            assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
+            with pytest.raises(ApiError, match="has finished") as refused:
+                await live._parent("parent")
+            assert refused.value.status == 409
+        with pytest.raises(ApiError, match="no request 'parent' is running"):
+            await live._members("parent")
+
+    run(main)
+
+
+def test_a_call_that_starts_while_the_engine_is_asked_is_not_said_to_have_finished() -> None:
+    async def main() -> None:
+        desk = Desk()
+        live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+        answer: Future[Descriptions] = Future()
+        desk.session.describe = lambda **_: answer  # type: ignore[method-assign]
+        asked = asyncio.ensure_future(live._members("parent"))
+        await settle()
+        with desk.calls.run(desk.call("parent")):
+            answer.set_result(Descriptions([]))
+            with pytest.raises(ApiError, match="no request 'parent' is running"):
+                await asked
+
+    run(main)
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(15_000, True), (16_000, False)])
+def test_a_context_fits_with_the_longest_echo(length: int, is_kept: bool) -> None:
+    async def main() -> None:
+        call = Call("call", Desk().call("call").streams, AnswerStyle("cmpl", "demo", ("\U0001f600" * length,)))
+        message = call.message(0)
+        assert len(message.context) < MAX_CONTEXT_BYTES
+        assert bool(call.context(0).style.echo) == is_kept
 
     run(main)
 

@@ -45,6 +45,13 @@ class Engine:
         return future
 
 
+async def not_found(_: Any, __: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 404})
+
+
+async def ignore(*_: Any) -> Any: ...
+
+
 def look(stats: Stats | None) -> str:
     async def main() -> str:
         dispatcher = Dispatcher(cast(Session, Engine(stats)), asyncio.get_running_loop())
@@ -52,7 +59,7 @@ def look(stats: Stats | None) -> str:
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, welcome(), "name", server="3")
-        metrics.count({"type": "http", "path": "/x"}, 404)
+        await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
         answer = await metrics.get(Request({"type": "http", "headers": []}))
         return bytes(answer.body).decode()
 

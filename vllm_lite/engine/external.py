@@ -1,7 +1,20 @@
-"""ExternalRequests: requests by the id under which users know them, so that any client can ask for any of them."""
+"""ExternalRequests: requests by the id under which users know them, so that any client can ask for any of them.
+
+What is kept here for other clients is bounded, whatever one client sends: contexts of requests that have ended, and the
+logprobs that a fork by another client begins with.
+"""
+
+from collections.abc import Sequence
 
 from vllm_lite.engine.request import Request
-from vllm_lite.protocol.api import EndedRequest
+from vllm_lite.protocol.api import EndedRequest, TokenLogprobs
+
+MAX_ENDED = 1 << 16
+"""Ended requests, of all external ids together. With the contexts of the HTTP server they take about 20 MB."""
+MAX_ENDED_BYTES = 64 * 1024 * 1024
+"""The contexts of these."""
+MAX_LOGPROBS = 1 << 20
+"""Candidates, of all live requests together: about 120 MB here, and 16 MB in a message."""
 
 
 class ExternalRequests:
@@ -13,10 +26,23 @@ class ExternalRequests:
     def __init__(self) -> None:
         self._live: dict[str, dict[str, Request]] = {}
         self._ended: dict[str, list[EndedRequest]] = {}
+        self._num_ended = self._num_ended_bytes = self._num_logprobs = 0
 
     def add(self, request: Request) -> None:
+        inherited, request.logprobs = request.logprobs, []
         if request.external_id:
             self._live.setdefault(request.external_id, {})[request.request_id] = request
+            self.keep_logprobs(request, inherited)
+
+    def keep_logprobs(self, request: Request, entries: Sequence[TokenLogprobs]) -> None:
+        """Keep the logprobs of a request's new tokens. If there is no room for them, its earlier ones go too."""
+        is_live = self._live.get(request.external_id, {}).get(request.request_id) is request
+        if not is_live or request.num_samples > 1:
+            return
+        request.logprobs += entries
+        self._num_logprobs += _num_candidates(entries)
+        if self._num_logprobs > MAX_LOGPROBS:
+            self._forget_logprobs(request)
 
     def end(self, request: Request) -> None:
         """`request` has ended, and its tokens are counted."""
@@ -24,16 +50,31 @@ class ExternalRequests:
         live = self._live.get(name, {})
         if live.pop(request.request_id, None) is None:
             return
-        if live:
+        self._forget_logprobs(request)
+        if not live:
+            del self._live[name]
+            for ended in self._ended.pop(name, ()):
+                self._count(ended, -1)
+        elif self._num_ended < MAX_ENDED and self._num_ended_bytes + len(request.context) <= MAX_ENDED_BYTES:
             num_output = request.num_generated + request.num_inherited
             ended = EndedRequest(request.context, request.num_prompt, num_output, request.params.priority)
             self._ended.setdefault(name, []).append(ended)
-        else:
-            del self._live[name]
-            self._ended.pop(name, None)
+            self._count(ended, 1)
 
     def live(self, external_id: str) -> list[Request]:
         return list(self._live.get(external_id, {}).values())
 
     def ended(self, external_id: str) -> list[EndedRequest]:
         return self._ended.get(external_id, [])
+
+    def _count(self, ended: EndedRequest, times: int) -> None:
+        self._num_ended += times
+        self._num_ended_bytes += times * len(ended.context)
+
+    def _forget_logprobs(self, request: Request) -> None:
+        self._num_logprobs -= _num_candidates(request.logprobs)
+        request.logprobs = []
+
+
+def _num_candidates(entries: Sequence[TokenLogprobs]) -> int:
+    return sum(len(entry.top) + 1 for entry in entries)

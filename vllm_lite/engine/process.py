@@ -225,8 +225,8 @@ class EngineProcess:
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
         for item in produced:
-            if item.logprobs is not None and item.request.num_samples == 1:
-                item.request.logprobs += item.logprobs
+            if item.logprobs is not None:
+                core.scheduler.queues.external.keep_logprobs(item.request, item.logprobs)
             port.push(item.request.client, _to_wire(item))
         now_s = time.monotonic()
         gone = port.flush(now_s)

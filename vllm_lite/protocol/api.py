@@ -15,10 +15,12 @@ from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
+MAX_CONTEXT_BYTES = 64 * 1024
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 ExternalId = Annotated[str, Meta(max_length=256)]
 """Empty if the request has none."""
+Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -50,7 +52,7 @@ class Generate(Message, tag="generate"):
     have: Annotated[int, Meta(ge=0)] = 0
     output: TokenBytes = b""
     external_id: ExternalId = ""
-    context: TokenBytes = b""
+    context: Context = b""
 
 
 class ForkRequest(Message, tag="fork"):
@@ -65,7 +67,7 @@ class ForkRequest(Message, tag="fork"):
     have: Annotated[int, Meta(ge=0)]
     params: SamplingParams
     external_id: ExternalId = ""
-    context: TokenBytes = b""
+    context: Context = b""
 
 
 class Abort(Message, tag="abort"):
@@ -91,7 +93,7 @@ class GetStats(Message, tag="get_stats"):
 
 class Describe(Message, tag="describe"):
     """Asks how requests are, of any client: those with these ids, and all with an external id. Answered by one
-    Descriptions; `with_content` asks for parameters, tokens and logprobs as well."""
+    Descriptions; if that is a single request, `with_content` asks for its parameters, tokens and logprobs as well."""
 
     request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)] = ()
     external_id: ExternalId = ""
@@ -354,7 +356,8 @@ class SampleState(Message):
 
 class RequestContent(Message):
     """What a live request consists of. `output` holds the tokens of its first sample so far; `logprobs` are those of
-    the last `len(logprobs)` of them, and only known of a request with one sample."""
+    the last `len(logprobs)` of them. The engine keeps logprobs of requests with an external id and one sample, and
+    forgets those of a request that come to be too many."""
 
     params: SamplingParams
     prompt: TokenBytes
@@ -396,7 +399,7 @@ class EndedRequest(Message):
 class Descriptions(Message, tag="descriptions"):
     """The live requests that were asked for, each once: in the order of their ids, then those with the external id.
 
-    `ended` are earlier requests with that external id, as long as one of them is live.
+    `ended` are earlier requests with that external id, as long as one of them is live and the engine has room for them.
     """
 
     requests: list[RequestState]

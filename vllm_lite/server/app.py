@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -25,11 +26,11 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
-from vllm_lite.server.metrics import Metrics, Tally
+from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.openai import bodies, openapi
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from vllm_lite.server.openai.chunks import AnswerStyle
-from vllm_lite.server.openai.errors import ApiError, error_body, refused
+from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_of
 
 MAX_PROMPT_CANDIDATES = 1 << 18
@@ -42,21 +43,20 @@ B = TypeVar("B", CompletionBody, ChatBody, GenerateBody)
 logger = log.get(__name__)
 
 
+@dataclass
 class ServedModel:
-    """What is served, and under which names."""
+    """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
+    SamplingParams where a request says nothing."""
 
-    def __init__(self, names: tuple[str, ...], path: str | None, max_model_len: int, defaults: dict[str, Any]) -> None:
-        """`path` is another name that is taken but not shown; `defaults` are SamplingParams where a request says
-        nothing."""
-        self.names = names
-        self._taken = {*names, path}
-        self.max_model_len = max_model_len
-        self.defaults = defaults
-        self._created = int(time.time())
+    names: tuple[str, ...]
+    path: str | None
+    max_model_len: int
+    defaults: dict[str, Any]
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def name(self, wanted: str | None) -> str:
-        """The name to answer with. Raises ApiError for a model that is not served."""
-        if wanted not in self._taken and wanted is not None:
+        """Return the name to answer with. Raises ApiError for a model that is not served."""
+        if wanted is not None and wanted not in (*self.names, self.path):
             raise ApiError(
                 404, f"the model {wanted!r} does not exist; this server has {', '.join(self.names)}", "model"
             )
@@ -66,7 +66,7 @@ class ServedModel:
         return {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "vllm_lite",
             "root": self.names[0],
             "parent": None,
@@ -84,8 +84,8 @@ class Asked(NamedTuple, Generic[B]):
     model: str
 
 
-class Api:
-    """One method for each route."""
+class ApiRoutes:
+    """Answers all routes but those of LiveRequests and Metrics: one method for each."""
 
     def __init__(
         self, config: ServeConfig, model: ServedModel, factory: StreamFactory, prompts: Prompts, live: LiveRequests
@@ -127,18 +127,14 @@ class Api:
         return await self._generate(asked, [body.token_ids], params)
 
     async def _read(self, request: Request, kind: type[B]) -> Asked[B]:
-        """The body of a request that may start. Raises ApiError."""
+        """Read the body of a request that may start. Raises ApiError."""
         body, headers = await self._reader.read(request, kind)
         name = self._model.name(body.model)
         self._calls.check()
         return Asked(request, body, headers, name)
 
     async def _generate(
-        self,
-        asked: Asked[B],
-        prompts: Sequence[PromptLike],
-        params: SamplingParams,
-        echo: tuple[str, ...] | None = (),
+        self, asked: Asked[B], prompts: Sequence[PromptLike], params: SamplingParams, echo: tuple[str, ...] | None = ()
     ) -> Response:
         """The response that generates. `echo` stands before each prompt's answers; None for the prompt's own text.
         Raises ApiError."""
@@ -152,7 +148,7 @@ class Api:
     async def _streams(
         self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
     ) -> list[RequestStream]:
-        """A call's streams, not started. Raises ApiError."""
+        """Make the streams of a call, without starting them. Raises ApiError."""
         ids = self._calls.stream_ids(call_id, len(prompts))
 
         def made(check: Check) -> list[RequestStream]:
@@ -175,7 +171,7 @@ class Api:
         return streams
 
     async def _texts(self, streams: Sequence[RequestStream]) -> list[str]:
-        """The prompts of `streams`."""
+        """Return the prompts of `streams` as texts."""
         texts = []
         for stream in streams:
             skip, text, ids = stream.params.skip_special_tokens, stream.prompt.text, stream.prompt.token_ids
@@ -194,15 +190,15 @@ class Api:
             ids = await self._prompts.of_chat(body, None, request)
         else:
             is_special = body.add_special_tokens is not False
-            ids = await self._prompts.of_text(body.prompt, request, add_special_tokens=is_special)
+            ids = await self._prompts.of_text(body.prompt, is_special, None, request, "prompt")
         words, spelled = self._prompts.tokenizer, None
         if body.return_token_strs and words is not None:
             spelled = []
             for start in range(0, len(ids), SLICE_TOKENS):
                 spelled += [words.token(token) for token in ids[start : start + SLICE_TOKENS]]
                 await asyncio.sleep(0)
-        length = self._model.max_model_len
-        return as_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}, headers)
+        counts = {"count": len(ids), "max_model_len": self._model.max_model_len}
+        return as_json({**counts, "tokens": ids, "token_strs": spelled}, headers)
 
     async def detokenize(self, request: Request) -> Response:
         body, headers = await self._reader.read(request, DetokenizeBody)
@@ -224,7 +220,7 @@ class Api:
         return Response()
 
     async def live(self, _: Request) -> Response:
-        """200 as long as there is something to wait for."""
+        """200 as long as the engine lives, even if it does not answer now."""
         if self._calls.death is not None:
             raise ApiError(503, self._calls.death)
         return Response()
@@ -251,7 +247,7 @@ def _check_scores(streams: Sequence[RequestStream]) -> None:
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
-    """The sampling params that a completion has under other names. Raises ApiError."""
+    """Return the sampling params that a completion has under other names. Raises ApiError."""
     changes: dict[str, Any] = {"logprobs": body.logprobs}
     if body.only_scores:  # the engine always draws a token: the answer leaves it out
         changes |= {"max_tokens": 1, "min_tokens": 0}
@@ -263,7 +259,7 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
 
 
 def _chat_changes(body: ChatBody) -> dict[str, Any]:
-    """The sampling params that a chat has under other names."""
+    """Return the sampling params that a chat has under other names. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
@@ -275,8 +271,8 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
 # ---- the application
 
 
-def build(api: Api, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
-    """The ASGI application."""
+def build(api: ApiRoutes, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
+    """Make the ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
         ("/health/live", api.live),
@@ -303,7 +299,7 @@ def build(api: Api, live: LiveRequests, config: ServeConfig, keys: Keys, metrics
     metrics.know(routes)
     open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
     auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)
-    middleware = [Middleware(Tally, metrics=metrics), auth]
+    middleware = [Middleware(metrics.counting), auth]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -325,12 +321,10 @@ async def _on_api_error(_: Request, error: ApiError) -> Response:
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.scope['path']}: {error.detail}"
-    return Response(
-        error_body(error.status_code, text), error.status_code, dict(error.headers or {}), "application/json"
-    )
+    return ApiError(error.status_code, text, headers=dict(error.headers or {})).response()
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:
-    """A fault of ours: its traceback goes to the log, not to the client."""
+    """Answer for a fault of ours. Its traceback goes to the log, not to the client."""
     del error
-    return Response(error_body(500, "the server failed; its log says why"), 500, media_type="application/json")
+    return ApiError(500, "the server failed; its log says why").response()

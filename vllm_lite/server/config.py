@@ -93,7 +93,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple((self.served_model_name or "").replace(",", " ").split())
 
     def engine(self) -> EngineConfig:
-        """The engine's part of the settings."""
+        """Return the engine's part of the settings."""
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         values["served_model_name"] = self.names[0] if self.names else None
         return EngineConfig(**values)
@@ -109,14 +109,14 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
             return False
 
     def keys(self) -> Keys:
-        """All API keys. Raises ConfigError."""
+        """Return all API keys, those in files included. Raises ConfigError."""
         return Keys(
             (*self.api_key, *_keys_in("api_key_file", self.api_key_file)),
             (*self.admin_api_key, *_keys_in("admin_api_key_file", self.admin_api_key_file)),
         )
 
     def to_yaml(self) -> str:
-        """All values, as a file for --config; keys are left out."""
+        """Write all values as a file for --config. Keys are left out."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _SECRET}
         return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()
 

@@ -14,9 +14,9 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestContent, RequestState, SampleState, Tokens
+from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
-from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
@@ -24,7 +24,7 @@ from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
-from vllm_lite.server.openai.chunks import writer
+from vllm_lite.server.openai.chunks import AnswerStyle, writer
 from vllm_lite.server.openai.errors import ApiError, in_use, refused
 from vllm_lite.server.openai.logprobs import Spelling
 
@@ -46,7 +46,7 @@ Member = tuple[CallContext, RequestState | EndedRequest]
 
 
 class LiveRequests:
-    """One method for each route."""
+    """Answers the routes about requests that run: one method for each."""
 
     def __init__(self, calls: Calls, factory: StreamFactory, reader: BodyReader) -> None:
         self.calls = calls
@@ -75,7 +75,7 @@ class LiveRequests:
         return call_id
 
     def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
-        """The response that starts `call`."""
+        """Make the response that starts `call`."""
         made = writer(call, self._spelling)
         return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
 
@@ -86,12 +86,13 @@ class LiveRequests:
         return as_json({"server_load": sum(loads), **several})
 
     async def state(self, request: Request) -> Response:
-        """How a request is, and why it waits if it does."""
-        call_id, members = await self._find(request)
+        """Describe a request, and why it waits if it does."""
+        call_id = _id_in(request)
+        members = await self._members(call_id)
         prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
         live = [member for _, member in members if isinstance(member, RequestState)]
-        first = next((state for state in live if state.admission.reason is not None), live[0])
+        first = next((state for state in live if state.admission.reason is not None), live[0] if live else None)
         context = members[0][0]
         usage = {
             "prompt_tokens": sum(each["prompt_tokens"] for each in (prompts[:1] if context.are_forks else prompts)),
@@ -102,42 +103,48 @@ class LiveRequests:
                 "id": call_id,
                 "object": "request",
                 "created": context.created,
-                "state": next(state for state in _ORDER if state in states),
-                "admission": _admission(first),
+                "state": next((state for state in _ORDER if state in states), "finished"),
+                "admission": None if first is None else _admission(first),
                 "usage": usage,
                 "prompts": prompts,
             }
         )
 
     async def abort(self, request: Request) -> Response:
-        """The client of the request gets the finish reason "abort"."""
+        """End a request. Its client gets the finish reason "abort"."""
         call_id = _id_in(request)
+        own = self.calls.get(call_id)
         aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
-        if not aborted.num_requests:
+        if not aborted.num_requests and own is None:
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        call_id, members = await self._find(request, with_content=True)
+        parent, style = await self._parent(_id_in(request))
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        call = await self._forks(call_id, members, body)
+        call = await self._forks(parent, style, body)
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing computed before is found again; what runs goes on."""
+        """Empty the prefix cache. What runs goes on."""
         require_admin(request)
         done = await self.calls.ask(lambda session: session.reset_prefix_cache())
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
     # ---- inside
 
-    async def _find(self, request: Request, *, with_content: bool = False) -> tuple[str, list[Member]]:
-        """The id, and the streams of the call that has it, in order; at least one is live. Raises ApiError."""
-        call_id = _id_in(request)
+    async def _members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
+        """The streams of a call, in order. Those of this server are known until its client has the whole answer, others
+        until the engine has ended the last of them. Raises ApiError if there is no such call."""
+        own = self.calls.get(call_id)  # before the engine is asked: of a call that starts meanwhile it says nothing
         found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
+        if own is not None:
+            live = {state.request_id: state for state in found.requests}
+            states = [live.get(stream.request_id) or _ended(stream) for stream in own.streams]
+            return [(own.context(index), state) for index, state in enumerate(states)]
         known: list[RequestState | EndedRequest] = [*found.requests, *found.ended]
         try:
             members = [(_context.decode(each.context), each) for each in known]
@@ -145,42 +152,59 @@ class LiveRequests:
             members = []
         if not found.requests or not members:
             raise _not_running(call_id)
-        return call_id, sorted(members, key=lambda member: member[0].index)
+        return sorted(members, key=lambda member: member[0].index)
 
-    async def _forks(self, parent_id: str, members: list[Member], body: ForkBody) -> Call:
-        """A call of `n` streams that begin with all that the parent has. Raises ApiError."""
+    async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody) -> Call:
+        """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
             raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
-        context, parent = members[0]
-        if context.num_streams > 1:
-            raise ApiError(400, f"request {parent_id!r} has {context.num_streams} prompts; only one can be forked")
-        if not isinstance(parent, RequestState) or parent.content is None:
-            raise ApiError(409, f"request {parent_id!r} has finished; only one that runs can be forked")
-        content = parent.content
-        if body.stream and content.params.prompt_logprobs is not None:
+        if body.stream and parent.params.prompt_logprobs is not None:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
-        call_id = await self.new_id(context.style.kind, body.request_id)
-        params = _fork_params(content.params, body)
+        call_id = await self.new_id(style.kind, body.request_id)
+        inherited = {**msgspec.structs.asdict(parent.params), "seed": None}
+        params = bodies.sampling(body, inherited, {"n": parent.params.n})
         ids = self.calls.stream_ids(call_id, count)
         try:
-            stream = self._restored(parent.request_id, content)
-            check_room([stream.prompt], body.max_tokens, self._factory.limits.max_model_len)
-            streams = [self._factory.fork(stream, params, each, number) for number, each in enumerate(ids)]
+            check_room([parent.prompt], body.max_tokens, self._factory.limits.max_model_len)
+            streams = [self._factory.fork(parent, params, each, number) for number, each in enumerate(ids)]
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error))) from error
-        return Call(call_id, streams, context.style.forked(body), are_forks=True)
+        return Call(call_id, streams, style.forked(body), are_forks=True)
 
-    def _restored(self, request_id: str, content: RequestContent) -> RequestStream:
-        """The stream of a request that any server may run, as far as it has come. It has not met a stop string: a fork
-        may have inherited one, which does not count."""
-        params = msgspec.structs.replace(content.params, stop=())
-        stream = self._factory.make(unpack_tokens(content.prompt), params, request_id)
+    async def _parent(self, call_id: str) -> tuple[RequestStream, AnswerStyle]:
+        """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
+        own = self.calls.get(call_id)
+        if own is not None:
+            num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
+        else:
+            context, state = (await self._members(call_id, with_content=True))[0]
+            num_prompts, style, stream = context.num_streams, context.style, self._restored(state)
+        if num_prompts > 1:
+            raise ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
+        if stream is None:
+            raise ApiError(409, f"request {call_id!r} has finished; only one that runs can be forked")
+        return stream, style
+
+    def _restored(self, state: RequestState | EndedRequest) -> RequestStream | None:
+        """The stream of another server's request, as far as it has come; None if that has ended. It has not met a stop
+        string: a fork may have inherited one, which does not count. Raises ApiError if its logprobs are not known."""
+        if not isinstance(state, RequestState) or state.content is None:
+            return None
+        name, content = state.request_id, state.content
         output, scored = unpack_tokens(content.output), content.logprobs
-        start = len(output) - len(scored)
-        stream.apply(Tokens(request_id, 0, output[:start]))
-        stream.apply(Tokens(request_id, start, output[start:], scored or None))
+        if content.params.logprobs is not None and content.params.n == 1 and len(scored) < len(output):
+            raise ApiError(409, f"request {name!r} has more logprobs than are kept for forks")
+        stream = self._factory.make(
+            unpack_tokens(content.prompt), msgspec.structs.replace(content.params, stop=()), name
+        )
+        stream.apply(Tokens(name, 0, output, scored or None))
         return stream
+
+
+def _ended(stream: RequestStream) -> EndedRequest:
+    """Describe a stream of this server that the engine has ended."""
+    return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
 
 
 def _id_in(request: Request) -> str:
@@ -194,14 +218,8 @@ def _not_running(call_id: str) -> ApiError:
     return ApiError(404, f"no request {call_id!r} is running")
 
 
-def _fork_params(base: SamplingParams, body: ForkBody) -> SamplingParams:
-    """`base` with what is given in `body`; its seed is not passed on. Raises ApiError."""
-    defaults = {**msgspec.structs.asdict(base), "seed": None}
-    return bodies.sampling(body, defaults, {"n": base.n})
-
-
 def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:
-    """How one prompt of a call is."""
+    """Describe one prompt of a call."""
     if isinstance(member, EndedRequest):
         counts = _counts(member.num_prompt, member.num_output, member.priority)
         return {"state": "finished", **counts}
@@ -242,17 +260,12 @@ def _admission(state: RequestState) -> dict[str, Any]:
         "verdict": found.verdict,
         "reason": found.reason,
         "why": _why(state, found),
-        "blocks": {
-            "required": found.required,
-            "free": found.free,
-            "watermark": found.watermark,
-            "total": found.total,
-        },
+        "blocks": {name: getattr(found, name) for name in ("required", "free", "watermark", "total")},
     }
 
 
 def _why(state: RequestState, found: AdmissionState) -> str | None:
-    """The reason in words, None for a request that runs."""
+    """Put the reason into words; None for a request that runs."""
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)
         return f"{place} {'stands' if place == 1 else 'stand'} before it in the queue"

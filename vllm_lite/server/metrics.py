@@ -6,6 +6,7 @@ Only those labelled `server` are that server's own.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -32,8 +33,10 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 
 
-class Scrape(NamedTuple):
-    """All that is known at the moment of one scrape."""
+@dataclass
+class Scrape(Collector):
+    """All that is known at the moment of one scrape, and what prometheus_client makes of it. There is no registry: two
+    scrapes share nothing."""
 
     stats: Stats
     config: EngineConfig
@@ -41,6 +44,21 @@ class Scrape(NamedTuple):
     load: int
     responses: Mapping[tuple[str, str], int]
     server: str
+    model_name: str
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in METRICS:
+            read = metric.read(self)
+            if read is None:
+                continue
+            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
+            for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
+                labels = (self.model_name, ENGINE, *own)
+                if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
+                    family.add_metric(labels, _buckets(value), value.sum)
+                else:
+                    family.add_metric(labels, value)
+            yield family
 
 
 Values = Mapping[tuple[str, ...], float | Histogram]
@@ -90,17 +108,9 @@ _COUNTERS = (
 )
 _HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
-    (
-        "vllm:inter_token_latency_seconds",
-        "token_gap_s",
-        "From the tokens of a step to those of the sample's next.",
-    ),
+    ("vllm:inter_token_latency_seconds", "token_gap_s", "From the tokens of a step to those of the sample's next."),
     ("vllm:time_per_output_token_seconds", "token_gap_s", "Deprecated: vllm:inter_token_latency_seconds."),
-    (
-        "vllm:request_time_per_output_token_seconds",
-        "mean_token_s",
-        "Mean time between the tokens of each request.",
-    ),
+    ("vllm:request_time_per_output_token_seconds", "mean_token_s", "Mean time between the tokens of each request."),
     ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
     ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
     ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's coming in to its first token."),
@@ -122,10 +132,6 @@ _BLOCK_HISTOGRAMS = (  # name, field of BlockHistograms, text
     ("vllm:kv_block_idle_before_evict_seconds", "idle_before_evict_s", "From a KV block's last use to its eviction."),
     ("vllm:kv_block_reuse_gap_seconds", "reuse_gap_s", "From one use of a cached KV block to the next."),
 )
-_CACHE_LABELS = (
-    *("block_size", "cache_dtype", "cpu_kvcache_space_bytes", "enable_prefix_caching", "gpu_memory_utilization"),
-    *("num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override", "swap_space"),
-)
 _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
@@ -137,15 +143,27 @@ def _of_blocks(field: str) -> Callable[[Scrape], Histogram | None]:
     return lambda at: getattr(at.stats.blocks, field, None)
 
 
-def _cache_config(at: Scrape) -> Values:
-    config = at.config
+def _space_bytes(config: EngineConfig) -> int | None:
     space = config.cpu_kvcache_space if config.device == "cpu" else None
-    values = (
-        *(at.engine.block_size, config.kv_cache_dtype, None if space is None else int(space * GIB)),
-        *(config.enable_prefix_caching, config.gpu_memory_utilization),
-        *(at.stats.num_host_blocks, at.engine.num_blocks, config.num_gpu_blocks_override, config.swap_space),
-    )
-    return {tuple(map(str, values)): 1}
+    return None if space is None else int(space * GIB)
+
+
+_CACHE_CONFIG: dict[str, Callable[[Scrape], object]] = {
+    "block_size": lambda at: at.engine.block_size,
+    "cache_dtype": lambda at: at.config.kv_cache_dtype,
+    "cpu_kvcache_space_bytes": lambda at: _space_bytes(at.config),
+    "enable_prefix_caching": lambda at: at.config.enable_prefix_caching,
+    "gpu_memory_utilization": lambda at: at.config.gpu_memory_utilization,
+    "num_cpu_blocks": lambda at: at.stats.num_host_blocks,
+    "num_gpu_blocks": lambda at: at.engine.num_blocks,
+    "num_gpu_blocks_override": lambda at: at.config.num_gpu_blocks_override,
+    "swap_space": lambda at: at.config.swap_space,
+}
+"""The labels of vllm:cache_config_info."""
+
+
+def _cache_config(at: Scrape) -> Values:
+    return {tuple(str(read(at)) for read in _CACHE_CONFIG.values()): 1}
 
 
 def _ended(at: Scrape) -> Values:
@@ -178,7 +196,9 @@ METRICS: tuple[Definition, ...] = (
     *(Definition(name, "gauge", text, attrgetter(f"stats.{field}")) for name, field, text in _GAUGES),
     Definition("vllm:kv_cache_usage_perc", "gauge", _USAGE, _usage),
     Definition("vllm:gpu_cache_usage_perc", "gauge", "Deprecated: vllm:kv_cache_usage_perc.", _usage),
-    Definition("vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, _CACHE_LABELS),
+    Definition(
+        "vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, tuple(_CACHE_CONFIG)
+    ),
     Definition(
         "vllm:lora_requests_info", "gauge", "There are no LoRAs; 1.", lambda _: {("0", "", ""): 1}, _LORA_LABELS
     ),
@@ -198,27 +218,25 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 
 
 class Metrics:
-    """Answers GET /metrics, and holds what the middleware below counts."""
+    """Answers GET /metrics, and counts responses."""
 
     def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
         """`config` is resolved; `server` distinguishes one of several API servers from the others."""
         self._calls = calls
         self._config = config
         self._engine = engine
-        self._labels = (model_name, ENGINE)
+        self._model_name = model_name
         self._server = server
         self._paths: set[str] = set()
         self._endpoints: dict[object, str] = {}
         self._responses = Counter[tuple[str, str]]()
 
     async def get(self, _: Request) -> Response:
-        """Prometheus' text. Raises ApiError, 503, if the engine is dead."""
-        scrape = Scrape(
-            *(await self._calls.stats(), self._config, self._engine),
-            *(len(self._calls), self._responses, self._server),
-        )
+        """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
+        stats, load = await self._calls.stats(), len(self._calls)
+        scrape = Scrape(stats, self._config, self._engine, load, self._responses, self._server, self._model_name)
         # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
-        text = generate_latest(_Collected(scrape, self._labels))
+        text = generate_latest(scrape)
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
@@ -230,59 +248,30 @@ class Metrics:
                 else:
                     self._paths.add(route.path)
 
-    def count(self, scope: Scope, status: int) -> None:
-        """Count a response that begins."""
-        path = scope["path"]
-        route = path if path in self._paths else self._endpoints.get(scope.get("endpoint"), OTHER)
-        self._responses[route, str(status)] += 1
+    def counting(self, app: ASGIApp) -> ASGIApp:
+        """Wrap `app`, so that every response is counted."""
 
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_and_count(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    path = scope["path"]
+                    route = path if path in self._paths else self._endpoints.get(scope.get("endpoint"), OTHER)
+                    self._responses[route, str(message["status"])] += 1
+                await send(message)
 
-class Tally:
-    """ASGI middleware: counts every response in `metrics`."""
+            await app(scope, receive, send_and_count)
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.count(scope, message["status"])
-            await send(message)
-
-        await self._app(scope, receive, send_and_count)
-
-
-class _Collected(Collector):
-    """Converts one scrape for prometheus_client. There is no registry: two scrapes share nothing."""
-
-    def __init__(self, scrape: Scrape, labels: tuple[str, ...]) -> None:
-        self._scrape = scrape
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in METRICS:
-            read = metric.read(self._scrape)
-            if read is None:
-                continue
-            family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
-            for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
-                labels = (*self._labels, *own)
-                if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
-                    family.add_metric(labels, _buckets(value), value.sum)
-                else:
-                    family.add_metric(labels, value)
-            yield family
+        return counted
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """(bound, number of values up to it), as Prometheus wants them."""
+    """Return pairs (bound, number of values up to it), as Prometheus wants them."""
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
 
 
 def table() -> str:
-    """Every metric as a row of a Markdown table: docs/metrics.md holds this."""
+    """Write every metric as a row of a Markdown table, for docs/metrics.md."""
     rows = ["| name | kind | labels | what it is |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         name = metric.name + "_total" * (metric.kind == "counter")

@@ -5,7 +5,7 @@ A sandbox limits what a template can reach, but not how long a loop in a loop ta
 processor time and memory; one that takes more time ends this process, and its owner starts another.
 
 Both sides use a socket and frames: a length in 4 bytes, then msgpack. The first frame is the template, answered with
-Rendered or Refused; then each Render is answered with one of them, in order.
+Rendered or RenderRefused; then each Render is answered with one of them, in order.
 """
 
 import gc
@@ -51,11 +51,14 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RenderRefused(msgspec.Struct, frozen=True, tag=True):
     """`num_chars` is the length of a text that is too long."""
 
     message: str
     num_chars: int | None = None
+
+
+Answer = Rendered | RenderRefused
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -69,16 +72,16 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
     del stop  # a signal ends it at once
     with socket.socket(fileno=settings.fd) as wire:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-        wanted = msgspec.msgpack.decode(_read(wire), type=TemplateSource)
+        wanted = msgspec.msgpack.decode(read_frame(wire), type=TemplateSource)
         _limit_cpu(MAX_COMPILE_S)
         try:
             template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
         except ModelError as error:
-            wire.sendall(frame(Refused(str(error))))
+            wire.sendall(frame(RenderRefused(str(error))))
             return 0
         gc.freeze()
         wire.sendall(frame(Rendered("")))
-        while data := _read(wire):
+        while data := read_frame(wire):
             _limit_cpu(MAX_CPU_S)
             wire.sendall(_answer(template, data))
     return 0
@@ -86,7 +89,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
 
 def _answer(template: ChatTemplate, data: bytes) -> bytes:
     """Make the frame of the answer here, as encoding takes memory too."""
-    too_much = Refused(f"the model's chat template takes too much: {LIMIT}")
+    too_much = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
     try:
         asked = msgspec.msgpack.decode(data, type=Render)
         text = template.render(
@@ -98,13 +101,15 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
         if len(text) <= asked.max_chars:
             return frame(Rendered(text))
         made = f"the model's chat template makes a prompt of {len(text)} characters"
-        return frame(Refused(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
+        return frame(RenderRefused(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
     except RequestError as error:
-        return frame(too_much if isinstance(error.__cause__, MemoryError) else Refused(str(error)))
+        return frame(too_much if isinstance(error.__cause__, MemoryError) else RenderRefused(str(error)))
     except MemoryError:
         return frame(too_much)
     except UnicodeEncodeError as error:
-        return frame(Refused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}"))
+        return frame(
+            RenderRefused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}")
+        )
 
 
 def _limit_cpu(limit_s: float) -> None:
@@ -112,7 +117,7 @@ def _limit_cpu(limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _read(wire: socket.socket) -> bytes:
+def read_frame(wire: socket.socket) -> bytes:
     """Read one frame; b"" at the end."""
     length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
     return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""

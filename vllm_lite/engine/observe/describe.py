@@ -17,11 +17,14 @@ from vllm_lite.protocol import api
 def describe(
     scheduler: Scheduler, requests: Iterable[Request], now_s: float, *, with_content: bool = False
 ) -> list[api.RequestState]:
-    """Describe live requests; `with_content` adds their parameters, tokens and logprobs."""
+    """The states of live requests; if it is only one, `with_content` adds what it consists of: a fork needs that."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
-    return [_state(scheduler, request, places, now_s, with_content) for request in known]
+    states = [_state(scheduler, request, places, now_s) for request in known]
+    if with_content and len(known) == 1:
+        return [msgspec.structs.replace(states[0], content=_content(known[0]))]
+    return states
 
 
 def _content(request: Request) -> api.RequestContent:

@@ -10,11 +10,11 @@ from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
 from vllm_lite.server.openai.chunks import AnswerStyle
 
-MAX_ECHO_CHARS = 256 * 1024
-"""A longer echo is left out of the context, and forks of the call are answered without it."""
+MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
+"""A longer echo is left out of the context: forks of the call that another server makes are answered without it."""
 
 
 class CallContext(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Choice:
 
 
 class Call:
-    """It is woken whenever one of its streams has something new."""
+    """One HTTP request that generates. It is woken whenever one of its streams has something new."""
 
     def __init__(
         self, call_id: str, streams: Sequence[RequestStream], style: AnswerStyle, *, are_forks: bool = False
@@ -63,7 +63,7 @@ class Call:
         self.created = int(time.time())
         self.streams = streams
         self.style = style
-        self._are_forks = are_forks
+        self.are_forks = are_forks
         self._prompts = streams[:1] if are_forks else streams
         self._num_inherited = self._num_tokens
         num = streams[0].params.n
@@ -80,12 +80,15 @@ class Call:
         self.was_woken = False
         self._changed = asyncio.Event()
 
-    def message(self, index: int) -> Generate | ForkRequest:
-        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+    def context(self, index: int) -> CallContext:
         style, count = self.style, len(self.streams)
         if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
             style = msgspec.structs.replace(style, echo=())  # only a call with one stream can be forked
-        context = msgspec.msgpack.encode(CallContext(self.created, index, count, self._are_forks, style))
+        return CallContext(self.created, index, count, self.are_forks, style)
+
+    def message(self, index: int) -> Generate | ForkRequest:
+        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+        context = msgspec.msgpack.encode(self.context(index))
         return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 
     @property
@@ -108,12 +111,12 @@ class Call:
 
     @property
     def error(self) -> VllmLiteError | None:
-        """What the first stream that failed ended with."""
+        """The error of the first stream that failed."""
         return next((stream.error for stream in self.streams if stream.error is not None), None)
 
     @property
     def is_late(self) -> bool:
-        """Its `deadline_ms` has passed."""
+        """Whether its `deadline_ms` has passed."""
         limit_ms, arrival_s = self.streams[0].params.deadline_ms, self.streams[0].metrics.arrival_time
         return limit_ms is not None and time.monotonic() >= arrival_s + limit_ms / 1000
 
@@ -126,7 +129,7 @@ class Call:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
     def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
-        """Each choice that has something new, with it."""
+        """Yield each choice that has something new, with what that is."""
         for choice in self.choices:
             if (delta := choice.delta()) is not None:
                 yield choice, delta
@@ -136,12 +139,12 @@ class Call:
         self._changed.set()
 
     def cut_short(self) -> None:
-        """The server ends; the call ends without waiting for the engine to know it."""
+        """End the call as the server ends: it does not wait for the engine to end its streams."""
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
     def disconnect(self) -> None:
-        """Its client has disconnected."""
+        """Report that its client has disconnected."""
         self.is_disconnected = True
         self._changed.set()
 

@@ -56,7 +56,7 @@ class Throttle:
 
 
 class Dispatcher:
-    """All streams of one session. Every method is called on the loop."""
+    """Holds all streams of one session, and brings each its events. Every method is called on the loop."""
 
     def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
         self.session = session
@@ -88,7 +88,7 @@ class Dispatcher:
         return any(stream.request_id in self._streams for stream in call.streams)
 
     def drop(self, call: Call) -> None:
-        """`call` is over: what of it still runs is aborted in the engine."""
+        """Forget `call`, which is over. What of it still runs is aborted in the engine."""
         self._throttle.forget(call)
         for stream in call.streams:
             if self._streams.get(stream.request_id, (None, None))[1] is call:
@@ -100,7 +100,7 @@ class Dispatcher:
             self.session.abort(stream.request_id)
 
     def _receive(self, events: list[Event]) -> None:
-        """On the session's thread."""
+        """Take events to the loop. It is called on the session's thread."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[Event]) -> None:
@@ -128,7 +128,7 @@ class Dispatcher:
             self._throttle.wake(call, self.num_sequences, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
-        """If the engine has not ended the stream, it is aborted there."""
+        """Forget a stream. If the engine has not ended it, it is aborted there."""
         del self._streams[stream.request_id]
         self._leave_queue(stream.request_id)
         self.num_sequences -= len(stream.samples)

@@ -39,7 +39,8 @@ class QueueLimits(NamedTuple):
 
 
 class Calls:
-    """Every method is called on the loop."""
+    """Holds the calls that run on this server, and decides whether another may start. Every method is called on the
+    loop."""
 
     def __init__(self, dispatcher: Dispatcher, limits: QueueLimits, scoreboard: Scoreboard | None = None) -> None:
         """`scoreboard` shows how many run here; it is given where there are several servers."""
@@ -53,6 +54,9 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    def get(self, call_id: str) -> Call | None:
+        return self._running.get(call_id)
 
     @property
     def death(self) -> str | None:
@@ -140,7 +144,7 @@ class Calls:
             raise ApiError(503, text) from error
 
     async def watch(self) -> None:
-        """For ever: have silent streams send a comment, and look at the queue."""
+        """Have silent streams send a comment, and look at the queue, again and again until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()

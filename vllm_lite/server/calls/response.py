@@ -38,9 +38,10 @@ class CallResponse(Response):
         stream: bool,
         headers: dict[str, str],
     ) -> None:
-        """`run` starts the call in the engine, and ends what is left of it."""
+        """`run` starts the call in the engine and, at its exit, ends what is left of it there."""
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
         super().__init__(headers={"content-type": kind, **headers})
+        self._own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._call = call
         self._writer = writer
         self._run = run
@@ -64,8 +65,10 @@ class CallResponse(Response):
             return
         if call.error is not None or call.was_cut:
             raise _as_error(call)
-        body = await self._made(self._writer.whole, has_logprobs(call))
-        headers = [*self._own_headers(), (b"content-length", b"%d" % len(body))]
+        params = call.streams[0].params
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        body = await self._made(self._writer.whole, is_long=has_logprobs)
+        headers = [*self._own_headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -76,7 +79,7 @@ class CallResponse(Response):
             raise _as_error(call)
         if call.is_disconnected:
             return
-        headers = [*self._own_headers(), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        headers = [*self._own_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         data = writer.opening()
         while not call.is_disconnected:
@@ -102,17 +105,9 @@ class CallResponse(Response):
             lambda: b"".join([self._writer.chunk(choice, delta) for choice, delta in deltas]), is_long=many
         )
 
-    async def _made(self, make: Callable[[], bytes], is_long: bool) -> bytes:
+    async def _made(self, make: Callable[[], bytes], *, is_long: bool) -> bytes:
         """What `make` returns, in a thread if that takes long: the candidates of one token take 20 us or more."""
         return await asyncio.to_thread(make) if is_long else make()
-
-    def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        return [header for header in self.raw_headers if header[0] != b"content-length"]
-
-
-def has_logprobs(call: Call) -> bool:
-    params = call.streams[0].params
-    return params.logprobs is not None or params.prompt_logprobs is not None
 
 
 def _as_error(call: Call) -> ApiError:

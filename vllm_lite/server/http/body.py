@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.disconnect import disconnected
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
@@ -37,7 +38,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class BodyReader:
-    """Every method raises ApiError."""
+    """Reads and decodes bodies, within limits for each and for all at a time. Every method raises ApiError."""
 
     def __init__(self, config: ServeConfig, max_model_len: int = 0) -> None:
         self._max_bytes = config.max_request_bytes
@@ -47,7 +48,7 @@ class BodyReader:
         """Bytes of the bodies that are not yet whole, and of those that are not yet tokenized."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
-        """`endpoint`, at whose end what it has read of a body is no longer held."""
+        """Wrap `endpoint`: when it ends, the bytes of the body that it has read are no longer counted as held."""
 
         async def held(request: Request) -> Response:
             try:
@@ -58,7 +59,7 @@ class BodyReader:
         return held
 
     async def read(self, request: Request, kind: type[B]) -> tuple[B, dict[str, str]]:
-        """The body, and the header that says what of it is ignored."""
+        """Return the body, and the header that names the fields that are ignored."""
         return await decoded(await self.receive(request), kind)
 
     async def receive(self, request: Request) -> bytes:
@@ -109,12 +110,12 @@ class BodyReader:
 
 
 async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
-    """The same as decode(), without the loop for a long one."""
+    """Do the same as decode(), in a thread if the body is long."""
     return await asyncio.to_thread(decode, data, kind) if len(data) > BIG_BYTES else decode(data, kind)
 
 
 def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
-    """A body, and the header that says what of it is ignored. Raises ApiError."""
+    """Return the body, and the header that names the fields that are ignored. Raises ApiError."""
     body, ignored = bodies.read(data, kind)
     wanted = body.sampling_params if isinstance(body, GenerateBody) else body
     if isinstance(wanted, SamplingFields) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
@@ -123,11 +124,11 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises ApiError if the client goes."""
+    """Yield the body as it comes. Raises ApiError if the client disconnects."""
     while True:
         message = await request.receive()
         if message["type"] != "http.request":
-            raise ApiError(400, "the client has gone")
+            raise disconnected()
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from vllm_lite.runtime import log
-from vllm_lite.server.openai.errors import error_body
+from vllm_lite.server.openai.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
 PIECE_BYTES = 4096
@@ -62,7 +62,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
-        self._error = (400, "what was sent is not HTTP")
+        self._error = ApiError(400, "what was sent is not HTTP")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -106,7 +106,7 @@ class HttpConnection(HttpToolsProtocol):
         return len(self._unparsed) < MAX_UNPARSED_BYTES
 
     def _parse(self, data: bytes) -> None:
-        """Piece by piece, until a request waits."""
+        """Parse `data` piece by piece, until a request waits."""
         done = 0
         while done < len(data) and not self.pipeline and not self.transport.is_closing():
             self._parse_piece(data[done : done + PIECE_BYTES])
@@ -121,7 +121,8 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_new:
             self._header_bytes += len(piece)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse_headers()
+                self._error = _TOO_LONG
+                self.send_400_response("")
                 return
         if self._timer is None and self._is_idle():  # the base's own timer ended with the first byte
             self._start_timer()
@@ -155,16 +156,11 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
-        """Whatever is wrong before there is a request."""
-        status, message = self._error
-        body = error_body(status, message)
+        """Answer, as `_error` says, what is wrong before there is a request."""
+        body = self._error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.write(STATUS_LINE[self._error.status] + head + body)
         self.transport.close()
-
-    def _refuse_headers(self) -> None:
-        self._error = _TOO_LONG
-        self.send_400_response("")
 
     def _start_timer(self) -> None:
         self._stop_timer()
@@ -176,7 +172,7 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = None
 
     def _is_idle(self) -> bool:
-        """All that was asked has been answered, and nothing new."""
+        """Whether all requests have been answered and no new one has begun."""
         return self.cycle is not None and self.cycle.response_complete
 
     def _too_slow(self) -> None:
@@ -188,11 +184,11 @@ class HttpConnection(HttpToolsProtocol):
         if not self._in_headers:
             self.transport.close()
             return
-        self._error = (408, f"the headers of a request must come within {self.header_timeout_s:g} s")
+        self._error = ApiError(408, f"the headers of a request must come within {self.header_timeout_s:g} s")
         self.send_400_response("")
 
 
-_TOO_LONG = (431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
+_TOO_LONG = ApiError(431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
 
 
 def with_timeouts(header_timeout_s: float, write_timeout_s: float) -> type[HttpConnection]:

@@ -42,7 +42,7 @@ class Threads:
 
 
 def disconnected() -> ApiError:
-    """What ends the work for a client that has disconnected; nobody reads it."""
+    """Make the error that ends the work for a client that has disconnected. Nobody reads it."""
     return ApiError(400, "the client has gone")
 
 

@@ -66,15 +66,20 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]
 """Python's `$` would let a line end be behind it."""
 
 
-class Body(SamplingFields, frozen=True, kw_only=True):
-    """What both kinds of generation share."""
+class ForkBody(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None
-    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+
+
+class Body(ForkBody, frozen=True, kw_only=True):
+    """What completions and chats share: a fork's fields, and these."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -144,15 +149,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
 
 
-class ForkBody(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    request_id: RequestId | None = None
-    return_token_ids: bool | None = None
-
-
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize: either a prompt, or messages."""
 
@@ -181,29 +177,26 @@ guided_json guided_regex json_schema logits_processors logprob_token_ids lora_pa
 repetition_detection return_hidden_states return_prompt_text return_tokens_as_token_ids structural_tag
 structured_outputs suffix tools watermarking web_search_options
 """
+_OFF_AT_0 = """
+dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
+top_a xtc_probability
+"""
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ALWAYS_REFUSED.split(), ()),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
+    **dict.fromkeys(_OFF_AT_0.split(), (0,)),
     "function_call": ("none",),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
     "modalities": (["text"],),
-    "no_repeat_ngram_size": (0,),
     "response_format": ({"type": "text"},),
-    "smoothing_factor": (0,),
     "tfs": (1,),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
-    "top_a": (0,),
     "truncation_side": ("left",),
     "typical_p": (1,),
     "verbosity": ("medium",),
-    "xtc_probability": (0,),
 }
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
+
+_NO_TEMPLATE = ": templates come from the model or the server's --chat-template, never from a request"
 
 _SPELLINGS = {
     bool: {
@@ -221,7 +214,7 @@ _Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
 
 
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
-    """The body and the names of the fields that are ignored. Raises ApiError."""
+    """Return the body, and the names of the fields that are ignored. Raises ApiError."""
     fields = _decode(data, _Fields)
     ignored = _ignored(fields, kind)
     respelled = _respelled(fields, kind)
@@ -235,7 +228,7 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
 
 
 def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
-    """Those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
+    """Return those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
     spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
     for name, raw in fields.items():
         known = spellings.get(name)
@@ -248,22 +241,23 @@ def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> di
 
 @cache
 def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]]:
-    """The spellings of the fields that are a flag or a number."""
+    """Return the spellings of the fields that are a flag or a number."""
     hints = get_type_hints(kind)
     return {name: known for name, hint in hints.items() for each, known in _SPELLINGS.items() if hint == each | None}
 
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
-    """Those of `fields` that are. Raises ApiError for one that is refused."""
+    """Return the names of the fields that are ignored. Raises ApiError for one that is refused."""
     known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
         if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
-            raise ApiError(400, f"{name} is not supported by this server{_reason(name)}", name)
+            reason = _NO_TEMPLATE if name == "chat_template" else ""
+            raise ApiError(400, f"{name} is not supported by this server{reason}", name)
     return sorted(fields.keys() - known - REFUSED.keys())
 
 
 def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """0 is not False here: as a limit it says something."""
+    """Whether a refused field changes nothing with this value. 0 is not False here: as a limit it says something."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*NOTHING, *harmless))
 
 
@@ -271,12 +265,6 @@ def warning(ignored: Iterable[str]) -> dict[str, str]:
     """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
     names = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
     return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
-
-
-def _reason(name: str) -> str:
-    if name == "chat_template":
-        return ": templates come from the model or the server's --chat-template, never from a request"
-    return ""
 
 
 def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
@@ -292,7 +280,7 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
-    """What `body` asks for, over `defaults`, under `changes`. Raises ApiError."""
+    """Make the sampling params: `changes` win over what `body` gives, that wins over `defaults`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
         given["seed"] = body.seed % 2**64

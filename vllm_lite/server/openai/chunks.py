@@ -42,17 +42,17 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     usage_always: bool = False
 
     @classmethod
-    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str, echo: tuple[str, ...] = ()) -> Self:
+    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str) -> Self:
         if isinstance(body, GenerateBody):
             scores = body.sampling_params.prompt_logprobs is not None
             return cls("gen", model, prompt_logprobs=scores).with_usage(body.stream_options)
         kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
-        style = cls(kind, model, echo, only_scores, body.prompt_logprobs is not None, ids, ids)
+        style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
         return style.with_usage(body.stream_options)
 
     def forked(self, body: ForkBody) -> Self:
-        """The style of a fork, which may ask for token ids and usage itself."""
+        """Return the style of a fork, which may ask for token ids and usage itself."""
         style = self.with_usage(body.stream_options)
         if self.kind == "gen" or body.return_token_ids is None:
             return style
@@ -70,9 +70,9 @@ class AnswerWriter:
     chunk_object: str
     whole_object: str
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
         self._call = call
-        self._style = style
+        self._style = style = call.style
         self._spelling = spelling
         self._params = call.streams[0].params
         self._num_shown = 0
@@ -81,7 +81,7 @@ class AnswerWriter:
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
     def opening(self) -> bytes:
-        """The stream before anything has come."""
+        """Write what a stream begins with, before the first token."""
         return b""
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
@@ -90,10 +90,11 @@ class AnswerWriter:
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
         if not (delta.text or delta.finish_reason is not None or has_tokens):
             return b""
-        return self._line(b'{"index":%d,' % choice.index + self._chunk_fields(choice, delta) + self._tail(delta))
+        fields = _encode(self._new_fields(choice, delta))[1:-1]
+        return self._line(b'{"index":%d,' % choice.index + fields + self._tail(delta))
 
     def closing(self) -> bytes:
-        """The stream after all has ended, with the usage if it was asked for."""
+        """Write what a stream ends with: the usage if it was asked for, and [DONE]."""
         if not self._style.usage:
             return DONE
         return self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n" + DONE
@@ -108,7 +109,7 @@ class AnswerWriter:
             if self._style.token_ids:
                 end["token_ids"] = delta.token_ids
             prompt = self._prompt_fields(choice) if is_completion else {}
-            choices.append({"index": choice.index, **self._fields(choice, delta), **end, **prompt})
+            choices.append({"index": choice.index, **self._whole_fields(choice, delta), **end, **prompt})
         return _encode(
             {
                 **self._identity(self.whole_object),
@@ -119,13 +120,13 @@ class AnswerWriter:
             }
         )
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         """The fields of a choice in a chunk, between its index and what all kinds have."""
-        raise NotImplementedError
+        return {"logprobs": self._content_logprobs(delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         """The same fields in the whole body."""
-        raise NotImplementedError
+        return self._new_fields(choice, delta)
 
     def _shown(self, delta: CompletionOutput) -> CompletionOutput:
         """What of `delta` is shown, without what was generated if only the prompt was asked for."""
@@ -149,13 +150,13 @@ class AnswerWriter:
         }
 
     def _line(self, choice: bytes) -> bytes:
-        """One `data:` line with one choice."""
+        """Write one `data:` line with one choice."""
         if self._style.usage_always:
             return b"".join((self._head, choice, b'],"usage":', _encode(self._usage(None)), b"}\n\n"))
         return b"".join((self._head, choice, b"]", self._null_usage))
 
     def _tail(self, delta: CompletionOutput) -> bytes:
-        """The end of a choice in a stream, behind its text and logprobs."""
+        """Write the end of a choice in a stream, which follows its text and logprobs."""
         ids = b',"token_ids":' + _encode(delta.token_ids) if self._style.token_ids else b""
         if delta.finish_reason is None:
             return ids + b',"finish_reason":null}'
@@ -163,52 +164,52 @@ class AnswerWriter:
         return b"".join((ids, *reasons, b"}"))
 
     def _prompt_fields(self, choice: "Choice") -> dict[str, Any]:
-        """The fields about the prompt; null stands for what was not asked for."""
-        entries = logprobs.of_prompt(choice.stream) if self._style.prompt_logprobs else None
+        """Return the fields about the prompt; null stands for what was not asked for."""
+        entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
         return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
     def _content_logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
-        """The logprobs of all kinds but completions."""
+        """Return the logprobs in the format of chats, which all kinds but completions use."""
         if self._params.logprobs is None or delta.logprobs is None:
             return None
         return logprobs.of_chat(delta.logprobs, self._params.logprobs, self._spelling)
 
 
 class ChatWriter(AnswerWriter):
-    """/v1/chat/completions. The echo is the message that the answer goes on from."""
+    """Writes the answers of /v1/chat/completions. The echo is the message that the answer goes on from."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
-        super().__init__(call, style, spelling)
-        self._echo = "".join(style.echo)
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
+        super().__init__(call, spelling)
+        self._echo = "".join(call.style.echo)
 
     def opening(self) -> bytes:
-        """The role of each choice, and the echo if there is one."""
+        """Write the role of each choice, and the echo if there is one."""
         delta = {"role": "assistant", "content": self._echo}
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
         return b"".join(self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        text, found = _encode(delta.text), _encode(self._content_logprobs(delta))
-        return b"".join((b'"delta":{"content":', text, b'},"logprobs":', found))
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+        return {"delta": {"content": delta.text}, "logprobs": self._content_logprobs(delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
         return {"message": message, "logprobs": self._content_logprobs(delta)}
 
 
 class CompletionWriter(AnswerWriter):
-    """/v1/completions. The echo is the text of each prompt; the forks of a request have its only one."""
+    """Writes the answers of /v1/completions. The echo is the text of each prompt; forks have that of the
+    request's only prompt."""
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(self, call: "Call", style: AnswerStyle, spelling: Spelling) -> None:
-        super().__init__(call, style, spelling)
-        texts = style.echo or ("",)
+    def __init__(self, call: "Call", spelling: Spelling) -> None:
+        super().__init__(call, spelling)
+        texts = call.style.echo or ("",)
         n = len(call.choices) // len(call.streams)
         self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
         self._offsets = [Offsets(len(text)) for text in self._echo]
@@ -221,10 +222,10 @@ class CompletionWriter(AnswerWriter):
             if text
         )
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:
-        return b"".join((b'"text":', _encode(delta.text), b',"logprobs":', _encode(self._logprobs(choice, delta))))
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": self._logprobs(choice, delta)}
 
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         text = self._echo[choice.index] + delta.text
         return {"text": text, "logprobs": self._whole_logprobs(choice, delta)}
 
@@ -234,9 +235,9 @@ class CompletionWriter(AnswerWriter):
         return logprobs.of_completion(delta.token_ids, delta.logprobs, self._offsets[choice.index], self._spelling)
 
     def _whole_logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
-        """With those of the prompt, if that is echoed."""
+        """Return the logprobs of the whole answer, after those of the prompt if that is echoed."""
         found = self._logprobs(choice, delta)
-        entries = logprobs.of_prompt(choice.stream) if self._style.echo and found is not None else None
+        entries = choice.stream.output().prompt_logprobs if self._style.echo and found is not None else None
         if entries is None or found is None:
             return found
         offsets = Offsets(0)
@@ -247,7 +248,7 @@ class CompletionWriter(AnswerWriter):
 
 
 class TokensWriter(AnswerWriter):
-    """/inference/v1/generate."""
+    """Writes the answers of /inference/v1/generate."""
 
     chunk_object = "generation.chunk"
     whole_object = "generation"
@@ -255,16 +256,10 @@ class TokensWriter(AnswerWriter):
     def _identity(self, kind: str) -> dict[str, Any]:
         return {"request_id": self._call.id, **super()._identity(kind)}
 
-    def _chunk_fields(self, choice: "Choice", delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        return b'"logprobs":' + _encode(self._content_logprobs(delta))
-
-    def _fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
-        return {"logprobs": self._content_logprobs(delta)}
-
 
 _WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl": ChatWriter, "gen": TokensWriter}
 
 
 def writer(call: "Call", spelling: Spelling) -> AnswerWriter:
-    """The one for the call's style."""
-    return _WRITERS[call.style.kind](call, call.style, spelling)
+    """Make the writer for the call's style."""
+    return _WRITERS[call.style.kind](call, spelling)

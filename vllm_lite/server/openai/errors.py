@@ -45,16 +45,13 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param, self.code)
+        """Encode the error as OpenAI does."""
+        kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON of an error."""
-    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
 
 
 def in_use(call_id: str) -> ApiError:
@@ -75,5 +72,5 @@ def failed(error: VllmLiteError) -> ApiError:
 
 
 def public_text(error: VllmLiteError) -> str:
-    """What a stranger may read of `error`: no addresses on this machine."""
+    """Return what a stranger may read of `error`: no addresses on this machine."""
     return _ADDRESS.sub("its address", str(error))

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.outputs import Logprob
-from vllm_lite.client.stream import RequestStream
 from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 
@@ -26,7 +25,7 @@ class Spelling:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """As text and as bytes, in the middle of a text."""
+        """Spell a token in the middle of a text, as text and as bytes."""
         known = self._known.get(token_id)
         if known is None:
             data = self._bytes(token_id)
@@ -48,14 +47,14 @@ class Spelling:
 
 
 class Offsets:
-    """Where in its text each token of a choice begins, in characters."""
+    """Counts where in its text each token of a choice begins, in characters."""
 
     def __init__(self, start: int) -> None:
         self.place = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, data: bytes) -> int:
-        """The place of the next token, which has these bytes."""
+        """Return the place of the next token, which has these bytes."""
         place = self.place
         self.place += len(self._utf8.decode(data))
         return place
@@ -67,7 +66,7 @@ def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict
 
 
 def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
-    """Encoded, so that what it is made of is there for one token at a time."""
+    """Encode one token at once, so that the objects it is made of exist for one token at a time."""
     token_id = next(iter(candidates))
     likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
     return _encoded(
@@ -102,26 +101,17 @@ def of_completion(
     return found
 
 
-def of_prompt(stream: RequestStream) -> list[Candidates | None] | None:
-    """The logprobs of the prompt of a stream that has ended, None if not asked for."""
-    return stream.output().prompt_logprobs
-
-
 def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
     """`prompt_logprobs` as vLLM answers them, by token id; each is encoded."""
-    if entries is None:
-        return None
-    return [
-        None
-        if candidates is None
-        else _encoded(
-            {
-                str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
-                for token_id, it in candidates.items()
-            }
-        )
-        for candidates in entries
-    ]
+    return None if entries is None else [None if candidates is None else _by_id(candidates) for candidates in entries]
+
+
+def _by_id(candidates: Candidates) -> msgspec.Raw:
+    objects = {
+        str(token_id): {"logprob": _finite(it.logprob), "rank": it.rank, "decoded_token": it.decoded_token}
+        for token_id, it in candidates.items()
+    }
+    return _encoded(objects)
 
 
 def _encoded(value: Any) -> msgspec.Raw:

@@ -59,23 +59,23 @@ class Prompts:
     ) -> list[int]:
         """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
         template's, unless more are asked for."""
-        text, is_special = await self.render(body, params, request), bool(body.add_special_tokens)
-        try:
-            return await self.tokenized(lambda check: self._encoded(text, is_special, params, check), [text], request)
-        except RequestError as error:
-            raise refused(error, "messages") from error
+        text = await self.render(body, params, request)
+        return await self.of_text(text, bool(body.add_special_tokens), params, request, "messages")
 
-    async def of_text(self, text: str, request: Request, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, which need not fit into the context."""
+    async def of_text(
+        self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
+    ) -> list[int]:
+        """Token ids of `text`, which stands in this field of the body; it has to fit into the context if there are
+        `params`."""
         try:
             return await self.tokenized(
-                lambda check: self._encoded(text, add_special_tokens, None, check), [text], request
+                lambda check: self._encoded(text, add_special_tokens, params, check), [text], request
             )
         except RequestError as error:
-            raise refused(error, "prompt") from error
+            raise refused(error, field) from error
 
     async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> str:
-        """The text of a chat, special tokens included."""
+        """Render the text of a chat, special tokens included."""
         if self._renderer is None:
             raise ApiError(
                 400,
@@ -112,19 +112,15 @@ class Prompts:
         return await self._threads.run(work, request.receive)
 
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
-        """Raises RequestError as well."""
-        tokenizer = self._needed()
-        check()
-        check_text(text, tokenizer, self._max_model_len, params, check)
-        return encode(text, tokenizer, add_special_tokens=add_special_tokens)
-
-    def _needed(self) -> Tokenizer:
+        """Tokenize one text. Raises RequestError as well."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; give /v1/completions a prompt of token ids", "prompt")
-        return self.tokenizer
+        check()
+        check_text(text, self.tokenizer, self._max_model_len, params, check)
+        return encode(text, self.tokenizer, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of `token_ids`. Other tasks of the loop run between slices of many."""
+        """Return the text of `token_ids`. Other tasks of the loop run between slices of many."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
         if len(token_ids) <= SLICE_TOKENS:
@@ -139,7 +135,7 @@ class Prompts:
 
 
 def _several(given: Any) -> list[PromptLike]:
-    """One prompt or many: a list of integers is one."""
+    """Make a list of one prompt or many; a list of integers is one prompt."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -153,7 +149,7 @@ def _several(given: Any) -> list[PromptLike]:
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates know them, with one text each."""
+    """Make messages as templates know them, with one text each."""
     plain = []
     for place, message in enumerate(messages):
         if message.role not in ROLES:
@@ -168,7 +164,7 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def text_of(message: ChatMessage, place: int = -1) -> str:
-    """All its parts."""
+    """Join the texts of all parts of a message."""
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

@@ -7,20 +7,20 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from vllm_lite.client.text import template_process
 from vllm_lite.client.text.chat_template import TemplateSource
-from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Refused, Render, Rendered, RenderSettings, frame
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 
-MODULE = "vllm_lite.client.text.template_process"
 START_S = 60.0
 ANSWER_S = 60.0
 """For what no processor time counts: a process that was stopped, a machine that stands still."""
-END_S = 1.0
+END_S = 10.0
+"""For a process that has closed its wire to be gone; on a busy machine that takes its time."""
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 
-_Answer = Rendered | Refused
+_answers: msgspec.msgpack.Decoder[template_process.Answer] = msgspec.msgpack.Decoder(template_process.Answer)
 logger = log.get(__name__)
 
 
@@ -33,7 +33,7 @@ class TextTooLongError(RequestError):
 
 
 class Renderer:
-    """One template, rendered one chat at a time."""
+    """Renders one template, one chat at a time."""
 
     def __init__(self, template: TemplateSource) -> None:
         """Starts the process. Raises ModelError for a template that cannot be read."""
@@ -46,13 +46,13 @@ class Renderer:
         self.num_starts = 0
         self._start()
 
-    async def render(self, chat: Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
+    async def render(self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
         """The text of `chat`. Before it is rendered `is_wanted` says whether its client still waits for it.
 
         Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
         """
         try:
-            data = frame(chat)
+            data = template_process.frame(chat)
         except OverflowError as error:
             raise RequestError("chat_template_kwargs: integers may have at most 64 bits") from error
         async with self._busy:
@@ -62,7 +62,7 @@ class Renderer:
                 answer = await self._asked(data)
             except (ModelError, OSError) as error:
                 raise EngineError(f"the chat template cannot be rendered: {error}") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, template_process.RenderRefused):
             if answer.num_chars is not None:
                 raise TextTooLongError(answer.message, answer.num_chars)
             raise RequestError(answer.message)
@@ -73,17 +73,17 @@ class Renderer:
         return self._child.pid
 
     def close(self) -> None:
-        """No more chats: those that wait fail because the server ends."""
+        """Take no more chats. Those that wait fail because the server ends."""
         self._is_closed = True
         threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
         if not self._busy.locked():
             self._end(0.0)
 
-    async def _asked(self, data: bytes) -> _Answer:
+    async def _asked(self, data: bytes) -> template_process.Answer:
         """What the process answers. Raises OSError, ModelError, or RequestError if it has ended of it."""
         if self._is_closed:
             raise OSError(CLOSED)
-        if self._wire is not None and _is_closed(self._wire):  # somebody has killed it
+        if self._wire is not None and _has_ended(self._wire):  # somebody has killed it
             self._end(0.0)
         wire = self._wire
         if wire is None:
@@ -92,38 +92,41 @@ class Renderer:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
-                length = int.from_bytes(await _received(wire, LENGTH_BYTES), "little")
-                return _decoded(await _received(wire, length))
+                length = int.from_bytes(await _received(wire, template_process.LENGTH_BYTES), "little")
+                return _answers.decode(await _received(wire, length))
         except (OSError, TimeoutError):
             reason = await asyncio.to_thread(self._end, END_S)
             if reason != TOO_MUCH:
                 raise OSError(CLOSED if self._is_closed else reason) from None
             logger.warning("the chat template took too much; its process is started again with the next chat")
-            raise RequestError(f"the model's chat template takes too much: {LIMIT}") from None
+            raise RequestError(f"the model's chat template takes too much: {template_process.LIMIT}") from None
         except BaseException:  # in the middle of an answer, which nobody will read
             self._end(0.0)
             raise
 
     def _start(self) -> socket.socket:
-        """The wire to a new process. Raises ModelError."""
+        """Start a process and return the socket to it. Raises ModelError."""
         ours, theirs = socket.socketpair()
         self._ended.clear()
         with theirs:
-            settings, ended = RenderSettings(theirs.fileno()), self._ended
+            settings, ended = template_process.RenderSettings(theirs.fileno()), self._ended
             self._child = supervise.spawn(
-                MODULE, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
+                template_process.__name__, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
             )
         self.num_starts += 1
         try:
             ours.settimeout(START_S)
-            ours.sendall(frame(self._template))
-            answer = _decoded(_read(ours))
+            ours.sendall(template_process.frame(self._template))
+            data = template_process.read_frame(ours)
+            if not data:
+                raise ConnectionResetError
         except OSError as error:
             ours.close()
             reason = self._end(END_S)
             text = "compiling it takes too long" if reason == TOO_MUCH else reason
             raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
-        if isinstance(answer, Refused):
+        answer = _answers.decode(data)
+        if isinstance(answer, template_process.RenderRefused):
             ours.close()
             raise ModelError(answer.message)
         ours.setblocking(False)
@@ -131,7 +134,7 @@ class Renderer:
         return ours
 
     def _end(self, patience_s: float) -> str:
-        """No process. Returns why it ended, if it has within `patience_s` of itself."""
+        """End the process. Returns why it had ended by itself, if that comes to be known within `patience_s`."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -142,19 +145,14 @@ class Renderer:
         return reason or "it does not answer"
 
 
-def _is_closed(wire: socket.socket) -> bool:
-    """Whether the other side has ended; the kernel knows it before the thread that waits for the process."""
+def _has_ended(wire: socket.socket) -> bool:
+    """Whether the other side has; the kernel knows it before the thread that waits for the process."""
     try:
         return not wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:
         return True
-
-
-def _decoded(data: bytes) -> _Answer:
-    answer: _Answer = msgspec.msgpack.decode(data, type=_Answer)
-    return answer
 
 
 async def _received(wire: socket.socket, count: int) -> bytes:
@@ -165,13 +163,3 @@ async def _received(wire: socket.socket, count: int) -> bytes:
             raise ConnectionResetError
         data += piece
     return bytes(data)
-
-
-def _read(wire: socket.socket) -> bytes:
-    """One frame, by a socket that blocks. Raises OSError."""
-    with wire.makefile("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        data = file.read(length)
-    if not length or len(data) < length:
-        raise ConnectionResetError
-    return data

@@ -49,7 +49,7 @@ class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ApiServers:
-    """One child for each of the settings; without any there is nothing to do."""
+    """Runs one child for each of the settings; without any there is nothing to do."""
 
     def __init__(
         self, settings: Sequence[ApiServerSettings], scoreboard: Scoreboard, listeners: Sequence[socket.socket] = ()
@@ -119,7 +119,7 @@ class ApiServers:
         return self.trouble
 
     def stop(self) -> None:
-        """Have them end, each in the time that requests have for that."""
+        """Ask all to end, each in the time that its requests have for that."""
         if self._stopping is not None:
             return
         for listener in self._listeners:
@@ -132,14 +132,14 @@ class ApiServers:
             thread.start()
 
     def stop_now(self) -> None:
-        """After stop(): have them end without waiting for their requests."""
+        """Ask all again, after stop(), to end without waiting for their requests."""
         for child in self._children.values():
             if child.exited() is None:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGTERM)
 
     async def ended(self) -> None:
-        """After stop(): until all are gone."""
+        """Wait, after stop(), until all are gone."""
         for thread in self._stopping or ():
             await asyncio.to_thread(thread.join)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httptools  # noqa: F401 - what connection.py's base parses with: missing, it is to be missed at once
@@ -25,7 +26,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.server.app import Api, ServedModel, build
+from vllm_lite.server.app import ApiRoutes, ServedModel, build
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.config import Keys, ServeConfig
@@ -59,7 +60,7 @@ class EngineLink(NamedTuple):
 
 
 class ModelFiles:
-    """What a server reads of the model's folder, while the engine starts."""
+    """Holds what a server reads of the model's folder, while the engine starts."""
 
     def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
         """Raises ModelError."""
@@ -81,7 +82,7 @@ class _Uvicorn(uvicorn.Server):
         self._report_alive = report_alive
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s."""
+        """uvicorn calls this every 0.1 s."""
         self._report_alive()
         if counter % TICKS_TO_LOOK == 0:
             now_s = time.monotonic()
@@ -94,25 +95,17 @@ class _Uvicorn(uvicorn.Server):
         return nullcontext()
 
 
+@dataclass
 class HttpServer:
-    """See the module. Server number 0 owns the others."""
+    """One API server in front of a ready engine. Server number 0 owns the others."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        keys: Keys,
-        engine: EngineLink,
-        files: ModelFiles,
-        listener: socket.socket,
-        scoreboard: Scoreboard,
-    ) -> None:
-        self._config = config
-        self._keys = keys
-        self._engine = engine
-        self._files = files
-        self._listener = listener
-        self._scoreboard = scoreboard
-        self._num_signals = 0
+    config: ServeConfig
+    keys: Keys
+    engine: EngineLink
+    files: ModelFiles
+    listener: socket.socket
+    scoreboard: Scoreboard
+    num_signals: int = 0
 
     async def run(self, is_stopped: Callable[[], bool], others: ApiServers) -> int:
         """Serve until a signal comes or the engine ends. Returns the exit status."""
@@ -130,12 +123,12 @@ class HttpServer:
             watching.append(asyncio.ensure_future(others.watch()))
             if ended.is_set():
                 return 0
-            serving.append(await _started(server, self._listener))
+            serving.append(await _started(server, self.listener))
             gc.collect()
             gc.freeze()  # what lives now lives for ever
-            if self._scoreboard.number == 0:
+            if self.scoreboard.number == 0:
                 log.moment("server", "HTTP")
-                self._engine.announce(self._where()[0])
+                self.engine.announce(self._where()[0])
                 with suppress(OSError):  # nobody reads it; the server goes on
                     print(self._greeting(), flush=True)
             return await self._wait(calls, ended, others)
@@ -148,7 +141,7 @@ class HttpServer:
             await others.ended()
 
     async def _wait(self, calls: Calls, ended: asyncio.Event, others: ApiServers) -> int:
-        session = self._engine.session
+        session = self.engine.session
         while session.dead is None and not ended.is_set() and others.restart_ended() is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), 0.1)
@@ -157,47 +150,47 @@ class HttpServer:
                 calls.abort_all()
             await _until(lambda: not len(calls), FAILED_S)
             await asyncio.sleep(FAILED_S)  # /health answers 503 meanwhile
-            if self._scoreboard.number == 0:
-                reason = others.trouble if session.dead is None else self._engine.reason()
+            if self.scoreboard.number == 0:
+                reason = others.trouble if session.dead is None else self.engine.reason()
                 print(f"vllm-lite: {reason}", file=sys.stderr)
             return 1
         calls.is_draining = True
         if len(calls):
-            logger.info("%d requests have %g s to end", len(calls), self._config.shutdown_timeout)
-        await _until(lambda: not len(calls) or self._num_signals > 1, self._config.shutdown_timeout)
-        self._files.close()
+            logger.info("%d requests have %g s to end", len(calls), self.config.shutdown_timeout)
+        await _until(lambda: not len(calls) or self.num_signals > 1, self.config.shutdown_timeout)
+        self.files.close()
         calls.abort_all()
         await _until(lambda: not len(calls), ABORT_S)
         return 0
 
     def _on_signal(self, ended: asyncio.Event, others: ApiServers) -> None:
-        self._num_signals += 1
-        others.stop() if self._num_signals == 1 else others.stop_now()
+        self.num_signals += 1
+        others.stop() if self.num_signals == 1 else others.stop_now()
         ended.set()
 
     def _calls(self) -> Calls:
-        config, count = self._config, self._scoreboard.num_servers
+        config, count = self.config, self.scoreboard.num_servers
         tokens = config.max_num_queued_tokens
         limits = QueueLimits(
-            capacity=-(-self._engine.config.max_num_seqs // count),
+            capacity=-(-self.engine.config.max_num_seqs // count),
             max_queued=-(-config.max_num_queued_reqs // count),
             max_queued_of_all=config.max_num_queued_reqs,
             max_queued_tokens=None if tokens is None else -(-tokens // count),
         )
-        dispatcher = Dispatcher(self._engine.session, asyncio.get_running_loop())
-        return Calls(dispatcher, limits, self._scoreboard)
+        dispatcher = Dispatcher(self.engine.session, asyncio.get_running_loop())
+        return Calls(dispatcher, limits, self.scoreboard)
 
     def _uvicorn(self, calls: Calls) -> uvicorn.Server:
-        config, files, engine = self._config, self._files, self._engine.session.welcome
+        config, files, engine = self.config, self.files, self.engine.session.welcome
         names = config.names or (engine.model,)
         model = ServedModel(names, None if config.names else config.model, engine.max_model_len, files.defaults)
         factory = StreamFactory(engine, files.tokenizer)
         live = LiveRequests(calls, factory, BodyReader(config, engine.max_model_len))
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
-        api = Api(config, model, factory, prompts, live)
-        metrics = Metrics(calls, self._engine.config, engine, names[0], str(self._scoreboard.number))
+        api = ApiRoutes(config, model, factory, prompts, live)
+        metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(
-            build(api, live, config, self._keys, metrics),
+            build(api, live, config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
             ws="none",
             loop="none",
@@ -213,28 +206,28 @@ class HttpServer:
             ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=config.ssl_cert_reqs,
         )
-        return _Uvicorn(settings, self._scoreboard.report_alive)
+        return _Uvicorn(settings, self.scoreboard.report_alive)
 
     def _where(self) -> tuple[str, str]:
-        """The address, and the beginning of a curl command for it."""
-        config = self._config
+        """Return the address, and the beginning of a curl command for it."""
+        config = self.config
         scheme = "https" if config.ssl_certfile else "http"
         if config.uds is not None:
             return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
-        host, port = self._listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         return where, f"curl {where}"
 
     def _greeting(self) -> str:
-        """Where it is, what it serves, what it holds, and something to try."""
-        config, engine = self._config, self._engine.session.welcome
+        """Say where it is, what it serves, what it holds, and something to try."""
+        config, engine = self.config, self.engine.session.welcome
         name = (config.names or (engine.model,))[0]
         where, curl = self._where()
-        auth = "-H 'Authorization: Bearer KEY' " if self._keys.user else ""
-        if self._files.renderer is not None:
+        auth = "-H 'Authorization: Bearer KEY' " if self.keys.user else ""
+        if self.files.renderer is not None:
             path = "/v1/chat/completions"
             body = f'{{"model":"{name}","messages":[{{"role":"user","content":"Tell me a story."}}],"stream":true}}'
-        elif self._files.tokenizer is None:
+        elif self.files.tokenizer is None:
             path = "/inference/v1/generate"
             body = f'{{"model":"{name}","token_ids":[1,2,3],"sampling_params":{{"max_tokens":50}},"stream":true}}'
         else:

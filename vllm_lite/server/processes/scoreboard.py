@@ -25,7 +25,7 @@ class Scoreboard:
         self._fields = memoryview(mmap.mmap(fd, size)).cast("d")
 
     def report_load(self, num_calls: int) -> None:
-        """How many calls this server runs."""
+        """Report how many calls this server runs."""
         self._fields[self.number * _NUM_FIELDS + _LOAD] = num_calls
 
     def report_alive(self) -> None:
@@ -33,14 +33,14 @@ class Scoreboard:
         self._fields[self.number * _NUM_FIELDS + _ALIVE_S] = time.monotonic()
 
     def loads(self) -> list[int]:
-        """How many calls each server runs; 0 for one that is being started."""
+        """Return how many calls each server runs; 0 for one that is being started."""
         return [int(load) for load in self._fields[_LOAD::_NUM_FIELDS]]
 
     def alive_s(self, number: int) -> float:
-        """When a server was last known to be alive, 0 if it has not started yet."""
+        """Return when a server was last known to be alive, 0 if it has not started yet."""
         return self._fields[number * _NUM_FIELDS + _ALIVE_S]
 
     def clear(self, number: int) -> None:
-        """A server has ended, or is about to be started."""
+        """Reset the fields of a server that has ended, or is about to be started."""
         for field in range(_NUM_FIELDS):
             self._fields[number * _NUM_FIELDS + field] = 0
