@@ -17,14 +17,12 @@ from vllm_lite.protocol import api
 def describe(
     scheduler: Scheduler, requests: Iterable[Request], now_s: float, *, with_content: bool = False
 ) -> list[api.RequestState]:
-    """The states of live requests; if it is only one, `with_content` adds what it consists of: a fork needs that."""
+    """Describe live requests. If it is only one, `with_content` adds its parameters, tokens and logprobs for a fork."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
-    states = [_state(scheduler, request, places, now_s) for request in known]
-    if with_content and len(known) == 1:
-        return [msgspec.structs.replace(states[0], content=_content(known[0]))]
-    return states
+    with_content = with_content and len(known) == 1
+    return [_state(scheduler, request, places, now_s, with_content) for request in known]
 
 
 def _content(request: Request) -> api.RequestContent:
