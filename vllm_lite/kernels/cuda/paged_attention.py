@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, Scoring
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 
 SOURCE = "paged_attention.cuh"
@@ -21,7 +22,6 @@ MAX_SHARED_BYTES = 96 * 1024  # a block may have 99 KiB on sm_86 and sm_89, the 
 
 _THREADS = 128
 _WARPS = 4
-_MAX_GRID_Y = 65535
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,6 @@ class SplitCache:
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks_per_seq]
     seq_lens: torch.Tensor  # int32 [num_seqs]; 0 gives zeros
     max_seq_len: int  # no entry of seq_lens is larger
-    k_scale: float = 1.0  # an fp8 code times this is the key
-    v_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Logit = ALiBi(soft cap(scale * q k)): each step only where it is asked for."""
-
-    scale: float
-    soft_cap: float = 0.0  # c * tanh(logit / c)
-    alibi_slopes: torch.Tensor | None = None  # float32 [num_heads]: + slope * (token - last token)
-    window: int = 0  # tokens that take part, the query's own included; 0: all
-    block_sparse: BlockSparse | None = None
 
 
 def paged_attention(
@@ -93,7 +80,7 @@ def paged_attention_v2(
     if num_seqs == 0:
         return
     num_partitions = max(1, math.ceil(cache.max_seq_len / PARTITION_TOKENS))
-    require(num_partitions <= _MAX_GRID_Y, f"max_seq_len {cache.max_seq_len} makes more than {_MAX_GRID_Y} partitions")
+    require(num_partitions <= MAX_GRID_YZ, f"max_seq_len {cache.max_seq_len} makes more than {MAX_GRID_YZ} partitions")
     parts = torch.empty(num_seqs, num_heads, num_partitions, head_size, dtype=torch.float32, device=q.device)
     exp_sums = torch.empty(num_seqs, num_heads, num_partitions, dtype=torch.float32, device=q.device)
     max_logits = torch.empty_like(exp_sums)
@@ -121,7 +108,7 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
     require(out.shape == q.shape and out.dtype == q.dtype, f"out must be like q, got {out.dtype} {list(out.shape)}")
     require(out.is_contiguous(), "out must be contiguous")
     require(q.stride()[1:] == (head_size, 1), f"the heads of a row of q must be contiguous, strides {q.stride()}")
-    require(num_seqs <= _MAX_GRID_Y, f"{num_seqs} sequences are more than a launch takes: {_MAX_GRID_Y}")
+    require(num_seqs <= MAX_GRID_YZ, f"{num_seqs} sequences are more than a launch takes: {MAX_GRID_YZ}")
     scalar, kv = cuda_type(q.dtype, "q"), cuda_type(cache.keys.dtype, "the cache")
     require(q.element_size() > 1, f"q is {q.dtype}; only a cache may be fp8")
     require(
@@ -144,7 +131,8 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
         0 <= cache.max_seq_len <= tables.shape[1] * block_size,
         f"max_seq_len {cache.max_seq_len} needs more than the {tables.shape[1]} blocks of a row of block_tables",
     )
-    _check_scoring(scoring, num_heads, block_size)
+    scoring.check(num_heads)
+    _check_pattern(scoring, block_size)
     return f"{scalar}, {kv}, {head_size}, {block_size}"
 
 
@@ -174,15 +162,7 @@ def _check_cache(cache: SplitCache, head_size: int) -> int:
     return int(block_size)
 
 
-def _check_scoring(scoring: Scoring, num_heads: int, block_size: int) -> None:
-    require(scoring.window >= 0, f"window must be at least 1, or 0 for none, got {scoring.window}")
-    require(scoring.soft_cap >= 0, f"soft_cap must be above 0, or 0 for none, got {scoring.soft_cap}")
-    slopes = scoring.alibi_slopes
-    if slopes is not None:
-        require(
-            slopes.dtype == torch.float32 and slopes.shape == (num_heads,) and slopes.is_contiguous(),
-            f"alibi_slopes must be contiguous float32 [{num_heads}], got {slopes.dtype} {list(slopes.shape)}",
-        )
+def _check_pattern(scoring: Scoring, block_size: int) -> None:
     if (sparse := scoring.block_sparse) is not None:
         require(
             sparse.block_tokens > 0 and sparse.block_tokens % block_size == 0,
@@ -210,9 +190,9 @@ def _inputs(q: torch.Tensor, cache: SplitCache, scoring: Scoring) -> list[Arg]:
         cache.seq_lens,
         scoring.alibi_slopes,
         np.float32(scoring.scale),
-        np.float32(cache.k_scale),
-        np.float32(cache.v_scale),
-        np.int32(scoring.window),
+        np.float32(scoring.k_scale),
+        np.float32(scoring.v_scale),
+        np.int32(scoring.window or 0),
         np.float32(scoring.soft_cap),
         np.int32(sparse.tp_rank),
         np.int32(sparse.local_blocks),
