@@ -26,7 +26,7 @@ class PagedKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A score is scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position - query position)."""
+    """A score is scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position - query's)."""
 
     scale: float
     soft_cap: float = 0.0  # 0: no cap

@@ -74,7 +74,7 @@ def _write(
     num_tokens, _, head_size = key.shape
     if key.numel() == 0:
         return
-    length = head_size // 2 if rotation else head_size  # a thread that turns reads both halves of a head
+    length = head_size // 2 if rotation else head_size  # to rotate, a thread reads both halves of a head
     width = vector_width(length, *heads, *rotation, kv)
     name = f"{kernel}<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
     num_heads = [rows.shape[1] for rows in heads[:-1]]

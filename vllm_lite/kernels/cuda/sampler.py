@@ -61,25 +61,3 @@ def read_picked(picked: torch.Tensor) -> Picked:
     """What `pick_on_device` wrote, once the device has come so far."""
     records = picked.numpy(force=True).view(PICKED).reshape(-1)
     return Picked(records["token"], records["best"], records["limit"])
-
-
-def noise(
-    launcher: Launcher, device: torch.device, seed: int, sample: int, position: int, vocab_size: int
-) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
-    """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
-    hashes = torch.empty(vocab_size, dtype=torch.int32, device=device)
-    values = torch.empty(vocab_size, dtype=torch.float32, device=device)
-    args = (np.uint64(seed), np.uint32(sample), np.uint32(position), np.int32(vocab_size), hashes, values)
-    launcher.kernel(SOURCE, "noise_row")((-(-vocab_size // 256), 1, 1), (256, 1, 1), args)
-    return hashes.numpy(force=True).view(np.uint32), values.numpy(force=True)
-
-
-def masses(
-    launcher: Launcher,
-    distances: torch.Tensor,  # float32 [n]
-) -> torch.Tensor:  # int64 [n]
-    """e^-distance in units of 2^-40, as `pick` counts it. For tests."""
-    found = torch.empty(len(distances), dtype=torch.int64, device=distances.device)
-    args = (distances.contiguous(), np.int32(len(distances)), found)
-    launcher.kernel(SOURCE, "mass_row")((-(-len(distances) // 256), 1, 1), (256, 1, 1), args)
-    return found
