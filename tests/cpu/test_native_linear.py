@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import FLOATS, QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")

@@ -101,9 +101,7 @@ def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block_stride, half_stride, head_stride = kv.stride()[:3]
     x, at = 16 // kv.element_size(), kv.storage_offset()
     keys = kv.as_strided(
-        (num_blocks, num_kv_heads, head_size // x, block_size, x),
-        (block_stride, head_stride, block_size * x, x, 1),
-        at,
+        (num_blocks, num_kv_heads, head_size // x, block_size, x), (block_stride, head_stride, block_size * x, x, 1), at
     )
     values = kv.as_strided(
         (num_blocks, num_kv_heads, head_size, block_size), (block_stride, head_stride, block_size, 1), at + half_stride

@@ -11,10 +11,7 @@ BACKENDS = {
     "paged": "vllm_lite.attention.paged:PagedBackend",
     "reference": "vllm_lite.attention.reference:ReferenceBackend",
 }
-PREFERENCE = {
-    "cpu": ("cpu", "reference"),
-    "cuda": ("cuda", "reference"),
-}
+PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
 """Best first; the reference, which supports everything, is always last."""
 
 

@@ -19,13 +19,7 @@ from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import CacheEngine
-from vllm_lite.worker.memory.profile import (
-    Baseline,
-    DeviceMemory,
-    check_free,
-    profile_memory,
-    warn_if_short,
-)
+from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
@@ -219,9 +213,5 @@ class _LoadReport:
 
 def _limits(config: ResolvedConfig, spec: ModelSpec) -> StepLimits:
     return StepLimits(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_model_len,
-        config.block_size,
-        len(spec.kv_groups),
+        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size, len(spec.kv_groups)
     )

@@ -52,7 +52,7 @@ def available() -> bool:
 
 
 class Function:
-    """A function of the library. Calling it calls that, or while calls are recorded tells the recorder alone."""
+    """A function of the library. A call goes to the library or, while calls are recorded, to the recorder alone."""
 
     __slots__ = ("_call", "argtypes", "name")
 

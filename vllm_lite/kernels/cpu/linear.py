@@ -4,11 +4,10 @@ import ctypes
 
 import torch
 
-from vllm_lite.kernels.cpu.dtypes import dtype_code
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT8 = 100  # kInt8Weight
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
