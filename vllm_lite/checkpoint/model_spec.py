@@ -190,9 +190,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embeddings + attention + self.num_layers * (mlp + 2 * self.hidden_size) + self.hidden_size
 
     def _attention_parameters(self, spec: AttentionSpec) -> int:
-        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        matrices = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        return matrices + self.attention_bias * (q + 2 * kv + self.hidden_size) + self.qk_norm * 2 * spec.head_size
+        matrices = self.hidden_size * (spec.qkv_size + spec.query_size)
+        return matrices + self.attention_bias * (spec.qkv_size + self.hidden_size) + self.qk_norm * 2 * spec.head_size
 
 
 def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:

@@ -48,7 +48,8 @@ class Worker:
 
     def load(self) -> Ready:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError."""
-        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if self.device.is_cpu else 0
+        on_cpu = self.device.torch.type == "cpu"
+        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if on_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:

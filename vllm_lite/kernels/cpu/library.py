@@ -96,13 +96,6 @@ def isa() -> str:
     return ISAS[function("vllm_lite_isa", (), ctypes.c_int32)()]
 
 
-def set_isa(name: str) -> bool:
-    """Use another instruction set, for tests. False, and nothing is changed, where this machine does not have it."""
-    if name not in ISAS:
-        raise ValueError(f"the instruction set must be one of {', '.join(ISAS)}, got {name!r}")
-    return bool(function("vllm_lite_set_isa", (int32,), ctypes.c_int32)(ISAS.index(name)))
-
-
 def num_threads() -> int:
     """Threads that a kernel uses, the calling one included."""
     return int(function("vllm_lite_num_threads", (), ctypes.c_int32)())

@@ -98,15 +98,11 @@ class Program:
 
 
 def _recorded_address(name: str) -> int:
-    opened = library()
     try:
-        recorded = getattr(opened, f"{name}_recorded")
+        recorded = getattr(library(), f"{name}_recorded")
     except AttributeError:
         raise NotRecordable(f"{name} cannot be recorded") from None
-    address = ctypes.cast(recorded, pointer).value
-    if address is None:
-        raise NotRecordable(f"{name} cannot be recorded")
-    return address
+    return int(ctypes.cast(recorded, pointer).value or 0)
 
 
 def _word(argtype: Any, value: Any) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_lite.checkpoint.model_spec import BlockSparse
 from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, Scoring
+from vllm_lite.kernels.cuda.fused import require_rows
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 
 SOURCE = "paged_attention.cuh"
@@ -119,14 +120,9 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
     num_kv_heads = cache.values.shape[1]
     require(num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
     tables, lens = cache.block_tables, cache.seq_lens
-    require(
-        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == num_seqs and tables.is_contiguous(),
-        f"block_tables must be contiguous int32 [{num_seqs}, max_blocks], got {tables.dtype} {list(tables.shape)}",
-    )
-    require(
-        lens.dtype == torch.int32 and lens.shape == (num_seqs,) and lens.is_contiguous(),
-        f"seq_lens must be contiguous int32 [{num_seqs}], got {lens.dtype} {list(lens.shape)}",
-    )
+    require_rows("seq_lens", lens, torch.int32, (num_seqs,))
+    require_rows("block_tables", tables, torch.int32, (num_seqs, tables.shape[-1]))
+    require(tables.is_contiguous(), f"block_tables must be contiguous, got strides {tables.stride()}")
     require(
         0 <= cache.max_seq_len <= tables.shape[1] * block_size,
         f"max_seq_len {cache.max_seq_len} needs more than the {tables.shape[1]} blocks of a row of block_tables",

@@ -27,7 +27,8 @@ def pick(
 
     Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong.
     """
-    return read_picked(pick_on_device(launcher, logits, draws))
+    records = pick_on_device(launcher, logits, draws).numpy(force=True).view(PICKED).reshape(-1)
+    return Picked(records["token"], records["best"], records["limit"])
 
 
 def pick_on_device(
@@ -55,9 +56,3 @@ def pick_on_device(
         args = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device, picked)
         kernel((num_rows, 1, 1), (THREADS, 1, 1), args, SHARED_BYTES)
     return picked
-
-
-def read_picked(picked: torch.Tensor) -> Picked:
-    """What `pick_on_device` wrote, once the device has come so far."""
-    records = picked.numpy(force=True).view(PICKED).reshape(-1)
-    return Picked(records["token"], records["best"], records["limit"])

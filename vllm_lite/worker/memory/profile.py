@@ -14,6 +14,7 @@ that all of this is tested without a device.
 
 import gc
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -231,13 +232,7 @@ def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], 
     needed = blocks_for(length, groups, block_size, chunk)
     if needed <= num_blocks:
         return
-    fitting, too_long = 0, length
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        if blocks_for(middle, groups, block_size, chunk) <= num_blocks:
-            fitting = middle
-        else:
-            too_long = middle
+    fitting = bisect(range(1, length), num_blocks, key=lambda count: blocks_for(count, groups, block_size, chunk))
     logger.warning(
         "one sequence of max_model_len %d needs %.1f MiB of KV cache and there are %.1f MiB: sequences of at most %d "
         "tokens are served; give --max-model-len %d to say so, or more memory",
