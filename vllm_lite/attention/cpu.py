@@ -33,9 +33,9 @@ class _Group:
 class _Plan:
     groups: list[_Group]
     memory: Any
-    """What the addresses point into."""
+    """Owns what the addresses point to."""
     scratch: Any
-    """What else the kernels are given while this is the plan."""
+    """The scratch memory that the kernels use while this is the plan."""
 
 
 class CpuBackend:

@@ -73,7 +73,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_size: int
     scale: float
-    """Factor on the scores."""
+    """Scores are multiplied by it."""
     window: int | None = None
     """How many tokens a query sees, itself included: query i sees the keys (i - window, i]. None = all before it."""
     soft_cap: float = 0.0

@@ -29,7 +29,7 @@ STORED_AS = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.uint8: "U
 """What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10
-"""Names that an error lists of each kind."""
+"""How many names of each kind an error lists."""
 
 Progress = Callable[[int, int], None]
 """Called as progress(bytes done, bytes in total) after each tensor."""

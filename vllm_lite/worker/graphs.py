@@ -54,7 +54,7 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """What can record a graph."""
+    """Records graphs, on one kind of device."""
 
     on_demand: bool
     """Capture every batch size when it is first needed, instead of a few at the start."""

@@ -162,10 +162,10 @@ class Worker:
             ) from error
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step. Raises ProtocolError for a step of another life of the engine, or one that cannot be run."""
+        """Run one step. Raises ProtocolError for a step of another generation, or one that cannot be run."""
         if step.generation != self._generation:
-            of = f"generation {step.generation}, this worker's is {self._generation}"
-            raise ProtocolError(f"step {step.step} is of {of}")
+            other = f"generation {step.generation}, this worker's is {self._generation}"
+            raise ProtocolError(f"step {step.step} is of {other}")
         output = self.runner.execute(step)
         self.progress.advance()
         return output

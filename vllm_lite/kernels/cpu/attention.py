@@ -12,7 +12,7 @@ from vllm_lite.kernels.cpu.library import float32, function, int32, int64, point
 
 MAX_HEAD_SIZE = 256
 MAX_ROWS = 96
-"""Rows of Q, those of the heads that share a KV head counted apart, that are computed together."""
+"""How many rows of Q are computed together; each head that shares a KV head has rows of its own."""
 MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp."""
 THREAD_BYTES = 512 << 10

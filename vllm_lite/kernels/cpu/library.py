@@ -82,7 +82,7 @@ _recorder: Recorder | None = None
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Meanwhile no function is called, by any thread: `recorder` gets the call and answers in its place."""
+    """Give the calls of all threads to `recorder`, whose answers they get, and call no function meanwhile."""
     global _recorder  # the callers of kernels do not know that they are recorded, as with CUDA graphs
     before, _recorder = _recorder, recorder
     try:

@@ -14,10 +14,6 @@ SOURCE = "attention_simple.cuh"
 _WARPS = 4
 
 
-def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    return f"attention_simple<{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}>"
-
-
 def attention_simple(
     launcher: Launcher,
     out: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
@@ -41,7 +37,8 @@ def attention_simple(
     scale, v_scale = scoring.factors(kv)
     strides = (out.stride(0), query.stride(0), block_tables.stride(0), kv.stride(0), kv.stride(2), kv.stride(3))
     sizes = (len(seq_lens), kv.shape[2], head_size, kv.shape[3].bit_length() - 1, scoring.window or 0)
-    launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype))(
+    types = f"{cuda_type(query.dtype, 'query')}, {cuda_type(kv.dtype, 'kv')}"
+    launcher.kernel(SOURCE, f"attention_simple<{types}>")(
         (num_tokens, num_heads, 1),
         (32 * _WARPS, 1, 1),
         (

@@ -36,7 +36,7 @@ def pick_on_device(
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
 ) -> torch.Tensor:  # uint8 [num_rows, 16], PICKED records on the device
-    """The same without waiting."""
+    """Pick as `pick` does, without waiting for the device."""
     require(
         logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1 and logits.shape[1] > 0,
         f"logits must be float32 [num_rows, vocab] with contiguous rows, got {logits.dtype} {list(logits.shape)}",

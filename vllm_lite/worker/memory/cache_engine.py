@@ -31,7 +31,7 @@ from vllm_lite.worker.memory.block_mover import (
 )
 
 NULL_BLOCK = 0
-"""Fills the places of block tables that hold no block; no token is ever written to it."""
+"""Stands in block tables where there is no block; no token is ever written to it."""
 
 MEASURED_BYTES = 4 << 20
 """What one round of `measure_swap` moves each way, or one block if that is more."""
