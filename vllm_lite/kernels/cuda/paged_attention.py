@@ -173,26 +173,20 @@ def _check_pattern(scoring: Scoring, block_size: int) -> None:
 def _inputs(q: torch.Tensor, cache: SplitCache, scoring: Scoring) -> list[Arg]:
     """The parameters that v1 and v2 have in common, in their order."""
     sparse = scoring.block_sparse or BlockSparse(local_blocks=0, vert_stride=0, block_tokens=1)
+    pattern = (sparse.tp_rank, sparse.local_blocks, sparse.vert_stride, sparse.block_tokens, sparse.head_step)
     return [
         q,
         np.int64(q.stride(0)),
         cache.keys,
         cache.values,
-        np.int64(cache.keys.stride(0)),
-        np.int64(cache.keys.stride(1)),
+        *map(np.int64, cache.keys.stride()[:2]),
         np.int32(cache.keys.shape[1]),
         cache.block_tables,
         np.int32(cache.block_tables.shape[1]),
         cache.seq_lens,
         scoring.alibi_slopes,
-        np.float32(scoring.scale),
-        np.float32(scoring.k_scale),
-        np.float32(scoring.v_scale),
+        *map(np.float32, (scoring.scale, scoring.k_scale, scoring.v_scale)),
         np.int32(scoring.window or 0),
         np.float32(scoring.soft_cap),
-        np.int32(sparse.tp_rank),
-        np.int32(sparse.local_blocks),
-        np.int32(sparse.vert_stride),
-        np.int32(sparse.block_tokens),
-        np.int32(sparse.head_step),
+        *map(np.int32, pattern),
     ]
