@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 
 from tests.kernels import kv_layouts
-from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda import paged_attention as pa
 from vllm_lite.kernels.cuda.attention_inputs import Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
@@ -224,8 +223,8 @@ def chosen(launcher: Launcher, device: torch.device) -> None:
 
 
 _SPARSE = BlockSparse(local_blocks=2, vert_stride=4, block_tokens=32, head_step=1)
-_SPARSE_BY_KV_HEAD = msgspec.structs.replace(_SPARSE, head_step=-3, tp_rank=1)
-_SPARSE_LINES = msgspec.structs.replace(_SPARSE, local_blocks=0, vert_stride=7)
+_SPARSE_BY_KV_HEAD = replace(_SPARSE, head_step=-3, tp_rank=1)
+_SPARSE_LINES = replace(_SPARSE, local_blocks=0, vert_stride=7)
 _F32 = torch.float32
 _HALF = Problem((5, 40, 200), dtype=torch.float16)
 

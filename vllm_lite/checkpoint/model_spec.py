@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.errors import ConfigError, ModelError
 
 T = TypeVar("T")
@@ -51,19 +52,6 @@ class Rope(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-
-
-class BlockSparse(msgspec.Struct, frozen=True):
-    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
-
-    local_blocks: int
-    vert_stride: int
-    block_tokens: int
-    """Tokens of a sparse block, a multiple of the cache's block size."""
-    head_step: int = 0
-    """Shift from query head to query head; below 0: from KV head to KV head."""
-    tp_rank: int = 0
-    """The rank whose share of the heads this is."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):

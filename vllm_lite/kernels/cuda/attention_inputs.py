@@ -1,14 +1,12 @@
 """What the attention kernels that read the engine's cache layout take beside Q, and the checks that they share."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda.launcher import FLOAT8, require
-
-if TYPE_CHECKING:  # these kernels are measured on machines without msgspec, too
-    from vllm_lite.checkpoint.model_spec import BlockSparse
 
 MAX_GRID_YZ = 65535
 
@@ -36,7 +34,7 @@ class Scoring:
     window: int | None = None  # the query at position p sees (p - window, p]; table entries before it are not read
     k_scale: float = 1.0  # a float8 code times this is the key
     v_scale: float = 1.0
-    block_sparse: "BlockSparse | None" = None  # for paged_attention only
+    block_sparse: BlockSparse | None = None  # for paged_attention only
 
     def factors(self, kv: torch.Tensor) -> tuple[float, float]:
         """What q.k and V are multiplied with; only float8 caches have scales."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, Scoring
 from vllm_lite.kernels.cuda.fused import require_rows
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
