@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.kernels.cuda import cache_ops, fused, prefill_attention, sampler, varlen
 from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.kernels.sampling import DRAW
@@ -110,16 +111,10 @@ class Bench:
         if workspace is None:
             workspace = workspace_for(problem, shape.context, split_tokens)
         decode.decode_attention(
-            *(
-                self.launcher,
-                problem.out,
-                problem.query,
-                problem.kv,
-                problem.tables[which],
-                problem.seq_lens,
-                workspace,
-            ),
-            scale=shape.head_size**-0.5,
+            *(self.launcher, problem.out, problem.query),
+            PagedKV(problem.kv, problem.tables[which], None, problem.seq_lens),
+            workspace,
+            Scoring(shape.head_size**-0.5),
             max_seq_len=shape.context,
             split_tokens=split_tokens,
         )
@@ -188,7 +183,7 @@ class Bench:
         ways: dict[str, Launch] = {
             TORCH: lambda _: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True),
             "prefill_attention, paged": lambda _: prefill_attention.prefill_attention(
-                *ours, starts, problem.seq_lens, scale=scale, **lengths
+                self.launcher, out, query, PagedKV(*where, starts, problem.seq_lens), Scoring(scale), **lengths
             ),
             "gather + torch varlen": lambda _: varlen.varlen_prefill(*ours, problem.seq_lens, plan, scale=scale),
         }

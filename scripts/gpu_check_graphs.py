@@ -10,6 +10,7 @@ from gpu_check_setup import Paged, Shape, capture, paged
 
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.ops import Rotation
 
@@ -30,8 +31,9 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
     workspace = workspace_for(problem, context)
 
     def run(out: torch.Tensor) -> None:
-        args = (launcher, out, problem.query, problem.kv, table, seq_lens, workspace)
-        decode.decode_attention(*args, scale=shape.head_size**-0.5, max_seq_len=context)
+        cache = PagedKV(problem.kv, table, None, seq_lens)
+        scoring = Scoring(shape.head_size**-0.5)
+        decode.decode_attention(launcher, out, problem.query, cache, workspace, scoring, max_seq_len=context)
 
     captured, eager = torch.full_like(problem.out, torch.nan), torch.full_like(problem.out, torch.nan)
     replay = capture(lambda: run(captured))

@@ -205,7 +205,7 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
       const int head = unit % num_heads;
       attend(call, item, head, scratch);
       if (item.num_splits == 1) continue;
-      // Whoever finishes the last split merges them all.
+      // The thread that finishes the last split merges them all.
       int32_t* finished = counters + item.counter * num_heads + head;
       if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) < item.num_splits) continue;
       *finished = 0;

@@ -138,11 +138,12 @@ void start_threads(int wanted) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Tells waiting threads that there is something new. Returns its number.
+// The number of the next thing that threads wait for.
 uint32_t next_epoch() {
   return pool.epoch.load(std::memory_order_relaxed) + 1;
 }
 
+// Says to waiting threads that there is something new, and wakes those that sleep.
 void publish(uint32_t epoch, int wake_at_most) {
   pool.epoch.store(epoch, std::memory_order_seq_cst);
   if (pool.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&pool.epoch, wake_at_most);

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
     if (alibi_slopes) scores.slope[h] = alibi_slopes[kv_head * group + row % group];
   }
   const float unit = scores.unit();
-  // Of this block's rows and this warp's rows: the positions of the first and the last.
+  // The positions of the first and the last of this block's rows, and of this warp's.
   const int block_low = first_position + first_row / group,
             block_high = first_position + (first_row + rows - 1) / group;
   const int warp_low = first_position + (first_row + warp_row) / group;

@@ -37,7 +37,7 @@ struct Histogram {
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < BINS; i += kThreads) count[i] = mass_low[i] = mass_high[i] = 0;
   }
-  // A 64-bit addition out of two native ones: whoever makes the lower half overflow carries.
+  // A 64-bit addition out of two native ones: the thread that makes the lower half overflow carries.
   __device__ __forceinline__ void add(int bin, uint64 mass) {
     atomicAdd(&count[bin], 1u);
     if (mass == 0) return;

@@ -8,7 +8,7 @@ import pytest
 
 from tests.driver import Driver
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.library import ISAS
+from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
 
 @pytest.fixture
@@ -28,8 +28,9 @@ def oracle(tiny_checkpoint: Path) -> Any:
 @pytest.fixture(params=ISAS)
 def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test once on each instruction set that this machine has."""
-    before = cpu.isa()
-    if not cpu.set_isa(request.param):
+    set_isa = function("vllm_lite_set_isa", (int32,), int32)
+    before = ISAS.index(cpu.isa())
+    if not set_isa(ISAS.index(request.param)):
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
-    cpu.set_isa(before)
+    set_isa(before)

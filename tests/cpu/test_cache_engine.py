@@ -15,7 +15,7 @@ from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.worker.memory import cache_engine
-from vllm_lite.worker.memory.block_mover import CudaMover, NativeMover, Pools, Run, TorchMover, stages
+from vllm_lite.worker.memory.block_mover import BlockRun, CudaMover, NativeMover, Pools, TorchMover, stages
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 N, M = 7, 5
@@ -85,17 +85,26 @@ class TracedMover(CudaMover):
 
     def __init__(self, pools):
         self.streams = FakeStreams()
-        super().__init__(pools, self.streams, None)
         self.trace = []
+        traced = TracedPools(*pools)
+        traced.mover = self
+        super().__init__(traced, self.streams, None)
 
-    def _by_torch(self, runs):
+    def record(self, runs):
         stream = self.streams.active
         behind = set(stream.behind)
         for run in runs:
             for i in range(run.length):
                 stream.behind.add(len(self.trace))
                 self.trace.append(((run.op, run.src + i, run.dst + i), behind))
-        super()._by_torch(runs)
+
+
+class TracedPools(Pools):
+    mover: TracedMover
+
+    def copy(self, runs):
+        self.mover.record(runs)
+        super().copy(runs)
 
 
 def on_emulator(pools):
@@ -277,15 +286,17 @@ def run_lists(program):
 
 
 def test_consecutive_ids_move_in_one_copy():
-    assert run_lists([(SWAP_OUT, src, src + 6) for src in range(1, 6)]) == [[Run(SWAP_OUT, 1, 0, 5)]]
-    assert run_lists([(COPY, 1, 4), (COPY, 2, 5), (COPY, 3, 6)]) == [[Run(COPY, 1, 4, 3)]]
-    assert run_lists([(COPY, 2, 5), (SWAP_IN, 7, 3), (COPY, 1, 4)]) == [[Run(COPY, 1, 4, 2), Run(SWAP_IN, 0, 3)]]
+    assert run_lists([(SWAP_OUT, src, src + 6) for src in range(1, 6)]) == [[BlockRun(SWAP_OUT, 1, 0, 5)]]
+    assert run_lists([(COPY, 1, 4), (COPY, 2, 5), (COPY, 3, 6)]) == [[BlockRun(COPY, 1, 4, 3)]]
+    assert run_lists([(COPY, 2, 5), (SWAP_IN, 7, 3), (COPY, 1, 4)]) == [
+        [BlockRun(COPY, 1, 4, 2), BlockRun(SWAP_IN, 0, 3)]
+    ]
 
 
 def test_a_stage_ends_only_where_results_would_change():
     assert run_lists([(COPY, 1, 2), (COPY, 2, 3), (COPY, 1, 4)]) == [
-        [Run(COPY, 1, 2), Run(COPY, 1, 4)],
-        [Run(COPY, 2, 3)],
+        [BlockRun(COPY, 1, 2), BlockRun(COPY, 1, 4)],
+        [BlockRun(COPY, 2, 3)],
     ]
     assert len(run_lists([(COPY, 1, 2), (COPY, 3, 1)])) == 2  # the second overwrites what the first reads
     assert len(run_lists([(COPY, 1, 2), (COPY, 3, 2)])) == 2

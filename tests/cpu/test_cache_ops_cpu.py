@@ -9,7 +9,7 @@ from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.cache_ops import copy_blocks
+from vllm_lite.kernels.cpu.memory import copy_blocks
 from vllm_lite.kernels.ops import Rotation
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, multiplies_bytes, quantize, quantize_rows
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -15,6 +16,14 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 # outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
 SHAPES = [(1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)]
 WEIGHTS = [*FLOATS, torch.int8]
+
+
+def quantize_rows(x: torch.Tensor) -> torch.Tensor:
+    """What a product with int8 weights takes x for where the machine multiplies bytes: each QUANT_GROUP inputs of a
+    row as integers times a scale. x: [rows, inputs] -> float32 of the same shape."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
+    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
+    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
 
 
 @pytest.fixture

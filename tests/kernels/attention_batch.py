@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
+
 UNTOUCHED = 7.0
 """What `out` holds before; rows that are not the kernel's must keep it."""
 NO_BLOCK = 10**6
@@ -62,6 +64,15 @@ class Batch(Generic[AnySetup]):
     @property
     def scale(self) -> float:
         return float(self.setup.head_size**-0.5) * self.setup.sharpness / self.setup.query_scale
+
+    @property
+    def cache(self) -> PagedKV:
+        return PagedKV(self.kv, self.block_tables, self.query_start_loc, self.seq_lens)
+
+    @property
+    def scoring(self) -> Scoring:
+        setup = self.setup
+        return Scoring(self.scale, setup.soft_cap, self.slopes, setup.window, setup.k_scale, setup.v_scale)
 
     def out(self) -> torch.Tensor:
         num_tokens, num_heads, head_size = self.query.shape

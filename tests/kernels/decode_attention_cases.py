@@ -41,32 +41,19 @@ def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     splits = decode.num_splits(max_seq_len, setup.window, setup.split_tokens)
     floats = decode.workspace_floats(len(setup.lens), setup.num_heads, setup.head_size, splits)
     decode.decode_attention(
-        *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.seq_lens),
+        *(launcher, out, batch.query),
+        batch.cache if setup.query_lens else batch.cache._replace(query_start_loc=None),
         torch.full((floats,), torch.nan, device=out.device) if floats else None,
-        scale=batch.scale,
+        batch.scoring,
         max_seq_len=max_seq_len,
-        query_start_loc=None if setup.query_lens is None else batch.query_start_loc,
-        window=setup.window,
-        soft_cap=setup.soft_cap,
-        alibi_slopes=batch.slopes,
-        k_scale=setup.k_scale,
-        v_scale=setup.v_scale,
         split_tokens=setup.split_tokens,
     )
     return out
 
 
 def run_simple(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
-    setup, out = batch.setup, batch.out()
-    simple.attention_simple(
-        *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.query_start_loc, batch.seq_lens),
-        scale=batch.scale,
-        window=setup.window,
-        soft_cap=setup.soft_cap,
-        alibi_slopes=batch.slopes,
-        k_scale=setup.k_scale,
-        v_scale=setup.v_scale,
-    )
+    out = batch.out()
+    simple.attention_simple(launcher, out, batch.query, batch.cache, batch.scoring)
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.kernels.emulator import cache_folder
 from vllm_lite.kernels.cuda import compiler
-from vllm_lite.kernels.cuda.compiler import Compiled, Program, compile_error
+from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, compile_error
 
 ARCHES = ("sm_80", "sm_90")
 
@@ -40,7 +40,7 @@ class BindingsNvrtc:
         _, major, minor = self._nvrtc.nvrtcVersion()
         self.version = f"{major}.{minor}"
 
-    def compile(self, program: Program) -> Compiled:
+    def compile(self, program: CudaSource) -> Compiled:
         nvrtc = self._nvrtc
         (own, text), *headers = program.files
         _, handle = nvrtc.nvrtcCreateProgram(
@@ -76,7 +76,7 @@ def nvrtc() -> BindingsNvrtc:
 def compile_report(source: str, name: str, arch: str, sources: Path | None = None) -> Report:
     """Compile as the product does, with `--ptxas-options=-v`, and read the log, which is kept for the next time."""
     options = (*compiler.options_for(source), "--ptxas-options=-v")
-    program = Program(source, name, compiler.read_sources(source, sources), arch, options)
+    program = CudaSource(source, name, compiler.read_sources(source, sources), arch, options)
     kept = cache_folder() / f"{program.key(nvrtc().version)}.log"
     if not kept.exists():
         new = kept.with_suffix(f".{os.getpid()}")

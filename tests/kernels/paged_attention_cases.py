@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 
 from tests.kernels import kv_layouts
-from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda import paged_attention as pa
+from vllm_lite.kernels.cuda.attention_inputs import Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 Case = Callable[[Launcher, torch.device], None]
-Version = Callable[[Launcher, torch.Tensor, torch.Tensor, pa.SplitCache, pa.Scoring], None]
+Version = Callable[[Launcher, torch.Tensor, torch.Tensor, pa.SplitCache, Scoring], None]
 BOTH: tuple[Version, ...] = (pa.paged_attention_v1, pa.paged_attention_v2)
 RAGGED = (0, 1, 15, 16, 17, 513)
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -52,10 +52,12 @@ class Drawn:
     k_scale: float
     v_scale: float
 
-    def scoring(self, problem: Problem, device: torch.device) -> pa.Scoring:
+    def scoring(self, problem: Problem, device: torch.device) -> Scoring:
         slopes = None if self.slopes is None else self.slopes.to(device)
         scale = problem.head_size**-0.5
-        return pa.Scoring(scale, problem.soft_cap, slopes, problem.window, problem.sparse)
+        return Scoring(
+            scale, problem.soft_cap, slopes, problem.window or None, self.k_scale, self.v_scale, problem.sparse
+        )
 
 
 def draw(problem: Problem) -> Drawn:
@@ -130,8 +132,6 @@ def split_cache(problem: Problem, drawn: Drawn, device: torch.device) -> pa.Spli
         drawn.tables.to(device),
         torch.tensor(problem.seq_lens, dtype=torch.int32, device=device),
         max(problem.seq_lens),
-        drawn.k_scale,
-        drawn.v_scale,
     )
 
 
@@ -208,7 +208,7 @@ def far_blocks(launcher: Launcher, device: torch.device) -> None:
         view.copy_(part)
         views.append(view.view(torch.float8_e5m2))
     lens = torch.tensor(problem.seq_lens, dtype=torch.int32, device=device)
-    cache = pa.SplitCache(views[0], views[1], drawn.tables.to(device), lens, 20, drawn.k_scale, drawn.v_scale)
+    cache = pa.SplitCache(views[0], views[1], drawn.tables.to(device), lens, 20)
     expected = reference(problem, drawn)
     for version in BOTH:
         out = torch.full_like(drawn.q, math.nan, device=device)
@@ -223,8 +223,8 @@ def chosen(launcher: Launcher, device: torch.device) -> None:
 
 
 _SPARSE = BlockSparse(local_blocks=2, vert_stride=4, block_tokens=32, head_step=1)
-_SPARSE_BY_KV_HEAD = msgspec.structs.replace(_SPARSE, head_step=-3, tp_rank=1)
-_SPARSE_LINES = msgspec.structs.replace(_SPARSE, local_blocks=0, vert_stride=7)
+_SPARSE_BY_KV_HEAD = replace(_SPARSE, head_step=-3, tp_rank=1)
+_SPARSE_LINES = replace(_SPARSE, local_blocks=0, vert_stride=7)
 _F32 = torch.float32
 _HALF = Problem((5, 40, 200), dtype=torch.float16)
 

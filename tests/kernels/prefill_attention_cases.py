@@ -36,21 +36,9 @@ class Setup(AttentionSetup):
 def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
     prefill_attention(
-        launcher,
-        out,
-        batch.query,
-        batch.kv,
-        batch.block_tables,
-        batch.query_start_loc,
-        batch.seq_lens,
-        scale=batch.scale,
+        *(launcher, out, batch.query, batch.cache, batch.scoring),
         max_query_len=max(query_len for query_len, _ in setup.chunks),
         max_seq_len=max(query_len + before for query_len, before in setup.chunks),
-        window=setup.window,
-        soft_cap=setup.soft_cap,
-        alibi_slopes=batch.slopes,
-        k_scale=setup.k_scale,
-        v_scale=setup.v_scale,
         min_query_len=setup.min_query_len,
     )
     return out

@@ -65,9 +65,31 @@ def plain_hashes(seed: int, sample: int, position: int, vocab: int) -> NDArray[n
     return hashes
 
 
+def noise_of_row(
+    launcher: Launcher, device: torch.device, seed: int, sample: int, position: int, vocab_size: int
+) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
+    """The hash and the noise of every token of one row."""
+    hashes = torch.empty(vocab_size, dtype=torch.int32, device=device)
+    values = torch.empty(vocab_size, dtype=torch.float32, device=device)
+    args = (np.uint64(seed), np.uint32(sample), np.uint32(position), np.int32(vocab_size), hashes, values)
+    launcher.kernel(sampler.SOURCE, "noise_row")((-(-vocab_size // 256), 1, 1), (256, 1, 1), args)
+    return hashes.numpy(force=True).view(np.uint32), values.numpy(force=True)
+
+
+def masses_of_row(
+    launcher: Launcher,
+    distances: torch.Tensor,  # float32 [n]
+) -> torch.Tensor:  # int64 [n]
+    """e^-distance in units of 2^-40, as `pick` counts it."""
+    found = torch.empty(len(distances), dtype=torch.int64, device=distances.device)
+    args = (distances.contiguous(), np.int32(len(distances)), found)
+    launcher.kernel(sampler.SOURCE, "mass_row")((-(-len(distances) // 256), 1, 1), (256, 1, 1), args)
+    return found
+
+
 def noise(launcher: Launcher, device: torch.device) -> None:
     for seed, sample, position in ROWS_OF_NOISE:
-        hashes, values = sampler.noise(launcher, device, seed, sample, position, 3001)
+        hashes, values = noise_of_row(launcher, device, seed, sample, position, 3001)
         np.testing.assert_array_equal(hashes, plain_hashes(seed, sample, position, 3001))
         plain = gumbel_noise(*plain_keys(seed, sample, position, 3001))[0].numpy()
         np.testing.assert_allclose(values, plain, rtol=1e-6, atol=3e-7)
@@ -78,7 +100,7 @@ def mass(launcher: Launcher, device: torch.device) -> None:
     steps = torch.arange(20000) * 0.0015
     turns = torch.arange(42) * 0.6931472
     distances = torch.cat((steps, turns, torch.tensor([1e-42, 1e-30, 27.999998, 28.0, 28.000002, 1e30, INF])))
-    assert torch.equal(sampler.masses(launcher, distances.to(device)).cpu(), masses(distances))
+    assert torch.equal(masses_of_row(launcher, distances.to(device)).cpu(), masses(distances))
     assert masses(torch.zeros(1)) == 2**40
 
 

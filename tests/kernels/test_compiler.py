@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_lite.kernels.cuda import compiler, cupy_launcher
-from vllm_lite.kernels.cuda.compiler import Compiled, KernelCompiler, KernelError, Program
+from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, KernelCompiler, KernelError
 from vllm_lite.kernels.cuda.launcher import check_args, cuda_type
 
 BLOCK, GRID = (32, 1, 1), (1, 1, 1)
@@ -24,9 +24,9 @@ class FakeNvrtc:
     version = "13.0"
 
     def __init__(self) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[CudaSource] = []
 
-    def compile(self, program: Program) -> Compiled:
+    def compile(self, program: CudaSource) -> Compiled:
         self.programs.append(program)
         return Compiled(f"cubin {len(self.programs)}\nof {program.name}".encode(), f"_Z{program.name}")
 
@@ -54,11 +54,11 @@ def test_the_tree_and_the_package_have_the_sources() -> None:
 
 
 def key(sources: Path, source: str = "a.cuh", name: str = "k<1>", arch: str = "sm_90", version: str = "13.0") -> str:
-    return Program(source, name, compiler.read_sources(source, sources), arch).key(version)
+    return CudaSource(source, name, compiler.read_sources(source, sources), arch).key(version)
 
 
 def test_the_key_holds_all_that_decides_the_outcome(sources: Path) -> None:
-    program = Program("a.cuh", "k<1>", compiler.read_sources("a.cuh", sources), "sm_90", ("-O1",))
+    program = CudaSource("a.cuh", "k<1>", compiler.read_sources("a.cuh", sources), "sm_90", ("-O1",))
     keys = [
         key(sources),
         key(sources, "b.cuh"),
@@ -133,7 +133,7 @@ def test_subnormal_floats_count_in_the_sampler_only() -> None:
 
 
 def test_errors_begin_at_the_first_error() -> None:
-    program = Program("a.cuh", "k<1>", (), "sm_90")
+    program = CudaSource("a.cuh", "k<1>", (), "sm_90")
     error = compiler.compile_error(program, "a.cuh(1): warning: x\n\na.cuh(7): error: y\n  here\n\0")
     assert str(error) == "CUDA kernel k<1> of a.cuh does not compile for sm_90:\n  a.cuh(7): error: y\n    here"
 

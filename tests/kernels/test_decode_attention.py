@@ -1,6 +1,7 @@
 """Decode attention in the emulator: every case, every order of threads, what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from tests.kernels.decode_attention_cases import (
     run_simple,
 )
 from tests.kernels.emulator import EmulatorLauncher
+from vllm_lite.kernels.cuda.attention_inputs import tensor_core_reason
 from vllm_lite.kernels.cuda.decode_attention import (
     SOURCE,
     decode_attention,
-    decode_reason,
     head_tiles,
     num_splits,
     workspace_floats,
@@ -84,15 +85,18 @@ def test_sizes() -> None:
 # ---- what is refused
 
 SIMPLE = Setup((8, 2))
+SCORING = ("scale", "window", "soft_cap", "alibi_slopes")
 
 
 def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     batch = make_batch(SIMPLE, CPU)
     out = changes.pop("out", batch.out())
-    tensors = [changes.pop(name, getattr(batch, name)) for name in ("query", "kv", "block_tables", "seq_lens")]
-    options = {"workspace": None, "scale": 0.1, "max_seq_len": 8} | changes
+    query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
+    limits = {name: changes.pop(name) for name in ("max_seq_len", "split_tokens") if name in changes}
+    scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
+    cache = batch.cache._replace(**{"query_start_loc": None} | changes)
     with pytest.raises(ValueError, match=message):
-        decode_attention(launcher, out, *tensors, **options)
+        decode_attention(launcher, out, query, cache, workspace, scoring, **{"max_seq_len": 8} | limits)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("must stand side by side", {"query": torch.zeros(2, 2, 128, dtype=BF16)[..., :64]}),
         ("multiples of 16 bytes", {"query": torch.zeros(2, 132, dtype=BF16)[:, :128].view(2, 2, 64)}),
         ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
-        (r"query_start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
+        (r"start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
         ("workspace must be float32", {"max_seq_len": 2000}),
         (r"float32 \[1040 or more\]", {"max_seq_len": 2000, "workspace": torch.zeros(1039)}),
         ("window of 0", {"window": 0}),
@@ -124,8 +128,9 @@ def test_refuses(message: str, changes: dict[str, Any], launcher: EmulatorLaunch
 
 
 def test_reasons() -> None:
-    assert decode_reason(BF16, 128) is None
-    assert decode_reason(FP16, 8, E4M3) is None
-    assert "torch.float32" in str(decode_reason(torch.float32, 128))
-    assert "264" in str(decode_reason(BF16, 264))
-    assert "torch.float16" in str(decode_reason(BF16, 64, FP16))
+    assert tensor_core_reason(BF16, 128) is None
+    assert tensor_core_reason(FP16, 8, E4M3) is None
+    assert "torch.float32" in str(tensor_core_reason(torch.float32, 128))
+    assert "head size 100" in str(tensor_core_reason(FP16, 100))
+    assert "264" in str(tensor_core_reason(BF16, 264))
+    assert "torch.float16" in str(tensor_core_reason(BF16, 64, FP16))

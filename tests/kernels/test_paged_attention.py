@@ -9,8 +9,9 @@ import torch
 from tests.kernels import kv_layouts
 from tests.kernels import paged_attention_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda import paged_attention as pa
+from vllm_lite.kernels.cuda.attention_inputs import Scoring
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ def test_reference_is_torch_attention() -> None:
     assert (ours - theirs[0].transpose(0, 1)).abs().max() < 1e-12
 
 
-def inputs(problem: cases.Problem) -> tuple[torch.Tensor, torch.Tensor, pa.SplitCache, pa.Scoring]:
+def inputs(problem: cases.Problem) -> tuple[torch.Tensor, torch.Tensor, pa.SplitCache, Scoring]:
     drawn = cases.draw(problem)
     return torch.empty_like(drawn.q), drawn.q, cases.split_cache(problem, drawn, CPU), drawn.scoring(problem, CPU)
 
@@ -119,7 +120,7 @@ def test_refusals() -> None:
     refused("seq_lens must be", seq_lens=torch.zeros(3, dtype=torch.int32))
     refused("max_seq_len 999", max_seq_len=999)
     refused("window", window=-1)
-    refused("soft_cap", soft_cap=-math.inf)
+    refused("soft cap", soft_cap=-math.inf)
     refused("alibi_slopes", alibi_slopes=torch.zeros(4, dtype=torch.float64))
     refused("no multiple of the block size", block_sparse=BlockSparse(1, 2, 24))
     refused("vert_stride at least 1", block_sparse=BlockSparse(1, 0, 16))

@@ -1,6 +1,7 @@
 """Chunked prefill in the emulator: every case, every order of threads, what is refused, what torch is asked."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.kernels.attention_batch import make_batch
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, run
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.prefill_attention import SOURCE, prefill_attention, prefill_reason
+from vllm_lite.kernels.cuda.prefill_attention import SOURCE, prefill_attention
 from vllm_lite.kernels.cuda.varlen import call_varlen, make_plan, torch_varlen, varlen_reason
 
 CPU = torch.device("cpu")
@@ -39,16 +40,17 @@ def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher)
 # ---- what is refused
 
 SIMPLE = Setup(((5, 3), (2, 0)))
+SCORING = ("scale", "window", "soft_cap", "alibi_slopes")
 
 
 def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     batch = make_batch(SIMPLE, CPU)
     out = changes.pop("out", batch.out())
-    names = ("query", "kv", "block_tables", "query_start_loc", "seq_lens")
-    tensors = [changes.pop(name, getattr(batch, name)) for name in names]
-    options = {"scale": 0.1, "max_query_len": 5, "max_seq_len": 8} | changes
+    query, max_seq_len = changes.pop("query", batch.query), changes.pop("max_seq_len", 8)
+    scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
+    cache = batch.cache._replace(**changes)
     with pytest.raises(ValueError, match=message):
-        prefill_attention(launcher, out, *tensors, **options)
+        prefill_attention(launcher, out, query, cache, scoring, max_query_len=5, max_seq_len=max_seq_len)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("block_tables is torch.int64", {"block_tables": torch.zeros(2, 3, dtype=torch.int64)}),
         ("it must be int32 \\[3\\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
         ("sees nothing", {"window": 0}),
-        ("scale 0", {"scale": 0.0}),
+        ("k_scale is 0", {"scale": 0.0}),
         ("soft cap is -1", {"soft_cap": -1.0}),
         ("alibi_slopes must be float32 \\[2\\]", {"alibi_slopes": torch.zeros(3)}),
         ("max_seq_len is", {"max_seq_len": 1 << 31}),
@@ -73,15 +75,6 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
 )
 def test_refused(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
     refuse(launcher, message, **changes)
-
-
-def test_reasons() -> None:
-    assert prefill_reason(FP16, 120) is None
-    assert prefill_reason(FP16, 64, torch.float8_e5m2) is None
-    assert "float32" in str(prefill_reason(torch.float32, 64))
-    assert "head size 100" in str(prefill_reason(FP16, 100))
-    assert "head size 264" in str(prefill_reason(FP16, 264))
-    assert "KV cache of torch.bfloat16" in str(prefill_reason(FP16, 64, torch.bfloat16))
 
 
 # ---- what torch's variable-length attention is asked, in any of its versions

@@ -17,10 +17,10 @@ from vllm_lite.kernels.ops import Rotation
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend is made for: how the layers of each KV group attend, and what all groups have in common."""
+    """What a backend is made for: what differs between KV groups, and what all of them have in common."""
 
     groups: tuple[AttentionSpec, ...]
-    """Per KV group, with the heads of this rank."""
+    """How the layers of each KV group attend, with the heads that this rank holds."""
     block_size: int
     dtype: torch.dtype
     device: torch.device
@@ -65,7 +65,7 @@ class Heads:
     key: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
     value: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
     rotation: Rotation | None = None
-    """How far Q and K still have to be turned, before K is stored; None = not at all."""
+    """The rotary embedding that Q and K still lack, to be applied before K is stored; None = none."""
 
 
 class AttentionBackend(Protocol):

@@ -15,7 +15,7 @@ from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu import attention as kernels
-from vllm_lite.kernels.cpu.dtypes import DTYPES, dtype_code
+from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import available, num_threads
 
 
@@ -33,9 +33,9 @@ class _Group:
 class _Plan:
     groups: list[_Group]
     memory: Any
-    """What the addresses point into."""
+    """Owns what the addresses point to."""
     scratch: Any
-    """What else the kernels are given while this is the plan."""
+    """The scratch memory that the kernels use while this is the plan."""
 
 
 class CpuBackend:
@@ -45,13 +45,10 @@ class CpuBackend:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        by_heads: dict[AttentionSpec, kernels.Kernels] = {}  # groups that differ by their windows share scratch memory
-        for spec in shape.groups:
-            heads = replace(spec, window=None)
-            if heads not in by_heads:
-                by_heads[heads] = _make_kernels(heads, shape)
-        self.kernels = [by_heads[replace(spec, window=None)] for spec in shape.groups]
-        """Per KV group."""
+        self._heads = [replace(spec, window=None) for spec in shape.groups]
+        made = {heads: _make_kernels(heads, shape) for heads in set(self._heads)}
+        self.kernels = [made[heads] for heads in self._heads]
+        """Per KV group; those that differ by their windows share scratch memory."""
         self._first_like = [shape.groups.index(spec) for spec in shape.groups]
         """Per KV group the first that attends alike, with which it shares its plan."""
 
@@ -61,14 +58,14 @@ class CpuBackend:
             return f"it runs on a CPU, not on {shape.device}"
         if reason := shape.first_reason(_reason):
             return reason
-        if shape.dtype not in DTYPES or shape.dtype.itemsize == 1 or shape.cache_dtype not in DTYPES:
+        if shape.dtype not in FLOATS or shape.cache_dtype not in DTYPES:
             return f"it has no kernels for {shape.dtype} with a cache in {shape.cache_dtype}"
         return None if available() else "the native library is missing"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """Partial results of split sequences, and each thread's scratch memory."""
         partials = 0
-        for spec in {replace(spec, window=None) for spec in self.shape.groups}:
+        for spec in set(self._heads):
             sharing = spec.num_heads // spec.num_kv_heads
             num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing)
             partials += num_rows * spec.num_kv_heads * (spec.head_size + 2) * 4
@@ -107,7 +104,6 @@ def _reason(spec: AttentionSpec) -> str | None:
 
 
 def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels:
-    in_float8 = shape.cache_dtype.itemsize == 1
     sizes = kernels.Shape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -117,7 +113,7 @@ def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels
         kv_dtype=dtype_code(shape.cache_dtype),
         scale=spec.scale,
         soft_cap=spec.soft_cap,
-        k_scale=shape.k_scale if in_float8 else 1.0,
-        v_scale=shape.v_scale if in_float8 else 1.0,
+        k_scale=shape.k_scale,
+        v_scale=shape.v_scale,
     )
-    return kernels.Kernels(sizes, kernels.floats(spec.alibi_slopes))
+    return kernels.Kernels(sizes, spec.alibi_slopes)

@@ -9,8 +9,8 @@ For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow fro
 besides lies in `batch.plan`, which the owner of a graph keeps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,17 +19,11 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
+from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, tensor_core_reason
 from vllm_lite.kernels.cuda.attention_simple import attention_simple
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-from vllm_lite.kernels.cuda.decode_attention import (
-    SPLIT_TOKENS,
-    TILE,
-    decode_attention,
-    decode_reason,
-    num_splits,
-    workspace_floats,
-)
-from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.decode_attention import SPLIT_TOKENS, TILE, decode_attention, num_splits, workspace_floats
+from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
 from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 
 MIN_CAPABILITY = (8, 0)
@@ -54,39 +48,17 @@ class CudaBackend:
     graph_safe = True
 
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
-        launcher = launcher or default_launcher()
-        if launcher is None:
-            raise ConfigError("the CUDA attention backend needs CuPy, which cannot be imported")
         self.shape = shape
-        self.launcher = launcher
+        self.launcher = launcher or own_launcher("cuda")
         self.split_tokens = SPLIT_TOKENS
         if shape.max_seq_len is not None:  # fixed for all steps: another split would change bits
             self.split_tokens = max(SPLIT_TOKENS, -(-shape.max_seq_len // (MAX_SPLITS * TILE)) * TILE)
-        self._options = [self._options_of(spec) for spec in shape.groups]
+        self._scorings = [scoring_of(spec, shape) for spec in shape.groups]
         self._workspace: torch.Tensor | None = None
-
-    def _options_of(self, spec: AttentionSpec) -> dict[str, Any]:
-        """The arguments of every kernel that attends for a group."""
-        slopes, device = spec.alibi_slopes, self.shape.device
-        return {
-            "scale": spec.scale,
-            "soft_cap": spec.soft_cap,
-            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
-            "k_scale": self.shape.k_scale,
-            "v_scale": self.shape.v_scale,
-            "window": spec.window,
-        }
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
-        if shape.device.type != "cuda":
-            return f"it runs on a CUDA device, not on {shape.device}"
-        if reason := kernels_reason(shape):
-            return reason
-        capability = torch.cuda.get_device_capability(shape.device)
-        if capability < MIN_CAPABILITY:
-            return f"it needs compute capability 8.0 (Ampere), the device has {capability[0]}.{capability[1]}"
-        return "CuPy cannot be imported" if default_launcher() is None else None
+        return device_reason(shape, kernels_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
         """Exactly what `prepare` allocates for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
@@ -121,26 +93,17 @@ class CudaBackend:
 
     def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
         plan: _Plan = batch.plan
-        table, starts, lens = batch.block_tables[group], batch.query_start_loc, batch.seq_lens
-        options = self._options[group]
+        cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
+        scoring, max_seq_len = self._scorings[group], batch.max_seq_len
         if self.shape.dtype == torch.float32:
-            attention_simple(self.launcher, out, query, kv, table, starts, lens, **options)
+            attention_simple(self.launcher, out, query, cache, scoring)
             return
         if plan.decodes:
-            decode_attention(
-                *(self.launcher, out, query, kv, table, lens, plan.workspace),
-                query_start_loc=starts,
-                max_seq_len=batch.max_seq_len,
-                split_tokens=self.split_tokens,
-                **options,
-            )
+            limits = {"max_seq_len": max_seq_len, "split_tokens": self.split_tokens}
+            decode_attention(self.launcher, out, query, cache, plan.workspace, scoring, **limits)
         if plan.prefills:
-            prefill_attention(
-                *(self.launcher, out, query, kv, table, starts, lens),
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
-                **options,
-            )
+            limits = {"max_query_len": batch.max_query_len, "max_seq_len": max_seq_len}
+            prefill_attention(self.launcher, out, query, cache, scoring, **limits)
 
 
 def _may_decode(batch: StepBatch) -> bool:
@@ -151,6 +114,34 @@ def _may_decode(batch: StepBatch) -> bool:
     return bool((lens.query_lens <= 1).any() or (lens.seq_lens == 0).any() or lens.query_lens.sum() < batch.num_tokens)
 
 
+def own_launcher(backend: str) -> Launcher:
+    """The process's launcher. Raises ConfigError where there is none."""
+    launcher = default_launcher()
+    if launcher is None:
+        raise ConfigError(f"the {backend} attention backend needs CuPy, which cannot be imported")
+    return launcher
+
+
+def scoring_of(spec: AttentionSpec, shape: AttentionShape) -> Scoring:
+    """How the kernels score for the layers of one KV group."""
+    slopes = spec.alibi_slopes
+    on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=shape.device)
+    scales = (shape.k_scale, shape.v_scale)
+    return Scoring(spec.scale, spec.soft_cap, on_device, spec.window, *scales, spec.block_sparse)
+
+
+def device_reason(shape: AttentionShape, reason: Callable[[AttentionShape], str | None]) -> str | None:
+    """What keeps a backend with CUDA kernels from serving `shape`: its device, or the kernels' own `reason`."""
+    if shape.device.type != "cuda":
+        return f"it runs on a CUDA device, not on {shape.device}"
+    if why := reason(shape):
+        return why
+    capability = torch.cuda.get_device_capability(shape.device)
+    if capability < MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 (Ampere), the device has {capability[0]}.{capability[1]}"
+    return "CuPy cannot be imported" if default_launcher() is None else None
+
+
 def kernels_reason(shape: AttentionShape) -> str | None:
     """None when there are kernels for `shape`, whatever the device, else the reason why not."""
     if shape.block_size.bit_count() != 1:
@@ -158,10 +149,10 @@ def kernels_reason(shape: AttentionShape) -> str | None:
 
     def reason(spec: AttentionSpec) -> str | None:
         if shape.dtype != torch.float32:
-            return decode_reason(shape.dtype, spec.head_size, shape.cache_dtype)
+            return tensor_core_reason(shape.dtype, spec.head_size, shape.cache_dtype)
         if spec.head_size > 256:
             return f"head size {spec.head_size} is above 256"
-        if shape.cache_dtype not in (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
+        if shape.cache_dtype not in (torch.float32, *FLOAT8):
             return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
         return None
 

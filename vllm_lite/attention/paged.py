@@ -11,24 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.attention.backend import AttentionShape, Heads
-from vllm_lite.attention.cuda import MIN_CAPABILITY
+from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
-from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.kernels.cuda.launcher import CUDA_TYPES, Launcher
+from vllm_lite.kernels.cuda.launcher import CUDA_TYPES, FLOAT8, Launcher
 from vllm_lite.kernels.cuda.paged_attention import (
     BLOCK_SIZES,
     HEAD_SIZES,
     PARTITION_TOKENS,
-    Scoring,
     SplitCache,
     paged_attention,
 )
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_ROWS = 256
 """Rows of one launch: v2 keeps a partial result of each row, head and partition."""
 
@@ -47,29 +43,14 @@ class PagedBackend:
     graph_safe = False  # `prepare` allocates anew for each step
 
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
-        launcher = launcher or default_launcher()
-        if launcher is None:
-            raise ConfigError("the paged attention backend needs CuPy, which cannot be imported")
         self.shape = shape
-        self.launcher = launcher
-        self.ops = CudaOps(launcher)
-        self._scorings = [self._scoring_of(spec) for spec in shape.groups]
-
-    def _scoring_of(self, spec: AttentionSpec) -> Scoring:
-        slopes, device = spec.alibi_slopes, self.shape.device
-        alibi = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
-        return Scoring(spec.scale, spec.soft_cap, alibi, spec.window or 0, spec.block_sparse)
+        self.launcher = launcher or own_launcher("paged")
+        self.ops = CudaOps(self.launcher)
+        self._scorings = [scoring_of(spec, shape) for spec in shape.groups]
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
-        if shape.device.type != "cuda":
-            return f"it runs on a CUDA device, not on {shape.device}"
-        if reason := split_layout_reason(shape):
-            return reason
-        capability = torch.cuda.get_device_capability(shape.device)
-        if capability < MIN_CAPABILITY:
-            return f"it needs compute capability 8.0 (Ampere), the device has {capability[0]}.{capability[1]}"
-        return "CuPy cannot be imported" if default_launcher() is None else None
+        return device_reason(shape, split_layout_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
         """What one launch of v2 takes, and the tables of the rows."""
@@ -104,15 +85,8 @@ class PagedBackend:
         keys, values = split_views(kv)
         for first in range(0, batch.num_tokens, MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
-            cache = SplitCache(
-                keys,
-                values,
-                plan.block_tables[group][rows],
-                plan.seq_lens[rows],
-                batch.max_seq_len,
-                self.shape.k_scale,
-                self.shape.v_scale,
-            )
+            tables, lens = plan.block_tables[group][rows], plan.seq_lens[rows]
+            cache = SplitCache(keys, values, tables, lens, batch.max_seq_len)
             paged_attention(self.launcher, out[rows], query[rows], cache, self._scorings[group])
 
 
@@ -127,9 +101,7 @@ def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block_stride, half_stride, head_stride = kv.stride()[:3]
     x, at = 16 // kv.element_size(), kv.storage_offset()
     keys = kv.as_strided(
-        (num_blocks, num_kv_heads, head_size // x, block_size, x),
-        (block_stride, head_stride, block_size * x, x, 1),
-        at,
+        (num_blocks, num_kv_heads, head_size // x, block_size, x), (block_stride, head_stride, block_size * x, x, 1), at
     )
     values = kv.as_strided(
         (num_blocks, num_kv_heads, head_size, block_size), (block_stride, head_stride, block_size, 1), at + half_stride

@@ -1,6 +1,6 @@
 """Which attention backend serves a model: the first for the device that supports its shape, or the one asked for."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.errors import ConfigError
@@ -11,10 +11,7 @@ BACKENDS = {
     "paged": "vllm_lite.attention.paged:PagedBackend",
     "reference": "vllm_lite.attention.reference:ReferenceBackend",
 }
-PREFERENCE = {
-    "cpu": ("cpu", "reference"),
-    "cuda": ("cuda", "reference"),
-}
+PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
 """Best first; the reference, which supports everything, is always last."""
 
 
@@ -28,15 +25,9 @@ def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBa
     names = PREFERENCE.get(shape.device.type, ("reference",)) if override == "auto" else (override,)
     reasons = []
     for name in names:
-        backend = _import(name)
+        backend: type[AttentionBackend] = resolve_name(BACKENDS[name])
         reason = backend.supports(shape)
         if reason is None:
             return backend(shape)
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"no attention backend for this model on {shape.device}: {'; '.join(reasons)}")
-
-
-def _import(name: str) -> type[AttentionBackend]:
-    module, _, attribute = BACKENDS[name].partition(":")
-    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
-    return backend

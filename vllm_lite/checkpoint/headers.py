@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -14,7 +13,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 
-class Tensor(NamedTuple):
+class Tensor(msgspec.Struct, frozen=True):
     """A tensor as the header describes it."""
 
     dtype: str
@@ -24,11 +23,6 @@ class Tensor(NamedTuple):
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
-
-
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class _Index(msgspec.Struct):
@@ -83,7 +77,6 @@ def _header(file: Path) -> dict[str, Tensor]:
                 )
             entries = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+        return {name: msgspec.json.decode(entry, type=Tensor) for name, entry in entries.items()}
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
-    return {name: Tensor(entry.dtype, entry.shape) for name, entry in found.items()}

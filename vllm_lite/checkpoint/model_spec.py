@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.errors import ConfigError, ModelError
 
 T = TypeVar("T")
@@ -53,19 +54,6 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int = 8192
 
 
-class BlockSparse(msgspec.Struct, frozen=True):
-    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
-
-    local_blocks: int
-    vert_stride: int
-    block_tokens: int
-    """Tokens of a sparse block, a multiple of the cache's block size."""
-    head_step: int = 0
-    """Shift from query head to query head; below 0: from KV head to KV head."""
-    tp_rank: int = 0
-    """The rank whose share of the heads this is."""
-
-
 class AttentionSpec(msgspec.Struct, frozen=True):
     """How a layer attends: all that a KV cache and an attention backend have to know of it."""
 
@@ -73,7 +61,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_size: int
     scale: float
-    """Factor on the scores."""
+    """Scores are multiplied by it."""
     window: int | None = None
     """How many tokens a query sees, itself included: query i sees the keys (i - window, i]. None = all before it."""
     soft_cap: float = 0.0
@@ -190,9 +178,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embeddings + attention + self.num_layers * (mlp + 2 * self.hidden_size) + self.hidden_size
 
     def _attention_parameters(self, spec: AttentionSpec) -> int:
-        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        matrices = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        return matrices + self.attention_bias * (q + 2 * kv + self.hidden_size) + self.qk_norm * 2 * spec.head_size
+        matrices = self.hidden_size * (spec.qkv_size + spec.query_size)
+        return matrices + self.attention_bias * (spec.qkv_size + self.hidden_size) + self.qk_norm * 2 * spec.head_size
 
 
 def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:

@@ -52,7 +52,7 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Any device, any dtype."""
+    """Computes on any device, in any dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -81,7 +81,7 @@ class TorchOps:
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The best implementation for `device`."""
+    """Make the best implementation for `device`."""
     if device.type == "cpu" and cpu.available():
         from vllm_lite.kernels.cpu.fused import CpuOps  # which is built on this module
 

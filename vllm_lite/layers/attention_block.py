@@ -33,7 +33,7 @@ class AttentionBlock:
         batch: StepBatch,
         backend: AttentionBackend,
     ) -> None:
-        """rows.hidden -> the layer's attended rows, and K and V to the cache."""
+        """Attend with rows.hidden, for `project` to go on from, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
         self.qkv.forward(rows.hidden, out=own.qkv)
         self.normalize(own)
@@ -47,7 +47,7 @@ class AttentionBlock:
             self.key_norm.forward(own.heads.key, out=own.heads.key)
 
     def project(self, rows: Rows) -> None:
-        """The attended rows -> rows.hidden."""
+        """Project the attended rows into rows.hidden."""
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:

@@ -22,7 +22,7 @@ class Embedding:
         self.native = device.type == "cpu" and cpu.available()
 
     def load(self, weight: torch.Tensor) -> None:
-        """weight: [vocab_size, hidden_size], which is kept."""
+        """Keep `weight`: [vocab_size, hidden_size]."""
         self.weight = weight
 
     def share(self, packed: PackedWeight) -> None:
@@ -33,7 +33,7 @@ class Embedding:
         self.packed = packed
 
     def group(self, name: str) -> WeightGroup:
-        """The checkpoint tensor `<name>.weight`."""
+        """Ask for the checkpoint tensor `<name>.weight`."""
         slot = whole_slot(f"{name}.weight", self.vocab_size, self.hidden_size)
         return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
 
@@ -67,7 +67,7 @@ class LMHead:
             self.embedding.load(weight)
 
     def group(self, name: str) -> WeightGroup:
-        """The checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
+        """Ask for the checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
         table = self.embedding
         slot = whole_slot(f"{name}.weight", table.vocab_size, table.hidden_size)
         lent = copies(table.dtype, table.device) and not (self.tied and self.quantization)

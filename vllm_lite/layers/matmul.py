@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import FLOATS, PackedWeight, linear, quantize
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
 from vllm_lite.layers import onednn
 
 Quantization = Literal["int8"]

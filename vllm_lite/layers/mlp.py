@@ -19,7 +19,7 @@ class GatedMLP:
         self.down = parts.linear(inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, rows: Rows) -> None:
-        """rows.hidden -> rows.hidden."""
+        """Replace rows.hidden by the MLP's output."""
         self.gate_up.forward(rows.hidden, out=rows.gate_up)
         self.activate(rows.gate_up, rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)

@@ -19,11 +19,11 @@ class RMSNorm:
         self.ops = ops_for(device)
 
     def load(self, weight: torch.Tensor) -> None:
-        """weight: [size], which is kept."""
+        """Keep `weight`: [size]."""
         self.weight = weight
 
     def group(self, name: str) -> WeightGroup:
-        """The checkpoint tensor `<name>.weight`."""
+        """Ask for the checkpoint tensor `<name>.weight`."""
         slot = whole_slot(f"{name}.weight", self.size)
         return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
 

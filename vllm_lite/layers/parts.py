@@ -39,5 +39,5 @@ class Parts:
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """What `layers` has, each once."""
+        """The different kinds of `layers`: AttentionBlock.kind and Rows.by_kind count by them."""
         return tuple(dict.fromkeys(self.layers))

@@ -59,7 +59,7 @@ class WeightSlot(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """In the box."""
+        """How many elements the box has."""
         return math.prod(self.size)
 
 

@@ -1,7 +1,7 @@
 """Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -60,8 +60,7 @@ def build(
     """
     if spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
-    module, _, name = MODELS[spec.architecture].partition(":")
-    model_class: type[Model] = getattr(import_module(module), name)
+    model_class: type[Model] = resolve_name(MODELS[spec.architecture])
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = DenseForm(quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), form=form, head_quantization=quantization)

@@ -10,7 +10,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ STORED_AS = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.uint8: "U
 """What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10
-"""Names that an error lists of each kind."""
+"""How many names of each kind an error lists."""
 
 Progress = Callable[[int, int], None]
 """Called as progress(bytes done, bytes in total) after each tensor."""
@@ -55,8 +55,10 @@ def load_weights(
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-        report = stack.enter_context(
-            _reporter(progress, sum(num_bytes for group in groups for num_bytes in _sizes(group)))
+        done, total = 0, sum(num_bytes for group in groups for num_bytes in _sizes(group))
+        shows = progress is None and sys.stderr.isatty()
+        bar = stack.enter_context(
+            tqdm(desc="loading weights", total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shows)
         )
         staging = _Staging()
         for group in groups:
@@ -66,7 +68,10 @@ def load_weights(
             group.take(*(loaded[index] for index in range(len(loaded))))
             del loaded
             for num_bytes in _sizes(group):
-                report(num_bytes)
+                done += num_bytes
+                bar.update(num_bytes)
+                if progress is not None:
+                    progress(done, total)
 
 
 def _sizes(group: WeightGroup) -> Iterator[int]:
@@ -206,34 +211,6 @@ def _listing(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
         yield f"{len(names)} {what}: {', '.join(names[:MAX_LISTED])}{more}"
-
-
-@contextmanager
-def _reporter(progress: Progress | None, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes of each tensor done: feeds the callback, a bar on a terminal, or nothing."""
-    if progress is not None:
-        done = 0
-
-        def report(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            progress(done, total)
-
-        yield report
-        return
-    with tqdm(
-        total=total,
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-
-        def advance(num_bytes: int) -> None:
-            bar.update(num_bytes)
-
-        yield advance
 
 
 def _random(seed: int, slot: WeightSlot) -> torch.Tensor:

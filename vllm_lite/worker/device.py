@@ -29,10 +29,6 @@ class Device:
     memory: DeviceMemory | None = None
     capture: Capture | None = None
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.torch.type == "cpu"
-
 
 def open_device(config: EngineConfig, rank: int) -> Device:
     """The device of worker `rank`, made current. Raises ConfigError if torch does not see it."""

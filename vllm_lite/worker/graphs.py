@@ -28,8 +28,7 @@ or has more sequences than the largest bucket. Such steps run eagerly, and so do
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +42,7 @@ from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, to_device
+from vllm_lite.worker.process import no_garbage_collection
 
 logger = log.get(__name__)
 
@@ -54,7 +54,7 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """What can record a graph."""
+    """Records graphs, on one kind of device."""
 
     on_demand: bool
     """Capture every batch size when it is first needed, instead of a few at the start."""
@@ -226,7 +226,8 @@ class DecodeGraphs:
         """Capture a graph for every size. `progress` is called after each."""
         used_bytes, start_s = self.capture.used_bytes(), time.monotonic()
         logger.info("capturing CUDA graphs for %d batch sizes up to %d", len(self.sizes), self.sizes[-1])
-        with _no_garbage_collection():
+        gc.collect()
+        with no_garbage_collection():  # one in a capture could free device memory, which the capture does not survive
             for size in reversed(self.sizes):
                 self._inputs.load(None, size)
                 self._capture(size)
@@ -270,16 +271,3 @@ class DecodeGraphs:
         if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
             return logits[to_device(inputs.sampling, self.eager.device)]
         return logits
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a capture could free device memory, which a capture does not survive."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -10,6 +10,8 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_lite.config import WorkerSettings
@@ -161,16 +163,22 @@ def _import_worker() -> "type[Worker]":
 
     The objects that it made are frozen: the first collection afterwards would scan all of them, for as long.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         from vllm_lite.worker.worker import Worker
 
         gc.freeze()
+    return Worker
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if was_enabled:
             gc.enable()
-    return Worker
 
 
 def process_main(settings: WorkerSettings, stop: Wakeup) -> int:

@@ -19,13 +19,7 @@ from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import CacheEngine
-from vllm_lite.worker.memory.profile import (
-    Baseline,
-    DeviceMemory,
-    check_free,
-    profile_memory,
-    warn_if_short,
-)
+from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
@@ -54,7 +48,8 @@ class Worker:
 
     def load(self) -> Ready:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError."""
-        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if self.device.is_cpu else 0
+        on_cpu = self.device.torch.type == "cpu"
+        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if on_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:
@@ -167,10 +162,10 @@ class Worker:
             ) from error
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step. Raises ProtocolError for a step of another life of the engine, or one that cannot be run."""
+        """Run one step. Raises ProtocolError for a step of another generation, or one that cannot be run."""
         if step.generation != self._generation:
-            of = f"generation {step.generation}, this worker's is {self._generation}"
-            raise ProtocolError(f"step {step.step} is of {of}")
+            other = f"generation {step.generation}, this worker's is {self._generation}"
+            raise ProtocolError(f"step {step.step} is of {other}")
         output = self.runner.execute(step)
         self.progress.advance()
         return output
@@ -219,9 +214,5 @@ class _LoadReport:
 
 def _limits(config: ResolvedConfig, spec: ModelSpec) -> StepLimits:
     return StepLimits(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_model_len,
-        config.block_size,
-        len(spec.kv_groups),
+        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size, len(spec.kv_groups)
     )

@@ -1,7 +1,7 @@
 // Attention of few rows: reads the cache as it lies, 16 tokens at a time, at the speed of memory.
 //
 // The next tokens are fetched while these are worked on; their addresses come from the block table, so the processor
-// could not guess them. It has few places for lines that are on their way, and loads that miss wait for one, so lines
+// could not predict them. It has few places for lines that are on their way, and loads that miss wait for one, so lines
 // must be asked for evenly: with all of K's in the first of 4 rows, 4 rows measured 18 instead of 27 GB/s.
 #pragma once
 

@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 
 MAX_HEAD_SIZE = 256
 MAX_ROWS = 96
-"""Rows of Q, those of the heads that share a KV head counted apart, that are computed together."""
+"""How many rows of Q are computed together; each head that shares a KV head has rows of its own."""
 MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp."""
 THREAD_BYTES = 512 << 10
 """Scratch memory of each thread."""
 _PLAN_INTS, _ITEM_INTS = 6, 11
-"""Of the records Plan and AttentionItem in csrc/cpu."""
+"""How many numbers the records Plan and AttentionItem of csrc/cpu have."""
 
 
 class Shape(ctypes.Structure):
@@ -36,11 +37,6 @@ class Shape(ctypes.Structure):
         ("v_scale", float32),
         ("slopes", pointer),
     )
-
-
-def floats(values: Sequence[float] | None) -> Any:
-    """An array for Shape.slopes."""
-    return None if values is None else (float32 * len(values))(*values)
 
 
 def max_splits(max_seq_len: int) -> int:
@@ -62,10 +58,10 @@ class Kernels:
     The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1.
     """
 
-    def __init__(self, shape: Shape, slopes: Any = None) -> None:
-        """slopes: ALiBi's, as `floats` makes them: [num_heads]."""
-        self._shape, self._slopes = shape, slopes
-        shape.slopes = None if slopes is None else ctypes.addressof(slopes)
+    def __init__(self, shape: Shape, slopes: Sequence[float] | None = None) -> None:
+        """slopes: ALiBi's [num_heads], which become `shape.slopes`."""
+        self._shape, self._slopes = shape, (float32 * len(slopes or ()))(*slopes or ())
+        shape.slopes = None if slopes is None else ctypes.addressof(self._slopes)
         self._shape_address = ctypes.addressof(shape)
         self._partial_floats = shape.num_kv_heads * (shape.head_size + 2)
         self._strides: dict[tuple[int, ...], Any] = {}
@@ -80,13 +76,9 @@ class Kernels:
         self._counters = np.zeros(0, np.int32)
 
     @property
-    def scratch_bytes(self) -> int:
-        """Memory for the results of splits, as much as the largest step so far could have needed."""
-        return self._partials.nbytes + self._counters.nbytes
-
-    @property
-    def scratch(self) -> tuple[Any, Any]:
-        """That memory. It is replaced when a step needs more, so whoever keeps a call's addresses keeps it, too."""
+    def scratch(self) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Memory for the results of splits, as much as the largest step so far could have needed. It is replaced when
+        a step needs more, so what keeps a call's addresses has to keep it, too."""
         return self._partials, self._counters
 
     def plan(

@@ -13,7 +13,7 @@ Int64s = NDArray[np.int64]
 
 
 class _Record(ctypes.Structure):
-    """DecodeRows in csrc/cpu/batch.cpp."""
+    """The same record as DecodeRows in csrc/cpu/batch.cpp."""
 
     _fields_ = (
         ("token_ids", pointer),

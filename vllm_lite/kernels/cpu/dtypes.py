@@ -1,15 +1,11 @@
-"""Numbers under which csrc/cpu knows element types."""
+"""Numbers under which csrc/cpu knows element types. Apart from library.py, which is imported without torch."""
 
 import torch
 
-DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 4,
-}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 """The same numbers as DType in csrc/cpu/common.h."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that kernels compute in; the others are for KV caches only."""
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -2,11 +2,10 @@
 
 import torch
 
+from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.ops import Rotation, TorchOps
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The part of DTYPES that these kernels compute in."""
 _SILU, _GELU = 0, 1
 
 _RMS_NORM = (int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, int64, int64)
@@ -112,4 +111,4 @@ def _code(*tensors: torch.Tensor) -> int | None:
     for tensor in tensors:
         if tensor.dtype is not dtype or tensor.stride()[-1] != 1:
             return None
-    return _CODES.get(dtype)
+    return DTYPES[dtype] if dtype in FLOATS else None

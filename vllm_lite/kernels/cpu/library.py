@@ -52,7 +52,7 @@ def available() -> bool:
 
 
 class Function:
-    """A function of the library. Calling it calls that, or while calls are recorded tells the recorder alone."""
+    """A function of the library. A call goes to the library or, while calls are recorded, to the recorder alone."""
 
     __slots__ = ("_call", "argtypes", "name")
 
@@ -82,7 +82,7 @@ _recorder: Recorder | None = None
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Meanwhile no function is called, by any thread: `recorder` gets the call and answers in its place."""
+    """Give the calls of all threads to `recorder`, whose answers they get, and call no function meanwhile."""
     global _recorder  # the callers of kernels do not know that they are recorded, as with CUDA graphs
     before, _recorder = _recorder, recorder
     try:
@@ -94,13 +94,6 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
 def isa() -> str:
     """The instruction set in use, one of ISAS: the best that this machine has, or that VLLM_LITE_ISA names."""
     return ISAS[function("vllm_lite_isa", (), ctypes.c_int32)()]
-
-
-def set_isa(name: str) -> bool:
-    """Use another instruction set, for tests. False, and nothing is changed, where this machine does not have it."""
-    if name not in ISAS:
-        raise ValueError(f"the instruction set must be one of {', '.join(ISAS)}, got {name!r}")
-    return bool(function("vllm_lite_set_isa", (int32,), ctypes.c_int32)(ISAS.index(name)))
 
 
 def num_threads() -> int:

@@ -4,11 +4,10 @@ import ctypes
 
 import torch
 
-from vllm_lite.kernels.cpu.dtypes import dtype_code
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT8 = 100  # kInt8Weight
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
@@ -37,7 +36,7 @@ class PackedWeight:
     """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout, in its own dtype or as int8.
 
     int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
-    machine multiplies bytes, products quantize their rows as well (see quantize_rows).
+    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows as well.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
@@ -129,14 +128,6 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = torch.maximum(-least, most)
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
     return exact.mul_(inverse[:, None]).round_().to(torch.int8), largest / 127
-
-
-def quantize_rows(x: torch.Tensor) -> torch.Tensor:
-    """What a product with int8 weights takes x for where the machine multiplies bytes: each QUANT_GROUP inputs of a
-    row as integers times a scale. x: [rows, inputs] -> float32 of the same shape. The plain twin, for tests."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
-    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
-    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
 
 
 def multiplies_bytes() -> bool:

@@ -1,7 +1,7 @@
 """Programs: kernel calls that are recorded once and made again by one call, without Python, torch or an allocation.
 
 Recording runs Python code as usual, only that native kernels are not called: their arguments are kept, addresses and
-numbers, and the code is told that all went well. So it must not look at anything that a kernel computes; memory whose
+numbers, and the code sees that all went well. So it must not look at anything that a kernel computes; memory whose
 address is kept must stay where it is, and what changes from one run to the next must be read from it.
 
 An operation of torch would be carried out once, while recording, and be missing in the program. So recording refuses
@@ -48,7 +48,7 @@ class NotRecordable(RuntimeError):
 
 
 class Program:
-    """Calls in their order. It knows addresses only: whoever keeps it keeps what they point to."""
+    """Keeps calls in their order. It knows addresses only: its owner must keep what they point to."""
 
     def __init__(self) -> None:
         self._words: list[int] = []
@@ -62,7 +62,7 @@ class Program:
 
     @property
     def names(self) -> list[str]:
-        """Of the functions, in the order of the calls."""
+        """The names of the functions, in the order of the calls."""
         return list(self._names)
 
     def record(self, run: Callable[[], None]) -> None:
@@ -98,15 +98,11 @@ class Program:
 
 
 def _recorded_address(name: str) -> int:
-    opened = library()
     try:
-        recorded = getattr(opened, f"{name}_recorded")
+        recorded = getattr(library(), f"{name}_recorded")
     except AttributeError:
         raise NotRecordable(f"{name} cannot be recorded") from None
-    address = ctypes.cast(recorded, pointer).value
-    if address is None:
-        raise NotRecordable(f"{name} cannot be recorded")
-    return address
+    return int(ctypes.cast(recorded, pointer).value or 0)
 
 
 def _word(argtype: Any, value: Any) -> int:

@@ -1,7 +1,5 @@
 """The sampler's pass from logits to tokens. vllm_lite/worker/sampling/sampler.py defines it, and is its plain twin."""
 
-import ctypes
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,7 +8,6 @@ from vllm_lite.kernels.cpu.library import Function, function, int32, int64, poin
 from vllm_lite.kernels.sampling import DRAW, Picked
 
 _SAMPLE_TYPES = (pointer, int64, int32, int64, pointer, pointer, pointer, pointer)
-_NOISE_TYPES = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, int32, pointer, pointer)
 
 
 class BestOf:
@@ -52,14 +49,3 @@ def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, 
     floats = words[num_rows:].view(np.float32)
     picked = Picked(words[:num_rows], floats[:num_rows], floats[num_rows:])
     return function("vllm_lite_sample", _SAMPLE_TYPES), arguments, picked
-
-
-def noise(
-    seed: int, sample: int, position: int, vocab_size: int
-) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
-    """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
-    hashes, values = np.empty(vocab_size, np.uint32), np.empty(vocab_size, np.float32)
-    function("vllm_lite_noise", _NOISE_TYPES)(
-        seed, sample, position, vocab_size, hashes.ctypes.data, values.ctypes.data
-    )
-    return hashes, values

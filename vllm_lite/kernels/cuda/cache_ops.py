@@ -36,21 +36,8 @@ def reshape_and_cache(
     to: CacheSlots,
 ) -> None:
     """Store K and V at their slots. Raises ValueError when shapes or types do not fit each other."""
-    num_tokens, num_kv_heads, head_size = key.shape
-    _require_cache(to, key)
-    _require_heads("key", key, key)
-    _require_heads("value", value, key)
-    if key.numel() == 0:
-        return
-    kv = to.kv
-    width = vector_width(head_size, key, value, kv)
-    name = f"reshape_and_cache<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
-    sizes = (np.int32(num_kv_heads), np.int32(head_size), np.int32(kv.shape[3]))
-    strides = (key.stride(0), value.stride(0), *kv.stride()[:4])
-    scales = (np.float32(to.k_scale), np.float32(to.v_scale))
-    threads = threads_for(num_kv_heads * (head_size // width), 256)
-    args: tuple[Arg, ...] = (key, value, kv, to.slots, *sizes, *map(np.int64, strides), *scales)
-    launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), args)
+    _require_cache(to, key, value)
+    _write(launcher, "reshape_and_cache", (key, value), (), to)
 
 
 def rope_and_cache(
@@ -65,27 +52,40 @@ def rope_and_cache(
 
     The bits are those of `rotate` and `reshape_and_cache`. Raises ValueError when shapes or types do not fit.
     """
-    num_tokens, num_kv_heads, head_size = key.shape
-    _require_cache(to, key)
-    _require_heads("key", key, key)
-    _require_heads("value", value, key)
+    _require_cache(to, key, value)
     _require_heads("query", query, query)
     require(
         query.dtype == key.dtype and query.shape[::2] == key.shape[::2],
         f"query must be like key but for its number of heads, got {query.dtype} {list(query.shape)} "
         f"and {key.dtype} {list(key.shape)}",
     )
-    require_rotation(rotation, num_tokens, head_size, key.dtype)
+    require_rotation(rotation, len(key), key.shape[2], key.dtype)
+    _write(launcher, "rope_and_cache", (query, key, value), rotation, to)
+
+
+def _write(
+    launcher: Launcher,
+    kernel: str,
+    heads: tuple[torch.Tensor, ...],  # of what is turned and stored; the last is V
+    rotation: tuple[torch.Tensor, ...],  # cos and sin, or nothing
+    to: CacheSlots,
+) -> None:
+    kv, key = to.kv, heads[-2]
+    num_tokens, _, head_size = key.shape
     if key.numel() == 0:
         return
-    kv, num_heads = to.kv, query.shape[1]
-    width = vector_width(head_size // 2, query, key, value, *rotation, kv)
-    name = f"rope_and_cache<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
-    sizes = (np.int32(num_heads), np.int32(num_kv_heads), np.int32(head_size), np.int32(kv.shape[3]))
-    strides = [tensor.stride(0) for tensor in (query, key, value, *rotation)] + list(kv.stride()[:4])
-    scales = (np.float32(to.k_scale), np.float32(to.v_scale))
-    threads = threads_for((num_heads + num_kv_heads) * (head_size // 2 // width), 256)
-    args: tuple[Arg, ...] = (query, key, value, *rotation, kv, to.slots, *sizes, *map(np.int64, strides), *scales)
+    length = head_size // 2 if rotation else head_size  # to rotate, a thread reads both halves of a head
+    width = vector_width(length, *heads, *rotation, kv)
+    name = f"{kernel}<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
+    num_heads = [rows.shape[1] for rows in heads[:-1]]
+    strides = [rows.stride(0) for rows in (*heads, *rotation)] + list(kv.stride()[:4])
+    args: tuple[Arg, ...] = (
+        *(*heads, *rotation, kv, to.slots),
+        *map(np.int32, (*num_heads, head_size, kv.shape[3])),
+        *map(np.int64, strides),
+        *map(np.float32, (to.k_scale, to.v_scale)),
+    )
+    threads = threads_for(sum(num_heads) * (length // width), 256)
     launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), args)
 
 
@@ -148,7 +148,7 @@ def copy_blocks(
     kernel((len(pairs), chunks, 1), (COPY_THREADS, 1, 1), (pool, pairs, np.int64(units)))
 
 
-def _require_cache(to: CacheSlots, key: torch.Tensor) -> None:
+def _require_cache(to: CacheSlots, key: torch.Tensor, value: torch.Tensor) -> None:
     num_tokens, num_kv_heads, head_size = key.shape
     kv = to.kv
     require(
@@ -159,6 +159,8 @@ def _require_cache(to: CacheSlots, key: torch.Tensor) -> None:
     require_rows("slots", to.slots, torch.int64, (num_tokens,))
     if kv.dtype.itemsize > 1:
         require(kv.dtype == key.dtype, f"a cache of {kv.dtype} cannot take K and V of {key.dtype}")
+    _require_heads("key", key, key)
+    _require_heads("value", value, key)
 
 
 def _require_heads(what: str, tensor: torch.Tensor, like: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ class KernelError(VllmLiteError):
 
 
 @dataclass(frozen=True)
-class Program:
+class CudaSource:
     """One compilation: all that decides its outcome but NVRTC's version."""
 
     source: str  # file of csrc/cuda
@@ -67,7 +67,7 @@ class Nvrtc(Protocol):
     @property
     def version(self) -> str: ...
 
-    def compile(self, program: Program) -> Compiled: ...
+    def compile(self, program: CudaSource) -> Compiled: ...
 
 
 def options_for(source: str) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class KernelCompiler:
         self.num_compiled = 0
 
     def compile(self, source: str, name: str) -> Compiled:
-        program = Program(source, name, read_sources(source, self._sources), self._arch, options_for(source))
+        program = CudaSource(source, name, read_sources(source, self._sources), self._arch, options_for(source))
         path = self._folder / f"{program.key(self._nvrtc.version)}.cubin"
         if (kept := read_entry(path)) is not None:
             return kept
@@ -174,7 +174,7 @@ class KernelCompiler:
         return compiled
 
 
-def compile_error(program: Program, message: str) -> KernelError:
+def compile_error(program: CudaSource, message: str) -> KernelError:
     """The error for a program that did not compile, from the compiler's log, which names files and lines."""
     lines = [line for line in message.strip("\x00 \n").splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if "error" in line), 0)

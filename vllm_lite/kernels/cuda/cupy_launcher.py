@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_lite.kernels.cuda.compiler import Compiled, KernelCompiler, KernelError, Program, compile_error
+from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, KernelCompiler, KernelError, compile_error
 from vllm_lite.kernels.cuda.launcher import DEFAULT_SHARED_BYTES, Arg, check_args
 from vllm_lite.runtime import log
 
@@ -39,7 +39,7 @@ class CupyNvrtc:
         self._nvrtc: Any = import_cupy().cuda.nvrtc
         self.version = ".".join(map(str, self._nvrtc.getVersion()))
 
-    def compile(self, program: Program) -> Compiled:
+    def compile(self, program: CudaSource) -> Compiled:
         nvrtc = self._nvrtc
         (own, text), *headers = program.files
         handle = nvrtc.createProgram(

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from vllm_lite.kernels.cuda.attention_inputs import check_indices, check_kv
 from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
-from vllm_lite.kernels.cuda.prefill_attention import check_indices, check_kv
 
 SOURCE = "gather_kv.cuh"
 TOKENS = 32  # a block's
@@ -29,7 +29,7 @@ def gather_kv(  # noqa: PLR0913, PLR0917
     `max_rows` bounds the rows of a sequence. float8 is multiplied by its scale; other caches have the type of `keys`.
     """
     head_size = keys.shape[-1]
-    check_kv(kv, head_size)
+    check_kv(kv, head_size, width=8)
     check_indices(block_tables, kv_start_loc, seq_lens)
     require(keys.dtype in (torch.float16, torch.bfloat16), f"keys is {keys.dtype}, not float16 or bfloat16")
     require(kv.dtype == keys.dtype or kv.itemsize == 1, f"kv is {kv.dtype}; it must be {keys.dtype} or a float8")

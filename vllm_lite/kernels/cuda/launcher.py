@@ -58,6 +58,7 @@ CUDA_TYPES = {
     torch.float8_e5m2: "fp8_e5m2",
 }
 """How csrc/cuda spells the element types."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cuda_type(dtype: torch.dtype, what: str) -> str:

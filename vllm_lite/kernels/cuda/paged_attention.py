@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.model_spec import BlockSparse
+from vllm_lite.checkpoint.block_sparse import BlockSparse
+from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, Scoring
+from vllm_lite.kernels.cuda.fused import require_rows
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 
 SOURCE = "paged_attention.cuh"
@@ -21,7 +23,6 @@ MAX_SHARED_BYTES = 96 * 1024  # a block may have 99 KiB on sm_86 and sm_89, the 
 
 _THREADS = 128
 _WARPS = 4
-_MAX_GRID_Y = 65535
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,6 @@ class SplitCache:
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks_per_seq]
     seq_lens: torch.Tensor  # int32 [num_seqs]; 0 gives zeros
     max_seq_len: int  # no entry of seq_lens is larger
-    k_scale: float = 1.0  # an fp8 code times this is the key
-    v_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Logit = ALiBi(soft cap(scale * q k)): each step only where it is asked for."""
-
-    scale: float
-    soft_cap: float = 0.0  # c * tanh(logit / c)
-    alibi_slopes: torch.Tensor | None = None  # float32 [num_heads]: + slope * (token - last token)
-    window: int = 0  # tokens that take part, the query's own included; 0: all
-    block_sparse: BlockSparse | None = None
 
 
 def paged_attention(
@@ -93,7 +81,7 @@ def paged_attention_v2(
     if num_seqs == 0:
         return
     num_partitions = max(1, math.ceil(cache.max_seq_len / PARTITION_TOKENS))
-    require(num_partitions <= _MAX_GRID_Y, f"max_seq_len {cache.max_seq_len} makes more than {_MAX_GRID_Y} partitions")
+    require(num_partitions <= MAX_GRID_YZ, f"max_seq_len {cache.max_seq_len} makes more than {MAX_GRID_YZ} partitions")
     parts = torch.empty(num_seqs, num_heads, num_partitions, head_size, dtype=torch.float32, device=q.device)
     exp_sums = torch.empty(num_seqs, num_heads, num_partitions, dtype=torch.float32, device=q.device)
     max_logits = torch.empty_like(exp_sums)
@@ -121,7 +109,7 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
     require(out.shape == q.shape and out.dtype == q.dtype, f"out must be like q, got {out.dtype} {list(out.shape)}")
     require(out.is_contiguous(), "out must be contiguous")
     require(q.stride()[1:] == (head_size, 1), f"the heads of a row of q must be contiguous, strides {q.stride()}")
-    require(num_seqs <= _MAX_GRID_Y, f"{num_seqs} sequences are more than a launch takes: {_MAX_GRID_Y}")
+    require(num_seqs <= MAX_GRID_YZ, f"{num_seqs} sequences are more than a launch takes: {MAX_GRID_YZ}")
     scalar, kv = cuda_type(q.dtype, "q"), cuda_type(cache.keys.dtype, "the cache")
     require(q.element_size() > 1, f"q is {q.dtype}; only a cache may be fp8")
     require(
@@ -132,19 +120,15 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
     num_kv_heads = cache.values.shape[1]
     require(num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
     tables, lens = cache.block_tables, cache.seq_lens
-    require(
-        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == num_seqs and tables.is_contiguous(),
-        f"block_tables must be contiguous int32 [{num_seqs}, max_blocks], got {tables.dtype} {list(tables.shape)}",
-    )
-    require(
-        lens.dtype == torch.int32 and lens.shape == (num_seqs,) and lens.is_contiguous(),
-        f"seq_lens must be contiguous int32 [{num_seqs}], got {lens.dtype} {list(lens.shape)}",
-    )
+    require_rows("seq_lens", lens, torch.int32, (num_seqs,))
+    require_rows("block_tables", tables, torch.int32, (num_seqs, tables.shape[-1]))
+    require(tables.is_contiguous(), f"block_tables must be contiguous, got strides {tables.stride()}")
     require(
         0 <= cache.max_seq_len <= tables.shape[1] * block_size,
         f"max_seq_len {cache.max_seq_len} needs more than the {tables.shape[1]} blocks of a row of block_tables",
     )
-    _check_scoring(scoring, num_heads, block_size)
+    scoring.check(num_heads)
+    _check_pattern(scoring, block_size)
     return f"{scalar}, {kv}, {head_size}, {block_size}"
 
 
@@ -174,15 +158,7 @@ def _check_cache(cache: SplitCache, head_size: int) -> int:
     return int(block_size)
 
 
-def _check_scoring(scoring: Scoring, num_heads: int, block_size: int) -> None:
-    require(scoring.window >= 0, f"window must be at least 1, or 0 for none, got {scoring.window}")
-    require(scoring.soft_cap >= 0, f"soft_cap must be above 0, or 0 for none, got {scoring.soft_cap}")
-    slopes = scoring.alibi_slopes
-    if slopes is not None:
-        require(
-            slopes.dtype == torch.float32 and slopes.shape == (num_heads,) and slopes.is_contiguous(),
-            f"alibi_slopes must be contiguous float32 [{num_heads}], got {slopes.dtype} {list(slopes.shape)}",
-        )
+def _check_pattern(scoring: Scoring, block_size: int) -> None:
     if (sparse := scoring.block_sparse) is not None:
         require(
             sparse.block_tokens > 0 and sparse.block_tokens % block_size == 0,
@@ -197,26 +173,20 @@ def _check_scoring(scoring: Scoring, num_heads: int, block_size: int) -> None:
 def _inputs(q: torch.Tensor, cache: SplitCache, scoring: Scoring) -> list[Arg]:
     """The parameters that v1 and v2 have in common, in their order."""
     sparse = scoring.block_sparse or BlockSparse(local_blocks=0, vert_stride=0, block_tokens=1)
+    pattern = (sparse.tp_rank, sparse.local_blocks, sparse.vert_stride, sparse.block_tokens, sparse.head_step)
     return [
         q,
         np.int64(q.stride(0)),
         cache.keys,
         cache.values,
-        np.int64(cache.keys.stride(0)),
-        np.int64(cache.keys.stride(1)),
+        *map(np.int64, cache.keys.stride()[:2]),
         np.int32(cache.keys.shape[1]),
         cache.block_tables,
         np.int32(cache.block_tables.shape[1]),
         cache.seq_lens,
         scoring.alibi_slopes,
-        np.float32(scoring.scale),
-        np.float32(cache.k_scale),
-        np.float32(cache.v_scale),
-        np.int32(scoring.window),
+        *map(np.float32, (scoring.scale, scoring.k_scale, scoring.v_scale)),
+        np.int32(scoring.window or 0),
         np.float32(scoring.soft_cap),
-        np.int32(sparse.tp_rank),
-        np.int32(sparse.local_blocks),
-        np.int32(sparse.vert_stride),
-        np.int32(sparse.block_tokens),
-        np.int32(sparse.head_step),
+        *map(np.int32, pattern),
     ]

@@ -27,7 +27,8 @@ def pick(
 
     Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong.
     """
-    return read_picked(pick_on_device(launcher, logits, draws))
+    records = pick_on_device(launcher, logits, draws).numpy(force=True).view(PICKED).reshape(-1)
+    return Picked(records["token"], records["best"], records["limit"])
 
 
 def pick_on_device(
@@ -35,7 +36,7 @@ def pick_on_device(
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
 ) -> torch.Tensor:  # uint8 [num_rows, 16], PICKED records on the device
-    """The same without waiting."""
+    """Pick as `pick` does, without waiting for the device."""
     require(
         logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1 and logits.shape[1] > 0,
         f"logits must be float32 [num_rows, vocab] with contiguous rows, got {logits.dtype} {list(logits.shape)}",
@@ -55,31 +56,3 @@ def pick_on_device(
         args = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device, picked)
         kernel((num_rows, 1, 1), (THREADS, 1, 1), args, SHARED_BYTES)
     return picked
-
-
-def read_picked(picked: torch.Tensor) -> Picked:
-    """What `pick_on_device` wrote, once the device has come so far."""
-    records = picked.numpy(force=True).view(PICKED).reshape(-1)
-    return Picked(records["token"], records["best"], records["limit"])
-
-
-def noise(
-    launcher: Launcher, device: torch.device, seed: int, sample: int, position: int, vocab_size: int
-) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:  # both [vocab]
-    """The hash and the noise of every token of one row. For tests: `pick` computes them on its way."""
-    hashes = torch.empty(vocab_size, dtype=torch.int32, device=device)
-    values = torch.empty(vocab_size, dtype=torch.float32, device=device)
-    args = (np.uint64(seed), np.uint32(sample), np.uint32(position), np.int32(vocab_size), hashes, values)
-    launcher.kernel(SOURCE, "noise_row")((-(-vocab_size // 256), 1, 1), (256, 1, 1), args)
-    return hashes.numpy(force=True).view(np.uint32), values.numpy(force=True)
-
-
-def masses(
-    launcher: Launcher,
-    distances: torch.Tensor,  # float32 [n]
-) -> torch.Tensor:  # int64 [n]
-    """e^-distance in units of 2^-40, as `pick` counts it. For tests."""
-    found = torch.empty(len(distances), dtype=torch.int64, device=distances.device)
-    args = (distances.contiguous(), np.int32(len(distances)), found)
-    launcher.kernel(SOURCE, "mass_row")((-(-len(distances) // 256), 1, 1), (256, 1, 1), args)
-    return found

@@ -136,7 +136,7 @@ def call_varlen(
     plan: VarlenPlan,
     scale: float,
 ) -> torch.Tensor:
-    """`function` is torch's varlen_attn of whatever version: its signature says what it wants to be told."""
+    """`function` is torch's varlen_attn of whatever version: its signature says what it takes."""
     names = inspect.signature(function).parameters
     options: dict[str, Any] = {"scale": scale}
     options |= {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}

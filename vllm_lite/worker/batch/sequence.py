@@ -23,7 +23,7 @@ class SequenceState:
     sampling: Sampling
     num_prompt: int
     rules: SequenceRules | None
-    """They change its logits; a mask among them follows the tokens that it generates."""
+    """What changes its logits; a mask among the rules follows the tokens that it generates."""
     prompt_scoring: PromptScoring | None = None
     row: int = NO_ROW
     preempted_tokens: Int32s | None = None  # [num_tokens], while it is preempted

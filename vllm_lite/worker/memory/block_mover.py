@@ -7,17 +7,18 @@ stage touch nothing that another one of it writes. They may be joined, reordered
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from vllm_lite.kernels.cpu import cache_ops as native
+from vllm_lite.kernels.cpu import memory as native
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.protocol.step import BlockOp
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Joins `length` ops of one kind whose sources and destinations are both consecutive: one copy.
 
     `src` and `dst` count from the beginning of their tiers.
@@ -30,10 +31,10 @@ class Run(NamedTuple):
 
 
 def stages(
-    program: Iterable[Run],  # of length 1
-) -> list[list[Run]]:
+    program: Iterable[BlockRun],  # of length 1
+) -> list[list[BlockRun]]:
     """Cut a program into stages, whose runs are joined as far as ids are consecutive."""
-    found: list[list[Run]] = []
+    found: list[list[BlockRun]] = []
     read: dict[tuple[bool, int], int] = {}  # (in the host tier, block) -> number of stages up to its last reader
     written: dict[tuple[bool, int], int] = {}  # likewise up to its last writer
     for op in program:
@@ -49,7 +50,7 @@ def stages(
     return [list(_join(stage)) for stage in found]
 
 
-def _join(stage: list[Run]) -> Iterator[Run]:
+def _join(stage: list[BlockRun]) -> Iterator[BlockRun]:
     stage.sort()
     run = stage[0]
     for op in stage[1:]:
@@ -61,14 +62,12 @@ def _join(stage: list[Run]) -> Iterator[Run]:
     yield run
 
 
-def by_kind(stage: Iterable[Run]) -> dict[BlockOp, list[Run]]:
-    kinds: dict[BlockOp, list[Run]] = {}
-    for run in stage:
-        kinds.setdefault(run.op, []).append(run)
-    return kinds
+def by_kind(stage: Iterable[BlockRun]) -> dict[BlockOp, list[BlockRun]]:
+    """Split a stage, whose runs of one kind stand side by side."""
+    return {op: list(runs) for op, runs in groupby(stage, key=lambda run: run.op)}
 
 
-def pairs_of(runs: Iterable[Run]) -> torch.Tensor:  # int64 [n, 2], (source, destination)
+def pairs_of(runs: Iterable[BlockRun]) -> torch.Tensor:  # int64 [n, 2], (source, destination)
     pairs = [(run.src + i, run.dst + i) for run in runs for i in range(run.length)]
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
@@ -85,7 +84,7 @@ class Pools(NamedTuple):
         destination = self.host if op == BlockOp.SWAP_OUT else self.device
         return source.flatten(1).view(torch.uint8), destination.flatten(1).view(torch.uint8)
 
-    def copy(self, runs: Sequence[Run]) -> None:
+    def copy(self, runs: Sequence[BlockRun]) -> None:
         """Copy runs of one kind on torch's current stream; the host does not wait if its memory is locked."""
         source, destination = self.of(runs[0].op)
         for _, src, dst, length in runs:
@@ -93,7 +92,7 @@ class Pools(NamedTuple):
 
 
 class Mover(Protocol):
-    def move(self, stage: Sequence[Run]) -> None:
+    def move(self, stage: Sequence[BlockRun]) -> None:
         """Copy all runs of one stage, behind the stages before it and the device's earlier work."""
         ...
 
@@ -104,7 +103,7 @@ class TorchMover:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
-    def move(self, stage: Sequence[Run]) -> None:
+    def move(self, stage: Sequence[BlockRun]) -> None:
         for runs in by_kind(stage).values():
             self._pools.copy(runs)
 
@@ -115,7 +114,7 @@ class NativeMover:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
-    def move(self, stage: Sequence[Run]) -> None:
+    def move(self, stage: Sequence[BlockRun]) -> None:
         for op, runs in by_kind(stage).items():
             native.copy_blocks(*self._pools.of(op), pairs_of(runs))
 
@@ -166,7 +165,7 @@ class CudaMover:
         self._streams = streams
         self._launcher = launcher
 
-    def move(self, stage: Sequence[Run]) -> None:
+    def move(self, stage: Sequence[BlockRun]) -> None:
         current = self._streams.current()
         kinds = by_kind(stage)
         copies = kinds.pop(BlockOp.COPY, None)
@@ -175,19 +174,16 @@ class CudaMover:
             stream = self._streams.of_op(op)
             stream.wait_stream(current)
             with self._streams.use(stream):
-                self._by_torch(runs)
+                self._pools.copy(runs)
             streams.append(stream)
         if copies:
             self._copy(copies)
         for stream in streams:
             current.wait_stream(stream)
 
-    def _by_torch(self, runs: Sequence[Run]) -> None:
-        self._pools.copy(runs)
-
-    def _copy(self, runs: Sequence[Run]) -> None:
+    def _copy(self, runs: Sequence[BlockRun]) -> None:
         if self._launcher is None:
-            self._by_torch(runs)
+            self._pools.copy(runs)
             return
         pairs = pairs_of(runs)
         if self._pools.device.is_cuda:

@@ -20,18 +20,18 @@ from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.worker.memory.block_mover import (
+    BlockRun,
     CudaMover,
     CudaStreams,
     Mover,
     NativeMover,
     Pools,
-    Run,
     TorchMover,
     stages,
 )
 
 NULL_BLOCK = 0
-"""Fills the places of block tables that hold no block; no token is ever written to it."""
+"""Stands in block tables where there is no block; no token is ever written to it."""
 
 MEASURED_BYTES = 4 << 20
 """What one round of `measure_swap` moves each way, or one block if that is more."""
@@ -54,6 +54,12 @@ class CacheEngine:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
+        own, host = range(num_blocks), range(num_blocks, num_blocks + num_host_blocks)
+        self._tiers: dict[int, tuple[range, range]] = {  # the blocks that each op may read and write
+            BlockOp.COPY: (own, own),
+            BlockOp.SWAP_OUT: (own, host),
+            BlockOp.SWAP_IN: (host, own),
+        }
         elements = spec.block_elements(block_size)
         if device.type == "cpu":
             self.pool = _host_zeros((num_blocks, elements), dtype)
@@ -112,24 +118,18 @@ class CacheEngine:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
-    def _check(self, index: int, op: int, src: int, dst: int) -> Run:
+    def _check(self, index: int, op: int, src: int, dst: int) -> BlockRun:
         """Turn one op into a run of length 1, with ids that count from the beginning of their tiers' pools."""
-        device, host = range(self.num_blocks), range(self.num_blocks, self.num_blocks + self.num_host_blocks)
-        if op == BlockOp.COPY:
-            sources, destinations = device, device
-        elif op == BlockOp.SWAP_OUT:
-            sources, destinations = device, host
-        elif op == BlockOp.SWAP_IN:
-            sources, destinations = host, device
-        else:
+        if op not in self._tiers:
             raise ProtocolError(f"block op {index}: {op} is none of {', '.join(f'{o} {o.name}' for o in BlockOp)}")
+        sources, destinations = self._tiers[op]
         for what, block, allowed in (("source", src, sources), ("destination", dst, destinations)):
             if block not in allowed or (what == "destination" and block == NULL_BLOCK):
                 first = max(allowed.start, 1) if what == "destination" else allowed.start
                 raise ProtocolError(
                     f"block op {index}: {what} {block} of {BlockOp(op).name} must be in [{first}, {allowed.stop})"
                 )
-        return Run(BlockOp(op), src - sources.start, dst - destinations.start)
+        return BlockRun(BlockOp(op), src - sources.start, dst - destinations.start)
 
     def _locked(self, pool: torch.Tensor) -> torch.Tensor:
         """Fix `pool` in memory where it is, so that the device can read and write it while the host goes on.

@@ -14,9 +14,10 @@ that all of this is tested without a device.
 
 import gc
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 
@@ -82,16 +83,26 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Holds what is known before the largest step runs, in bytes."""
+
+    initial_used_bytes: int
+    """Was in use on the device before this worker had anything there."""
+    weights_bytes: int
+    scratch_bytes: int = 0
+    """Set aside for attention over contexts longer than the step's."""
+    graph_bytes: int = 0
+    """Set aside for CUDA graphs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryProfile:
-    """Holds what was measured, in bytes, and computes what follows from it."""
+class MemoryProfile(Baseline):
+    """Adds what was measured, and computes what follows from it."""
 
     total_bytes: int
     utilization: float
     block_bytes: int
-    initial_used_bytes: int
-    """Was in use on the device before this worker had anything there."""
-    weights_bytes: int
     peak_framework_bytes: int
     """Allocated at once during the largest step; weights and fixed buffers are part of it."""
     used_at_step_bytes: int
@@ -100,10 +111,6 @@ class MemoryProfile:
     """Was in use on the device after the framework had released what it could."""
     framework_bytes: int
     """Allocated in live tensors at that time."""
-    scratch_bytes: int = 0
-    """Set aside for attention over contexts longer than the step's."""
-    graph_bytes: int = 0
-    """Set aside for CUDA graphs."""
 
     @property
     def activations_bytes(self) -> int:
@@ -189,15 +196,6 @@ def check_free(memory: DeviceMemory, utilization: float) -> int:
     return total - free
 
 
-class Baseline(NamedTuple):
-    """Holds what is known before the largest step runs; MemoryProfile has the same fields."""
-
-    initial_used_bytes: int
-    weights_bytes: int
-    scratch_bytes: int = 0
-    graph_bytes: int = 0
-
-
 def profile_memory(
     memory: DeviceMemory, run_largest_step: Callable[[], None], baseline: Baseline, utilization: float, block_bytes: int
 ) -> MemoryProfile:
@@ -217,7 +215,7 @@ def profile_memory(
         used_at_step_bytes=used_at_step,
         used_bytes=total - memory.free_bytes(),
         framework_bytes=memory.allocated_bytes(),
-        **baseline._asdict(),
+        **asdict(baseline),
     )
 
 
@@ -234,13 +232,7 @@ def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], 
     needed = blocks_for(length, groups, block_size, chunk)
     if needed <= num_blocks:
         return
-    fitting, too_long = 0, length
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        if blocks_for(middle, groups, block_size, chunk) <= num_blocks:
-            fitting = middle
-        else:
-            too_long = middle
+    fitting = bisect(range(1, length), num_blocks, key=lambda count: blocks_for(count, groups, block_size, chunk))
     logger.warning(
         "one sequence of max_model_len %d needs %.1f MiB of KV cache and there are %.1f MiB: sequences of at most %d "
         "tokens are served; give --max-model-len %d to say so, or more memory",

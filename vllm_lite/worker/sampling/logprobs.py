@@ -52,7 +52,7 @@ class PromptScoring:
     """The prompt's tokens below this index need no logprobs any more."""
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Names the prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
 
     handle: Handle
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 class StepScoring:
     """Names all prompt tokens that get their logprobs in one step."""
 
-    pieces: list[Piece]
+    pieces: list[PromptPiece]
     positions: Int64s  # [num_scored], index among the step's tokens of the token before each
     targets: Int64s  # [num_scored], the tokens themselves
 
@@ -98,7 +98,7 @@ def score_step(
             raise ProtocolError(f"handle {handle} skips prompt tokens {first} to {start}, which are to be scored")
         last = min(end, scoring.num_prompt - 1)
         if last >= first:
-            pieces.append(Piece(handle, scoring, last + 1))
+            pieces.append(PromptPiece(handle, scoring, last + 1))
             positions.append(np.arange(first - 1, last) - start + query_start_loc[index])
             targets.append(token_ids[rows[index], first : last + 1])
     if not pieces:

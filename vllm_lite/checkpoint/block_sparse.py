@@ -1,0 +1,17 @@
+"""Block-sparse attention patterns. Apart from model_spec.py, as CUDA kernels are also measured without msgspec."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
+
+    local_blocks: int
+    vert_stride: int
+    block_tokens: int
+    """Tokens of a sparse block, a multiple of the cache's block size."""
+    head_step: int = 0
+    """Shift from query head to query head; below 0: from KV head to KV head."""
+    tp_rank: int = 0
+    """The rank whose share of the heads this is."""
