@@ -25,7 +25,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.machine import num_physical_cores
-from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
+from vllm_lite.tools.bench.kernels_timing import read_bandwidth_gb_s
 from vllm_lite.tools.bench.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 
 PATIENCE_S = 120.0
