@@ -199,9 +199,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def read_parts(text: str, begin_s: float) -> list[Part]:
     """Parse the moments of all processes, in order of time, each with the time since the process's previous one."""
-    moments = sorted(
-        (float(time_s) - begin_s, process, what) for time_s, process, what in map(_fields, text.splitlines())
-    )
+    lines = (line.split("\t") for line in text.splitlines())
+    moments = sorted((float(time_s) - begin_s, process, what) for time_s, process, what in lines)
     ends = {(process, what): time_s for time_s, process, what in moments}
     before = {"server": 0.0}
     parts = []
@@ -210,11 +209,6 @@ def read_parts(text: str, begin_s: float) -> list[Part]:
         parts.append(Part(process, what, time_s, time_s - from_s))
         before[process] = time_s
     return parts
-
-
-def _fields(line: str) -> tuple[str, str, str]:
-    time_s, process, what = line.split("\t")
-    return time_s, process, what
 
 
 def table(figures: dict[str, Any]) -> str:

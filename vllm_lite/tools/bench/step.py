@@ -10,9 +10,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
+from unittest.mock import patch
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
@@ -84,18 +84,18 @@ def _decode(
     config: ResolvedConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
 ) -> tuple[list[Step], list[Step], dict[str, float]]:
     """The steps of the worker and the engine, and the client's part of one."""
-    with tempfile.TemporaryDirectory(prefix="vl-") as folder, _environment({FOLDER: folder, "GOMP_SPINCOUNT": "0"}):
+    with (
+        tempfile.TemporaryDirectory(prefix="vl-") as folder,
+        patch.dict(os.environ, {FOLDER: folder, "GOMP_SPINCOUNT": "0"}),
+    ):
         run_dir = tempfile.mkdtemp(prefix="vl-")
         address = f"ipc://{run_dir}/engine"
         engine = EngineSettings(config, address, run_dir, "vllm_lite.tools.bench.step_worker")
         child = supervise.spawn("vllm_lite.tools.bench.step_engine", engine, "engine", lambda _reason: None)
         try:
-            session = Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)
-            try:
+            with closing(Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)) as session:
                 prompts = _prompts(num_streams, prompt_len, spec.vocab_size)
                 client = [_generate(session, prompts, num_steps) for _ in range(2)][-1]
-            finally:
-                session.close()
         finally:
             child.stop(PATIENCE_S)
             supervise.remove_dir(run_dir)
@@ -169,18 +169,3 @@ def table(figures: dict[str, Any]) -> str:
         f"{100 * bound['share']:.0f} % of the step"
     )
     return "\n".join(lines)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Children started meanwhile have `values` in their environment."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -4,6 +4,7 @@ failed or are still open, 2 if it could not start, 130 after Ctrl-C."""
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -92,11 +93,10 @@ def _run(
 
 def _complaints() -> Any:
     """Make a function that reports the first bad lines."""
-    count = 0
+    counts = itertools.count(1)
 
     def complain(entry: batch_file.Bad) -> None:
-        nonlocal count
-        count += 1
+        count = next(counts)
         if count <= MAX_COMPLAINTS:
             print(f"line {entry.line}: {entry.message}", file=sys.stderr)
         elif count == MAX_COMPLAINTS + 1:
@@ -107,13 +107,13 @@ def _complaints() -> Any:
 
 def _summary(batch: "Batch", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
     open_ = num_lines - batch.num_lines
-    parts = [
-        f"{batch.num_answered} answered",
-        *([f"{batch.num_failed} failed"] * (batch.num_failed > 0)),
-        *([f"{batch.num_bad} bad lines"] * (batch.num_bad > 0)),
-        *([f"{batch.num_before} from earlier runs"] * (batch.num_before > 0)),
-        *([f"{open_} open"] * (open_ > 0)),
-    ]
+    others = {
+        "failed": batch.num_failed,
+        "bad lines": batch.num_bad,
+        "from earlier runs": batch.num_before,
+        "open": open_,
+    }
+    parts = [f"{batch.num_answered} answered", *(f"{count} {what}" for what, count in others.items() if count > 0)]
     tokens = f"{batch.num_prompt_tokens} prompt and {batch.num_output_tokens} output tokens"
     rate = f"{batch.num_output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
     failed = f"; {results.num_failed} failures are in the file" if results.num_failed else ""
