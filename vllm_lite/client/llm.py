@@ -193,10 +193,7 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: BeamSearchParams,
-        use_tqdm: bool = False,
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """Find each prompt's likeliest continuations. Raises as generate() does.
 

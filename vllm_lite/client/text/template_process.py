@@ -12,7 +12,7 @@ import gc
 import resource
 import signal
 import socket
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -67,9 +67,9 @@ def frame(message: msgspec.Struct) -> bytes:
 def main(settings: RenderSettings, stop: Wakeup) -> int:
     """Render until the other end of the socket is closed."""
     del stop  # a signal ends it at once
-    with socket.socket(fileno=settings.fd) as wire:
+    with socket.socket(fileno=settings.fd) as wire, wire.makefile("rb") as file:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-        wanted = msgspec.msgpack.decode(_read(wire), type=TemplateSource)
+        wanted = msgspec.msgpack.decode(_read(file), type=TemplateSource)
         _limit_cpu(MAX_COMPILE_S)
         try:
             template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
@@ -78,7 +78,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
             return 0
         gc.freeze()
         wire.sendall(frame(Rendered("")))
-        while data := _read(wire):
+        while data := _read(file):
             _limit_cpu(MAX_CPU_S)
             wire.sendall(_answer(template, data))
     return 0
@@ -112,20 +112,11 @@ def _limit_cpu(limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _read(wire: socket.socket) -> bytes:
-    """Read one frame; b"" at the end."""
-    length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
-    return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""
-
-
-def _read_exactly(wire: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = wire.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            return b""
-        data += piece
-    return bytes(data)
+def _read(file: BinaryIO) -> bytes:
+    """Read one frame; b"" at the end, even in the middle of a frame."""
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    data = file.read(length) if length <= MAX_FRAME_BYTES else b""
+    return data if len(data) == length else b""
 
 
 if __name__ == "__main__":
