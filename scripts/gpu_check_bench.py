@@ -106,23 +106,12 @@ class Bench:
     def attend(
         self, problem: Paged, which: int, split_tokens: int = decode.SPLIT_TOKENS, workspace: torch.Tensor | None = None
     ) -> None:
-        shape = problem.shape
+        shape, tables, lens = problem.shape, problem.tables[which], problem.seq_lens
         if workspace is None:
             workspace = workspace_for(problem, shape.context, split_tokens)
-        decode.decode_attention(
-            *(
-                self.launcher,
-                problem.out,
-                problem.query,
-                problem.kv,
-                problem.tables[which],
-                problem.seq_lens,
-                workspace,
-            ),
-            scale=shape.head_size**-0.5,
-            max_seq_len=shape.context,
-            split_tokens=split_tokens,
-        )
+        tensors = (problem.out, problem.query, problem.kv, tables, lens, workspace)
+        scale, longest = shape.head_size**-0.5, shape.context
+        decode.decode_attention(self.launcher, *tensors, scale=scale, max_seq_len=longest, split_tokens=split_tokens)
 
     def decode_row(self, shape: Shape, split_tokens: int = decode.SPLIT_TOKENS, name: str = "decode_attention") -> None:
         if not self.small and shape.kv_bytes > 0.6 * torch.cuda.mem_get_info()[0]:
@@ -230,10 +219,8 @@ class Bench:
     def rope_row(self, rows: int, hidden: int) -> None:
         size, kv_heads = (128, 8) if not self.small else (32, 1)
         heads = hidden // size
-        query, key, value, cos, sin, kv = self.tensors(
-            *((rows, heads, size), (rows, kv_heads, size), (rows, kv_heads, size), (rows, size), (rows, size)),
-            (rows // 16 + 2, 2, kv_heads, 16, size),
-        )
+        query, key, value = self.tensors((rows, heads, size), (rows, kv_heads, size), (rows, kv_heads, size))
+        cos, sin, kv = self.tensors((rows, size), (rows, size), (rows // 16 + 2, 2, kv_heads, 16, size))
         to = cache_ops.CacheSlots(kv, torch.arange(16, 16 + rows, device=self.device))
         rotation = Rotation(cos, sin)
         seconds = self.timer.seconds(lambda _: cache_ops.rope_and_cache(self.launcher, query, key, value, rotation, to))

@@ -5,7 +5,7 @@ A sandbox limits what a template can reach, but not how long a loop in a loop ta
 processor time and memory; one that takes more time ends this process, and its owner starts another.
 
 Both sides use a socket and frames: a length in 4 bytes, then msgpack. The first frame is the template, answered with
-Rendered or Refused; then each Render is answered with one of them, in order.
+Rendered or Denied; then each Render is answered with one of them, in order.
 """
 
 import gc
@@ -51,7 +51,7 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Denied(msgspec.Struct, frozen=True, tag=True):
     """`num_chars` is the length of a text that is too long."""
 
     message: str
@@ -74,7 +74,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
         try:
             template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
         except ModelError as error:
-            wire.sendall(frame(Refused(str(error))))
+            wire.sendall(frame(Denied(str(error))))
             return 0
         gc.freeze()
         wire.sendall(frame(Rendered("")))
@@ -86,7 +86,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
 
 def _answer(template: ChatTemplate, data: bytes) -> bytes:
     """Make the frame of the answer here, as encoding takes memory too."""
-    too_much = Refused(f"the model's chat template takes too much: {LIMIT}")
+    too_much = Denied(f"the model's chat template takes too much: {LIMIT}")
     try:
         asked = msgspec.msgpack.decode(data, type=Render)
         text = template.render(
@@ -98,13 +98,13 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
         if len(text) <= asked.max_chars:
             return frame(Rendered(text))
         made = f"the model's chat template makes a prompt of {len(text)} characters"
-        return frame(Refused(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
+        return frame(Denied(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
     except RequestError as error:
-        return frame(too_much if isinstance(error.__cause__, MemoryError) else Refused(str(error)))
+        return frame(too_much if isinstance(error.__cause__, MemoryError) else Denied(str(error)))
     except MemoryError:
         return frame(too_much)
     except UnicodeEncodeError as error:
-        return frame(Refused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}"))
+        return frame(Denied(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}"))
 
 
 def _limit_cpu(limit_s: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from vllm_lite.client.text.chat_template import TemplateSource
-from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Refused, Render, Rendered, RenderSettings, frame
+from vllm_lite.client.text.template_process import LENGTH_BYTES, LIMIT, Denied, Render, Rendered, RenderSettings, frame
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 
@@ -20,7 +20,7 @@ END_S = 1.0
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 
-_Answer = Rendered | Refused
+_Answer = Rendered | Denied
 logger = log.get(__name__)
 
 
@@ -62,7 +62,7 @@ class Renderer:
                 answer = await self._asked(data)
             except (ModelError, OSError) as error:
                 raise EngineError(f"the chat template cannot be rendered: {error}") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, Denied):
             if answer.num_chars is not None:
                 raise TextTooLongError(answer.message, answer.num_chars)
             raise RequestError(answer.message)
@@ -123,7 +123,7 @@ class Renderer:
             reason = self._end(END_S)
             text = "compiling it takes too long" if reason == TOO_MUCH else reason
             raise ModelError(f"{self._template.name}: the chat template cannot be read: {text}") from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, Denied):
             ours.close()
             raise ModelError(answer.message)
         ours.setblocking(False)

@@ -32,7 +32,7 @@ NUM_WRITTEN = (1, 32, 512)
 MIN_TIME_S = 0.5  # for each kernel
 
 
-class Batch:
+class Case:
     """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
 
     def __init__(
@@ -106,7 +106,7 @@ def decoding(num_threads: int) -> Iterator[Row]:
     limit = 0.0
     for group in GROUPS:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
-        batch = Batch([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
+        batch = Case([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
         seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         speed = _kv_bytes(batch) / seconds / 1e9
         yield _row("decode", batch, gb_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
@@ -114,7 +114,7 @@ def decoding(num_threads: int) -> Iterator[Row]:
 
 def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     for prefix in PREFIXES:
-        batch = Batch([(CHUNK, prefix + CHUNK)], 4, dtype)
+        batch = Case([(CHUNK, prefix + CHUNK)], 4, dtype)
         seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         flops = 4 * HEAD_SIZE * batch.spec.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
         yield _row("prefill", batch, gflop_s=flops / seconds / 1e9, ratio_torch=torch_s / seconds)
@@ -123,17 +123,17 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
 def writes(num_threads: int) -> Iterator[Row]:
     """Rotation of Q and K and the write of K and V, four heads to a KV head."""
     for num_tokens in NUM_WRITTEN:
-        batch = Batch([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
+        batch = Case([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
         batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
-        turn = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
-        heads = Heads(batch.query, key, value, Rotation(turn, turn * 0))
+        ones = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
+        heads = Heads(batch.query, key, value, Rotation(cos=ones, sin=ones * 0))
         calls = [_writer(backend, batch, heads) for backend in (CpuBackend, ReferenceBackend)]
         seconds, torch_s = best_times(clock_for(num_threads), calls, MIN_TIME_S)
         yield _row("rotate and write", batch, us=seconds * 1e6, torch_us=torch_s * 1e6, ratio_torch=torch_s / seconds)
 
 
-def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, heads: Heads) -> Callable[[], object]:
+def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Case, heads: Heads) -> Callable[[], object]:
     """One write of `heads`, with a plan of its own."""
     backend, step = backend_type(batch.shape), replace(batch.step)
     backend.prepare(step)
@@ -143,17 +143,17 @@ def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, hea
 def layouts(num_threads: int) -> Iterator[Row]:
     """The same decoding over caches that are laid out differently; the engine's is block-major."""
     names = ("block-major", "layer by layer", "heads inside tokens")
-    batches = [Batch([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
+    batches = [Case([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for name, batch, seconds in zip(names, batches, times, strict=True):
         yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
 
 
-def _kv_bytes(batch: Batch) -> int:
+def _kv_bytes(batch: Case) -> int:
     return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * HEAD_SIZE * batch.shape.dtype.itemsize
 
 
-def _row(kernel: str, batch: Batch, **figures: float) -> Row:
+def _row(kernel: str, batch: Case, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
     heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"

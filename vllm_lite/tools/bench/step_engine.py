@@ -34,7 +34,7 @@ def _end_steps(ledger: Ledger) -> None:
         num_steps += 1
         return finish(core, output)
 
-    def publish_and_turn(engine: EngineProcess, core: EngineCore, produced: list[Produced]) -> None:
+    def publish_and_end_step(engine: EngineProcess, core: EngineCore, produced: list[Produced]) -> None:
         nonlocal num_steps
         publish(engine, core, produced)
         if num_steps:
@@ -42,7 +42,7 @@ def _end_steps(ledger: Ledger) -> None:
             num_steps = 0
 
     EngineCore.finish = finish_one  # type: ignore[method-assign,assignment]
-    EngineProcess._publish = publish_and_turn  # type: ignore[method-assign,assignment]  # noqa: SLF001
+    EngineProcess._publish = publish_and_end_step  # type: ignore[method-assign,assignment]  # noqa: SLF001
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ def _end_steps(ledger: Ledger) -> None:
     """Behind each step: what it costs to send its results counts for the next one."""
     execute = Worker.execute
 
-    def execute_and_turn(worker: Worker, step: SchedulerOutput) -> ModelOutput:
+    def execute_and_end_step(worker: Worker, step: SchedulerOutput) -> ModelOutput:
         output = execute(worker, step)
         ledger.end_step(streams=len(step.entries), steps=1)
         return output
 
-    Worker.execute = execute_and_turn  # type: ignore[method-assign,assignment]
+    Worker.execute = execute_and_end_step  # type: ignore[method-assign,assignment]
 
 
 def call_names(functions: list[str]) -> list[str]:

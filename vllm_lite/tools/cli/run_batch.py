@@ -20,7 +20,7 @@ from vllm_lite.tools.chat import batch_file
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.batch import Batch
+    from vllm_lite.tools.chat.batch import BatchRun
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     with batch_file.Results(arguments.output_file, retry_failed=arguments.retry_failed) as results:
         began_s = time.monotonic()
         has_work = any(
-            isinstance(entry, batch_file.Request) and entry.custom_id not in results.done
+            isinstance(entry, batch_file.BatchRequest) and entry.custom_id not in results.done
             for entry in batch_file.read(arguments.input_file)
         )
         own = arguments.model is not None and has_work  # a server without work is not started
@@ -66,11 +66,11 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
 def _run(
     arguments: argparse.Namespace, remote: "RemoteServer", results: batch_file.Results, num_lines: int, began_s: float
 ) -> int:
-    from vllm_lite.tools.chat.batch import Batch, Server
+    from vllm_lite.tools.chat.batch import BatchRun, Server
 
     http_settings = (remote.address, remote.api_key, arguments.request_timeout, remote.why)
     with _progress(num_lines) as show:
-        batch = Batch(results, show, _complaints())
+        batch = BatchRun(results, show, _complaints())
 
         async def work() -> None:
             async with Server(*http_settings) as http:
@@ -105,7 +105,7 @@ def _complaints() -> Any:
     return complain
 
 
-def _summary(batch: "Batch", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
+def _summary(batch: "BatchRun", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
     open_ = num_lines - batch.num_lines
     others = {
         "failed": batch.num_failed,
@@ -133,7 +133,7 @@ def _progress(num_lines: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=num_lines)
 
-        def show(batch: "Batch") -> None:
+        def show(batch: "BatchRun") -> None:
             bad = batch.num_failed + batch.num_bad
             text = f"{batch.num_output_tokens} tokens" + (f", {bad} failed" if bad else "")
             progress.update(task, completed=batch.num_lines, description=text)
