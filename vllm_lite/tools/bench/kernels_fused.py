@@ -1,7 +1,6 @@
 """The small operations and the sampler on a CPU, ours and plain torch by turns in the same run.
 
-Each figure is the shortest of many calls, from Python and back, on data that lies in the caches: what a call costs when
-nobody else needs the machine, which the shortest one shows even if somebody often does.
+Each figure is the shortest of many calls, from Python and back, on data that lies in the processor's caches.
 """
 
 import time

@@ -70,6 +70,6 @@ def _onednn(weight: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> None:
 
 
 def _multiply(products: list[Product], x: torch.Tensor, out: torch.Tensor) -> None:
-    """One pass over all copies of a weight."""
+    """Multiply by all copies of a weight once."""
     for product in products:
         product(x, out)

@@ -23,8 +23,8 @@ SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 
 
 class LoadItem(msgspec.Struct, frozen=True):
-    """One request of the load. `prompt` is a text or token ids; `input_len` counts its tokens, 0 if they are unknown for
-    want of a tokenizer."""
+    """One request of the load. `prompt` is a text or token ids; `input_len` counts its tokens, or is 0 if there is no
+    tokenizer to count them."""
 
     prompt: str | list[int]
     input_len: int

@@ -1,7 +1,7 @@
 """`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
 
-The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs tell the
-time of each kernel. Shown are means over the steps in which all streams decode.
+The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs measure
+each kernel. Shown are means over the steps in which all streams decode.
 """
 
 import os
@@ -108,7 +108,7 @@ def _prompts(count: int, length: int, vocab_size: int) -> list[bytes]:
 
 
 def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[str, float]:
-    """Generate `num_steps` tokens for each prompt; what this process does meanwhile, per step."""
+    """Generate `num_steps` tokens for each prompt. Returns what this process does meanwhile, per step."""
     inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True, detokenize=False)
     cpu_ns, start_ns, left, num_messages = time.process_time_ns(), time.perf_counter_ns(), len(prompts), 0
@@ -128,8 +128,8 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
 
 
 def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
-    """What a step cost of each part, in microseconds (calls: how many): a mean over the later half of those in which
-    all streams decoded, without what took three times as long as usual."""
+    """Compute the microseconds of each part of a step, and its numbers of calls. They are means over the later half of
+    the steps in which all streams decoded, without those that took three times as long as usual."""
     full = [step for step in steps if step["streams"] == num_streams]
     full = full[len(full) // 2 + 1 : -2]
     if not full:

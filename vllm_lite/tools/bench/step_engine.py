@@ -25,7 +25,8 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 
 def _end_steps(ledger: Ledger) -> None:
-    """End a step behind each pass of the loop that published something; it may have been about several steps."""
+    """End the ledger's step after each pass of the engine's loop that published something, which may be several steps
+    of the scheduler."""
     num_steps = 0
     finish, publish = EngineCore.finish, ledger.timed("publish", EngineProcess._publish)  # noqa: SLF001
 
