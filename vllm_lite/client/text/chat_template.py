@@ -172,9 +172,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _dict  # the class itself has methods that a template does not need
+    # the class dict itself has methods that a template does not need
+    environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now, dict=_dict)
     del environment.globals["lipsum"]
     return environment
 
