@@ -11,8 +11,8 @@ import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat import batch, batch_file
-from vllm_lite.tools.chat.batch import Batch, Server
-from vllm_lite.tools.chat.batch_file import Bad, Request, Results
+from vllm_lite.tools.chat.batch import BatchRun, Server
+from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, Results
 from vllm_lite.tools.chat.remote_server import Address, client_settings
 from vllm_lite.tools.cli import main
 
@@ -63,12 +63,12 @@ def test_bad_lines_say_which_and_why_and_stop_nothing(tmp_path: Path, text: str,
     assert isinstance(bad, Bad)
     assert (bad.line, bad.code) == (2, code)
     assert words in bad.message
-    assert good == Request(3, "good", URL, {"prompt": "x"})
+    assert good == BatchRequest(3, "good", URL, {"prompt": "x"})
 
 
 def test_the_first_of_two_equal_ids_counts(tmp_path: Path) -> None:
     entries = list(batch_file.read(write(tmp_path / "in", line("a"), line("b", url="?"), line("a"), line("b"))))
-    assert [type(entry) for entry in entries] == [Request, Bad, Bad, Bad]
+    assert [type(entry) for entry in entries] == [BatchRequest, Bad, Bad, Bad]
     assert [entry.custom_id for entry in entries] == ["a", "b", None, None]
 
 
@@ -137,7 +137,7 @@ def test_a_lone_surrogate_is_still_a_line(tmp_path: Path) -> None:
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
-def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[Batch, list[Bad]]:
+def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[BatchRun, list[Bad]]:
     async def work() -> None:
         address = Address.parse("http://server")
         server = Server(address, "key", 60.0)
@@ -149,7 +149,7 @@ def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[Bat
 
     bad: list[Bad] = []
     with Results(str(tmp_path / "out")) as results:
-        made = Batch(results, complain=bad.append)
+        made = BatchRun(results, complain=bad.append)
         asyncio.run(work())
     return made, bad
 

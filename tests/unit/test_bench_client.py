@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from tests.deadlines import scaled
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench import serve
-from vllm_lite.tools.bench.serve_client import Api, Outcome
-from vllm_lite.tools.bench.serve_datasets import DatasetOptions, Request
+from vllm_lite.tools.bench.serve_client import Endpoint, Outcome
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem
 from vllm_lite.tools.bench.serve_http import MAX_EVENT_BYTES, HttpClient, HttpError, SseReader
 
 DEADLINE_S = scaled(30.0)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
-ASKED = Request([5, 6, 7], 3, 4)
+ASKED = LoadItem([5, 6, 7], 3, 4)
 
 Script = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
@@ -98,7 +98,7 @@ def ask(script: Script, *, path: str = "/v1/completions", timeout_s: float = DEA
     async def talk() -> Outcome:
         async with Stub(script) as stub:
             http = HttpClient(stub.url, **{"headers": {}, **client})
-            outcome = await Api(http, path, {"model": "m"}, timeout_s=timeout_s).send(ASKED)
+            outcome = await Endpoint(http, path, {"model": "m"}, timeout_s=timeout_s).send(ASKED)
             http.close()
             return outcome
 
@@ -243,7 +243,7 @@ def test_what_failed_is_hung_up() -> None:
     async def talk() -> str:
         async with Stub(answering(HEAD, chunked(chunk("a") + b"data: no\n\n"))) as stub:
             http = HttpClient(stub.url, {})
-            outcome = await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)
+            outcome = await Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)
             await stub.ended.get()
             return outcome.error
 
@@ -255,7 +255,7 @@ def test_nobody_listens() -> None:
         async with Stub(answering()) as stub:
             url = stub.url
         http = HttpClient(url, {})
-        return (await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error
+        return (await Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error
 
     assert "cannot be reached" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
 
@@ -285,7 +285,7 @@ def test_https(tmp_path: Path) -> None:
             errors = []
             for check in (False, True):
                 http = HttpClient(stub.url, {}, check_tls=check)
-                errors.append((await Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error)
+                errors.append((await Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error)
                 http.close()
             return errors
 
@@ -298,8 +298,8 @@ def test_https(tmp_path: Path) -> None:
 # ---- runs
 
 
-def run(script: Script, **options: Any) -> tuple[serve.Run, Stub]:
-    async def talk() -> tuple[serve.Run, Stub]:
+def run(script: Script, **options: Any) -> tuple[serve.ServeRun, Stub]:
+    async def talk() -> tuple[serve.ServeRun, Stub]:
         async with Stub(script) as stub:
             data = DatasetOptions(num_prompts=options.pop("num_prompts", 12), random_input_len=8, random_output_len=4)
             given = serve.ServeOptions(**{"dataset": data, "base_url": stub.url, "model": "m", **options})
@@ -337,7 +337,7 @@ def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
     async def talk() -> tuple[list[str], int]:
         async with Stub(answering(HEAD, chunked(STREAM) + chunked(b""), close=True)) as stub:
             http = HttpClient(stub.url, {})
-            api = Api(http, "/v1/completions", {}, timeout_s=DEADLINE_S)
+            api = Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S)
             errors = []
             for _ in range(2):
                 errors.append((await api.send(ASKED)).error)

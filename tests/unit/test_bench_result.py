@@ -26,7 +26,7 @@ from vllm_lite.tools.cli import bench_serve
 
 def outcome(start_s: float, chunks_s: list[float], output_len: int, input_len: int = 10) -> Outcome:
     one = Outcome(input_len)
-    one.start_s, one.chunks_s, one.output_len, one.text = start_s, chunks_s, output_len, "text"
+    one.start_s, one.chunks_s, one.output_len, one.texts = start_s, chunks_s, output_len, ["te", "xt"]
     return one
 
 

@@ -8,18 +8,18 @@ import pytest
 from vllm_lite.client.launch import SPAWNS_ENGINE
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log
-from vllm_lite.tools.bench.startup import Part, read_parts, table
+from vllm_lite.tools.bench.startup import StartupPart, read_parts, table
 
 
 def test_moments_are_read_in_order() -> None:
     lines = ["12.5\tworker\tb", "10.5\tserver\ta", f"11.0\tserver\t{SPAWNS_ENGINE}", "11.75\tengine\tpython"]
     assert read_parts("\n".join([*lines, "11.5\tserver\tc", f"12\tengine\t{SPAWNS_WORKERS}"]) + "\n", 10.0) == [
-        Part("server", "a", 0.5, 0.5),
-        Part("server", SPAWNS_ENGINE, 1.0, 0.5),
-        Part("server", "c", 1.5, 0.5),
-        Part("engine", "python", 1.75, 0.75),
-        Part("engine", SPAWNS_WORKERS, 2.0, 0.25),
-        Part("worker", "b", 2.5, 0.5),
+        StartupPart("server", "a", 0.5, 0.5),
+        StartupPart("server", SPAWNS_ENGINE, 1.0, 0.5),
+        StartupPart("server", "c", 1.5, 0.5),
+        StartupPart("engine", "python", 1.75, 0.75),
+        StartupPart("engine", SPAWNS_WORKERS, 2.0, 0.25),
+        StartupPart("worker", "b", 2.5, 0.5),
     ]
 
 

@@ -1,7 +1,7 @@
 """A chat without a terminal and without a server: messages, commands, interrupts, files."""
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat.chat import COMMANDS, Chat
 from vllm_lite.tools.chat.conversation import Conversation
-from vllm_lite.tools.chat.remote_server import Piece
+from vllm_lite.tools.chat.remote_server import AnswerPiece, Pieces
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -25,14 +25,14 @@ class FakeAnswers:
         self.asked: list[list[dict[str, str]]] = []
         self.sampling: dict[str, Any] = {}
         self.num_open = 0
-        self.streams: list[Generator[Piece, None, None]] = []
+        self.streams: list[Pieces] = []
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
         stream = self._chat(messages, sampling)
         self.streams.append(stream)  # so that none is closed by being forgotten
         return stream
 
-    def _chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def _chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
         self.asked.append([dict(message) for message in messages])
         self.sampling = dict(sampling)
         self.num_open += 1
@@ -40,9 +40,9 @@ class FakeAnswers:
             for part in self.script:
                 if isinstance(part, BaseException):
                     raise part
-                yield Piece(part)
-            yield Piece(finish_reason=self.end)
-            yield Piece(usage=USAGE)
+                yield AnswerPiece(part)
+            yield AnswerPiece(finish_reason=self.end)
+            yield AnswerPiece(usage=USAGE)
         finally:
             self.num_open -= 1
 

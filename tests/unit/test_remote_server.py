@@ -10,7 +10,7 @@ import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat import remote_server
-from vllm_lite.tools.chat.remote_server import Address, Piece, RemoteServer, client_settings, pieces
+from vllm_lite.tools.chat.remote_server import Address, AnswerPiece, RemoteServer, client_settings, pieces
 
 DONE = "data: [DONE]"
 
@@ -64,11 +64,11 @@ def test_pieces_of_both_kinds_of_stream() -> None:
         "data: never read",
     ]
     assert list(pieces(lines)) == [
-        Piece(),
-        Piece(thought="hm"),
-        Piece("ä", finish_reason="stop"),
-        Piece("b"),
-        Piece(usage={"prompt_tokens": 1}),
+        AnswerPiece(),
+        AnswerPiece(thought="hm"),
+        AnswerPiece("ä", finish_reason="stop"),
+        AnswerPiece("b"),
+        AnswerPiece(usage={"prompt_tokens": 1}),
     ]
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
@@ -57,6 +57,16 @@ class _Link:
     loop: asyncio.AbstractEventLoop
 
 
+class ClientOptions(TypedDict, total=False):
+    """The optional parameters of AsyncClient."""
+
+    tokenizer: str | Path | None
+    model: str | None
+    timeout_s: float
+    heartbeat_timeout_s: float
+    keys: KeysOption
+
+
 class AsyncClient:
     """A client of a running engine, for one event loop.
 
@@ -80,41 +90,18 @@ class AsyncClient:
         VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
-        self._connect = partial(
-            Session.connect,
-            address,
-            model=model,
-            timeout_s=timeout_s,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            keys=keys,
-        )
+        connect = partial(Session.connect, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._connect = partial(connect, address, model=model, keys=keys)
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
         self._streams: dict[str, RequestStream] = {}
 
     @classmethod
-    async def connect(
-        cls,
-        address: str,
-        *,
-        tokenizer: str | Path | None = None,
-        model: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        keys: KeysOption = None,
-    ) -> "AsyncClient":
-        """Make a client and connect it; parameters as above. Raises EngineError, ModelError for a bad tokenizer, or
-        ConfigError for missing keys."""
-        client = cls(
-            address,
-            tokenizer=tokenizer,
-            model=model,
-            timeout_s=timeout_s,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            keys=keys,
-        )
-        return await client.__aenter__()
+    async def connect(cls, address: str, **options: Unpack[ClientOptions]) -> "AsyncClient":
+        """Make a client with the parameters of AsyncClient, and connect it. Raises EngineError, ModelError for a bad
+        tokenizer, or ConfigError for missing keys."""
+        return await cls(address, **options).__aenter__()
 
     async def __aenter__(self) -> Self:
         async with self._opening:
@@ -143,10 +130,7 @@ class AsyncClient:
         return ChatTokenizer(tokenizer, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
 
     async def generate(
-        self,
-        prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`. Each output holds all text and tokens so far, or what `output_kind` of the sampling
         params asks for. The last one has `finished` set.

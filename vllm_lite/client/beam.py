@@ -1,7 +1,7 @@
 """Beam search under vLLM's names: its params, and its results, made from those of a request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vllm_lite.client.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -42,17 +42,10 @@ class BeamSearchParams:
             raise type(error)(f"beam_width{message[1:]}") from None
 
     def sampling_params(self) -> SamplingParams:
-        """The sampling params of a request that does this search."""
-        return SamplingParams(
-            use_beam_search=True,
-            n=self.beam_width,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            length_penalty=self.length_penalty,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            early_stopping=self.early_stopping,
-            stop_token_ids=self.stop_token_ids,
-        )
+        """The sampling params of a request that does this search. Their fields have the same names, but for the width;
+        their temperature has no meaning."""
+        same = [field.name for field in fields(self) if field.name not in ("beam_width", "temperature")]
+        return SamplingParams(use_beam_search=True, n=self.beam_width, **{name: getattr(self, name) for name in same})
 
 
 def beams_of(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:

@@ -74,6 +74,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     server: Process | None = None
     url: str | None = None
 
+    @property
+    def processes(self) -> list[Process]:
+        return [self.engine] if self.server is None else [self.engine, self.server]
+
+    @property
+    def main(self) -> Process:
+        """The process whose end ends the others: the server, or the engine if there is none any more."""
+        return self.server if self.server is not None and self.server.state() is not None else self.engine
+
 
 State = Literal["serving", "starting", "not answering", "stopped", "stale"]
 
@@ -86,11 +95,6 @@ class Instance(NamedTuple):
     state: State
     memory_bytes: int
     stats: Stats | None
-
-    @property
-    def process(self) -> Process:
-        """The process whose end ends the others."""
-        return _main(self.record)
 
 
 def write(run_dir: str, record: Record) -> None:
@@ -122,11 +126,12 @@ def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
     """Select the instances that `target` names: a pid, "all", a model's name, or the name of a run directory."""
     if target == "all":
         return list(instances)
-    return [
-        instance
-        for instance in instances
-        if target in (instance.record.model, instance.folder.name, *map(str, _pids(instance.record)))
-    ]
+    found = []
+    for instance in instances:
+        record = instance.record
+        if target in (record.model, instance.folder.name, *(str(process.pid) for process in record.processes)):
+            found.append(instance)
+    return found
 
 
 def clean(instance: Instance) -> None:
@@ -145,7 +150,7 @@ Ending = Literal["ended", "killed", "still running", "was gone"]
 
 def end(instance: Instance, timeout_s: float, *, force: bool) -> Ending:
     """Send SIGTERM, wait at most `timeout_s`, then send SIGKILL if `force`; only to processes that are verified."""
-    ending = _end(instance.process, timeout_s, force=force)
+    ending = _end(instance.record.main, timeout_s, force=force)
     if ending != "still running":
         deadline_s = time.monotonic() + LAST_S
         while instance.record.engine.state() is not None and time.monotonic() < deadline_s:
@@ -181,11 +186,10 @@ def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
 
 
 def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> Instance:
-    letters = [process.state() for process in (record.engine, record.server) if process is not None]
-    main = _main(record)
-    size = _tree_bytes(main.pid, sizes) if any(letters) else 0
+    letters = [process.state() for process in record.processes]
     if not any(letters):
         return Instance(folder, record, "stale", 0, None)
+    size = _tree_bytes(record.main.pid, sizes)
     if "T" in letters:
         return Instance(folder, record, "stopped", size, None)
     stats = _ask(record.address)
@@ -197,14 +201,6 @@ def _ask(address: str) -> Stats | None:
     with suppress(VllmLiteError), closing(Session.connect(address, timeout_s=ASK_S)) as session:
         return session.stats(ASK_S)
     return None
-
-
-def _main(record: Record) -> Process:
-    return record.server if record.server is not None and record.server.state() is not None else record.engine
-
-
-def _pids(record: Record) -> list[int]:
-    return [process.pid for process in (record.engine, record.server) if process is not None]
 
 
 # ---- /proc

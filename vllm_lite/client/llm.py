@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.launch import launch
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
-from vllm_lite.client.progress import Progress
+from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
@@ -193,10 +193,7 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        params: BeamSearchParams,
-        use_tqdm: bool = False,
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
         """Find each prompt's likeliest continuations. Raises as generate() does.
 
@@ -216,7 +213,7 @@ class LLM:
         streams = self._make_streams(prompts, sampling_params)
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
         running: dict[str, RequestStream] = {}
-        with Progress(len(streams), enabled=use_tqdm) as progress:
+        with TokenBar(len(streams), enabled=use_tqdm) as progress:
             try:
                 for stream in streams:
                     running[stream.request_id] = stream
@@ -241,7 +238,7 @@ class LLM:
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
         return streams
 
-    def _collect(self, inbox: SimpleQueue[list[Event]], running: dict[str, RequestStream], progress: Progress) -> None:
+    def _collect(self, inbox: SimpleQueue[list[Event]], running: dict[str, RequestStream], progress: TokenBar) -> None:
         try:
             events = inbox.get(timeout=_LOOK_S)
         except Empty:

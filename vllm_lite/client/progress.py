@@ -5,7 +5,7 @@ import time
 from typing import Any, Self
 
 
-class Progress:
+class TokenBar:
     """Counts finished requests and generated tokens; shows them on stderr if enabled."""
 
     def __init__(self, num_requests: int, *, enabled: bool) -> None:

@@ -148,13 +148,10 @@ class PromptScores:
 
 def candidates(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
     """The candidates for one position: first the token that stands there, then the others, most likely first."""
-    found = {token_id: _logprob(tokenizer, token_id, entry.logprob, entry.rank)}
+    found = {token_id: Logprob(entry.logprob, entry.rank)}
     for rank, (other, logprob) in enumerate(entry.top, 1):
-        if other != token_id:
-            found[other] = _logprob(tokenizer, other, logprob, rank)
+        found.setdefault(other, Logprob(logprob, rank))
+    if tokenizer is not None:
+        for candidate, shown in found.items():
+            shown.decoded_token = tokenizer.spelled(candidate)
     return found
-
-
-def _logprob(tokenizer: Tokenizer | None, token_id: int, logprob: float, rank: int) -> Logprob:
-    text = None if tokenizer is None else tokenizer.spelled(token_id)
-    return Logprob(logprob, rank, text)

@@ -19,29 +19,8 @@ import msgspec
 from vllm_lite import transport
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError, RequestError
-from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import (
-    Abort,
-    AbortExternal,
-    Describe,
-    Descriptions,
-    Dying,
-    ExternalAborted,
-    Finished,
-    ForkRequest,
-    FromClient,
-    Generate,
-    GetStats,
-    Hello,
-    OutputBatch,
-    PrefixCacheReset,
-    Refused,
-    ResetPrefixCache,
-    Stats,
-    ToClient,
-    Tokens,
-    Welcome,
-)
+from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, Stats, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
 from vllm_lite.runtime.wakeup import Wakeup
@@ -62,7 +41,7 @@ _REASON_S = 0.5
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
-_ANSWERS = (Stats, Descriptions, ExternalAborted, PrefixCacheReset)
+_ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset)
 
 A = TypeVar("A")
 logger = log.get(__name__)
@@ -129,7 +108,7 @@ class Session:
         """
         connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode(), keys)
         try:
-            connection.send(client_to_engine.encode(Hello(PROTOCOL_VERSION, model)))
+            connection.send(client_to_engine.encode(api.Hello(PROTOCOL_VERSION, model)))
             welcome = _await_welcome(connection, address, timeout_s, alive)
         except BaseException:
             connection.close()
@@ -170,7 +149,7 @@ class Session:
                 return
             named = [sample for sample in samples if sample in stream.have]
             if named or not samples:
-                self._post(Abort(request_id, stopped, tuple(named)))
+                self._post(api.Abort(request_id, stopped, tuple(named)))
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
@@ -182,22 +161,22 @@ class Session:
 
     def request_stats(self) -> "Future[Stats]":
         """Ask for the engine's counters. The future fails with EngineError if the engine does."""
-        return self._ask(GetStats(), Stats)
+        return self._ask(api.GetStats(), Stats)
 
     def describe(
         self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
-    ) -> "Future[Descriptions]":
+    ) -> "Future[api.Descriptions]":
         """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
         future fails with EngineError if the engine does."""
-        return self._ask(Describe(tuple(request_ids), external_id, with_content), Descriptions)
+        return self._ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
 
-    def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
+    def abort_external(self, external_id: str) -> "Future[api.ExternalAborted]":
         """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
-        return self._ask(AbortExternal(external_id), ExternalAborted)
+        return self._ask(api.AbortExternal(external_id), api.ExternalAborted)
 
-    def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
+    def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
         """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
-        return self._ask(ResetPrefixCache(), PrefixCacheReset)
+        return self._ask(api.ResetPrefixCache(), api.PrefixCacheReset)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
@@ -278,7 +257,7 @@ class Session:
             self._handle(message)
 
     def _handle(self, message: ToClient) -> None:
-        if isinstance(message, OutputBatch):
+        if isinstance(message, api.OutputBatch):
             self._dispatch(message.outputs)
         elif isinstance(message, _ANSWERS):
             with self._lock:
@@ -286,9 +265,9 @@ class Session:
                 future = futures.popleft() if futures else None
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
-        elif isinstance(message, Dying):
+        elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason))
-        elif isinstance(message, Refused):  # it was restarted and does not know this client
+        elif isinstance(message, api.Refused):  # it was restarted and does not know this client
             self._die(EngineDeadError(f"the engine at {self.address} was restarted and refused us: {message.reason}"))
 
     def _check(self) -> None:
@@ -313,7 +292,7 @@ class Session:
     def _leave(self) -> None:
         """Abort what runs in the engine and end every stream."""
         with self._lock:
-            self._outgoing += [Abort(request_id) for request_id in self._open]
+            self._outgoing += [api.Abort(request_id) for request_id in self._open]
         self._send_queued()
         self._die(EngineError("the client was closed"))
 
@@ -356,7 +335,7 @@ class Session:
     def _abort_dropped(self, request_id: str, stream: _OpenStream, *, stopped: bool = False) -> None:
         """Abort a stream that has no sink any more; needs the lock. The engine will still send its samples' ends."""
         self._dropped.setdefault(request_id, deque()).append(set(stream.have))
-        self._outgoing.append(Abort(request_id, stopped))
+        self._outgoing.append(api.Abort(request_id, stopped))
 
     def _count_end(self, output: Tokens | Finished) -> None:
         """Count off the ends of the oldest dropped stream with this id; needs the lock. After its last one the id means
@@ -449,6 +428,6 @@ def _read_welcome(connection: Connection, address: str) -> Welcome | None:
             raise EngineError(f"what answers at {address} is not an engine of this version: {error}") from error
         if isinstance(message, Welcome):
             return message
-        if isinstance(message, Refused):
+        if isinstance(message, api.Refused):
             raise ModelError(message.reason) if message.bad_input else EngineError(message.reason)
     return None

@@ -139,7 +139,9 @@ class RequestStream:
 
     def output(self) -> RequestOutput:
         """A snapshot, which later events do not change."""
-        shown = self._best() if len(self.samples) > self.params.n else self.samples
+        shown = self.samples
+        if len(shown) > self.params.n:
+            shown = sorted(shown, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
         logprobs = self.params.logprobs is not None
         return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
 
@@ -181,9 +183,6 @@ class RequestStream:
             self._stopped.append(event.index)
         if sample.finish_reason is not None and all(sample.finish_reason is not None for sample in self.samples):
             self._end()
-
-    def _best(self) -> list[Sample]:
-        return sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
 
     def _fail(self, error: VllmLiteError) -> None:
         self.error = error

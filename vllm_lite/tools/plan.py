@@ -1,7 +1,8 @@
 """What a model takes on a machine, and what fits beside it, computed from config.json and the headers of its weights.
 
-KV blocks, graphs and swap space are computed by the engine's own arithmetic (sizing, engine.kv_groups). Weights are
-exact. Activations, and what a process has in use beside all that, are estimates: on a GPU the worker measures them.
+KV blocks, graphs and swap space are computed by the engine's own arithmetic (checkpoint/sizing.py and
+engine/blocks/groups.py). Weights are exact. Activations, and what a process has in use beside all that, are estimates:
+on a GPU the worker measures them.
 """
 
 import re
@@ -18,7 +19,7 @@ from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
-from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, longest_sequence, make_groups
+from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
 from vllm_lite.runtime.settings import Section
@@ -29,8 +30,6 @@ LEAST_TOKENS = 512
 """A request that is worth serving, where no length is asked for."""
 MAX_SPLITS, SPLIT_TOKENS = 64, 512
 """How attention on a GPU cuts long sequences, for its scratch memory."""
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -136,9 +135,8 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ConfigError(f"{name}: expected an amount of memory like 24GiB, got {text!r}")
-    letter = match[2].upper()
-    unit = _DECIMAL[letter + "B"] if letter and match[3].lower() == "b" else _UNITS[letter]
-    return int(float(match[1]) * unit)
+    base = 1000 if match[3].lower() == "b" else 1024
+    return int(float(match[1]) * base ** ["", "K", "M", "G", "T"].index(match[2].upper()))
 
 
 # ---- one plan
@@ -170,11 +168,10 @@ class _Sizes:
         self.activations = self._activations(DTYPE_BYTES[dtype])
         self.graphs = self._graphs()
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
-        host = num_host_blocks(self.config.swap_space, self.block_bytes)
-        self.num_host_blocks = host
+        self.num_host_blocks = num_host_blocks(self.config.swap_space, self.block_bytes)
         self.fixed = self.weights + self.activations + self.graphs + OUTSIDE_BYTES[device]
         if device == "cpu":  # there swap space is the same memory
-            self.fixed += host * self.block_bytes
+            self.fixed += self.num_host_blocks * self.block_bytes
 
     def _activations(self, dtype_bytes: int) -> int:
         """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
@@ -256,7 +253,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         outside_bytes=OUTSIDE_BYTES[sizes.device],
         block_bytes=sizes.block_bytes,
         kv_bytes_per_token=per_token * len(sizes.groups),
-        kv_bytes_per_token_beyond_windows=per_token * _num_full(sizes.groups),
+        kv_bytes_per_token_beyond_windows=per_token * sum(group.window is None for group in sizes.groups),
         num_blocks=num_blocks,
         num_host_blocks=sizes.num_host_blocks,
         kv_cache_bytes=num_blocks * sizes.block_bytes,
@@ -297,10 +294,8 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
     elif config.max_model_len is not None and plan.max_model_len < config.max_model_len:
         yield f"the KV cache holds one sequence of {plan.max_model_len} tokens, not of {config.max_model_len}"
     elif config.concurrency is not None and plan.concurrent_requests < min(config.concurrency, sizes.num_seqs):
-        yield (
-            f"the KV cache holds {plan.concurrent_requests} requests of {plan.max_model_len} tokens, "
-            f"not {config.concurrency}"
-        )
+        held = f"{plan.concurrent_requests} requests of {plan.max_model_len} tokens"
+        yield f"the KV cache holds {held}, not {config.concurrency}"
 
 
 def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
@@ -346,26 +341,30 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
 def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
     """Every change that alone makes it possible, planned to be sure."""
     spec = checkpoint.spec
-    lengths = [length for length in (_step_down(plan.largest_max_model_len), *_lengths(spec)) if length]
-    shorter = [{"max_model_len": length} for length in lengths if length < (config.max_model_len or 2**62)]
+    largest = plan.largest_max_model_len
+    lengths = [largest // 256 * 256 or largest]  # a round number
+    while (halved := (spec.max_position_embeddings >> len(lengths))) >= 128:
+        lengths.append(halved)
+    shorter = [{"max_model_len": length} for length in lengths if 0 < length < (config.max_model_len or 2**62)]
     found = next((change for change in shorter if _works(config, checkpoint, change)), None)
     if found is not None:
         yield f"--max-model-len {found['max_model_len']}"
-    fp8, int8 = {"kv_cache_dtype": "fp8"}, {"quantization": "int8"}
-    changes: dict[str, dict[str, Any]] = {}
+    smaller: dict[str, dict[str, Any]] = {}
     if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
-        changes["--kv-cache-dtype fp8"] = fp8
+        smaller["--kv-cache-dtype fp8"] = {"kv_cache_dtype": "fp8"}
     if config.quantization is None:
-        changes["--quantization int8"] = int8
-    both = " ".join(changes)
-    changes["--max-num-batched-tokens 512 --max-num-seqs 16"] = {"max_num_batched_tokens": 512, "max_num_seqs": 16}
-    worked = [flags for flags, change in changes.items() if _works(config, checkpoint, change)]
+        smaller["--quantization int8"] = {"quantization": "int8"}
+    fewer = {"--max-num-batched-tokens 512 --max-num-seqs 16": {"max_num_batched_tokens": 512, "max_num_seqs": 16}}
+    worked = [flags for flags, change in (smaller | fewer).items() if _works(config, checkpoint, change)]
     yield from worked
-    if not worked and len(changes) == 3 and _works(config, checkpoint, fp8 | int8):
-        yield both
+    if (
+        not worked
+        and len(smaller) == 2
+        and _works(config, checkpoint, {"kv_cache_dtype": "fp8", "quantization": "int8"})
+    ):
+        yield " ".join(smaller)
     is_gpu = plan.device == "cuda"
-    more = {"gpu_memory_utilization": 0.95}
-    if is_gpu and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, more):
+    if is_gpu and config.gpu_memory_utilization < 0.95 and _works(config, checkpoint, {"gpu_memory_utilization": 0.95}):
         yield "--gpu-memory-utilization 0.95"
     for tp in (2, 4, 8) if is_gpu else ():
         if tp > config.tensor_parallel_size and _works(config, checkpoint, {"tensor_parallel_size": tp}):
@@ -394,18 +393,6 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
         return False
 
 
-def _lengths(spec: ModelSpec) -> Iterator[int]:
-    length = spec.max_position_embeddings
-    while length >= 256:
-        length //= 2
-        yield length
-
-
-def _step_down(length: int) -> int:
-    """`length`, or a round number below it."""
-    return length // 256 * 256 or length
-
-
 def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
     """The command that serves what was planned."""
     values = config.engine_values()
@@ -414,8 +401,8 @@ def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
         values["tensor_parallel_size"] = config.tensor_parallel_size
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len
-    defaults = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"]
-    if config.max_num_seqs is None and plan.max_num_seqs > defaults.max_num_seqs:
+    default = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"].max_num_seqs
+    if config.max_num_seqs is None and plan.max_num_seqs > default:
         values["max_num_seqs"] = plan.max_num_seqs
     if plan.device == "cpu" and plan.num_blocks != _Sizes(config, checkpoint).num_blocks():
         values["kv_cache_memory_bytes"] = plan.kv_cache_bytes
@@ -430,10 +417,6 @@ def _flag(name: str, value: Any) -> str:
     if isinstance(value, msgspec.Struct):
         return f"--{flag} '{msgspec.json.encode(value).decode()}'"
     return f"--{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-
-def _num_full(groups: tuple[KVGroup, ...]) -> int:
-    return sum(group.window is None for group in groups)
 
 
 def _gib(num_bytes: float) -> str:

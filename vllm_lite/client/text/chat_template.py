@@ -133,21 +133,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return data
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Select the entries of a tokenizer's config that are tokens: texts, or objects that hold one."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                found[name] = token
-    return found
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _default(template: Any) -> str | None:
@@ -177,9 +172,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _dict  # the class itself has methods that a template does not need
+    # the class dict itself has methods that a template does not need
+    environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now, dict=_dict)
     del environment.globals["lipsum"]
     return environment
 

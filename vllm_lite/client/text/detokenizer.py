@@ -81,11 +81,8 @@ class ByteVocabulary:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
-    def stream(
-        self,
-        skip_special_tokens: bool,
-        spaces_between_special_tokens: bool = True,  # noqa: ARG002 (there are none)
-    ) -> TextStream:
+    def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream:  # noqa: ARG002
+        """There are no spaces between special tokens."""
         return ByteStream(self, self.special_ids if skip_special_tokens else frozenset())
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -58,12 +58,13 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
     return figures
 
 
-def _median_us(action: Callable[[], object], repeats: int) -> float:
-    """Median of one call, in microseconds."""
+def _median_us(action: Callable[..., object], repeats: int, prepare: Callable[[], tuple[object, ...]] = tuple) -> float:
+    """Median of one call, in microseconds; each gets what `prepare` makes for it, whose time does not count."""
     times = []
     for _ in range(repeats):
+        arguments = prepare()
         start = time.perf_counter()
-        action()
+        action(*arguments)
         times.append(time.perf_counter() - start)
     return round(statistics.median(times) * 1e6, 3)
 
@@ -131,11 +132,14 @@ def round_trip_us() -> float:
             executor.close()
 
 
+def _manager(num_blocks: int) -> KVCacheManager:
+    return KVCacheManager(BlockPool(num_blocks), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+
+
 def _scheduler(num_requests: int) -> Scheduler:
     """Make a scheduler with `num_requests` running, each in the middle of its decode."""
-    pool = BlockPool(num_requests * 64 + 1)
-    kv = KVCacheManager(pool, make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
-    scheduler = Scheduler(kv, Options(max_num_seqs=num_requests, max_num_batched_tokens=10**9, max_model_len=900))
+    options = Options(max_num_seqs=num_requests, max_num_batched_tokens=10**9, max_model_len=900)
+    scheduler = Scheduler(_manager(num_requests * 64 + 1), options)
     params = SamplingParams(max_tokens=10**6, temperature=0.0)
     for index in range(num_requests):
         prompt = pack_tokens(range(index, index + 100 + index % BLOCK_SIZE))  # blocks fill up at different steps
@@ -166,9 +170,8 @@ def schedule_update_us(num_requests: int) -> float:
 
 def schedule_waiting_us(policy: str, num_waiting: int) -> float:
     """schedule() of a step with one decode, while `num_waiting` requests of 100 users wait for blocks."""
-    kv = KVCacheManager(BlockPool(64), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
     options = Options(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1000)
-    scheduler = Scheduler(kv, options, load(policy))
+    scheduler = Scheduler(_manager(64), options, load(policy))
 
     def add(number: int, num_prompt: int) -> None:
         params = SamplingParams(max_tokens=400, priority=number % 7, user=str(number % 100))
@@ -236,43 +239,32 @@ def block_touch_free_us() -> float:
     return round(_median_us(action, 2000) / 64, 4)
 
 
-def _sequence(kv: KVCacheManager, num_tokens: int) -> Sequence:
-    message = Generate("r", pack_tokens(range(num_tokens)), SamplingParams())
+def _sequence(kv: KVCacheManager) -> Sequence:
+    """A prompt of 4096 tokens."""
+    message = Generate("r", pack_tokens(range(4096)), SamplingParams())
     sequence = Request(message, b"client", 10**6, frozenset()).sequences[0]
     kv.register(sequence)
     return sequence
 
 
-def _prompt_manager() -> KVCacheManager:
-    return KVCacheManager(BlockPool(1000), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+def _admitted() -> tuple[KVCacheManager, Sequence]:
+    """A manager, and a prompt that has its blocks."""
+    kv = _manager(1000)
+    sequence = _sequence(kv)
+    kv.admit(sequence, PrefixHit([[]], 0), 4096)
+    return kv, sequence
 
 
 def block_cache_us() -> float:
     """Hashing and indexing the full blocks of a prompt of 4096 tokens, per block."""
-    times = []
-    for _ in range(100):
-        kv = _prompt_manager()
-        sequence = _sequence(kv, 4096)
-        kv.admit(sequence, PrefixHit([[]], 0), 4096)
-        start = time.perf_counter()
-        kv.cache_blocks(sequence, 4096)
-        times.append(time.perf_counter() - start)
-    return round(statistics.median(times) * 1e6 / (4096 / BLOCK_SIZE), 4)
+    return round(_median_us(KVCacheManager.cache_blocks, 100, lambda: (*_admitted(), 4096)) / (4096 / BLOCK_SIZE), 4)
 
 
 def lookup_4096_us() -> float:
     """Finding all blocks of a cached prompt of 4096 tokens that has not been hashed yet."""
-    kv = _prompt_manager()
-    first = _sequence(kv, 4096)
-    kv.admit(first, PrefixHit([[]], 0), 4096)
+    kv, first = _admitted()
     kv.cache_blocks(first, 4096)
-    times = []
-    for _ in range(100):
-        sequence = _sequence(kv, 4096)
-        start = time.perf_counter()
-        kv.find_cached(sequence)
-        times.append(time.perf_counter() - start)
-    return round(statistics.median(times) * 1e6, 1)
+    return round(_median_us(kv.find_cached, 100, lambda: (_sequence(kv),)), 1)
 
 
 BUDGETS: tuple[tuple[str, str, float], ...] = (

@@ -5,14 +5,16 @@
 """
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_lite.kernels import cpu
 from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear
+from vllm_lite.tools.bench.kernels_timing import Row
 
 PARTS = ("attention", "linear", "fused")
 
@@ -21,8 +23,12 @@ def run(
     parts: Sequence[str], threads: Sequence[int], report: Callable[[str], None] = lambda _line: None
 ) -> dict[str, Any]:
     """Measure `parts` of PARTS with each number of threads; `report` is called with what is being measured."""
-    rows: list[dict[str, Any]] = []
+    if not cpu.available():
+        raise RuntimeError("there are no native CPU kernels to measure")
+    rows: list[Row] = []
     for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        cpu.set_num_threads(num_threads)
         for part in parts:
             report(f"measuring {part}, threads: {num_threads} ...")
             rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads)]
@@ -36,12 +42,14 @@ def run(
     }
 
 
-def _measure(part: str, num_threads: int) -> list[Any]:
+def _measure(part: str, num_threads: int) -> Iterator[Row]:
     if part == "attention":
-        return list(kernels_attention.measure(num_threads))
-    if part == "linear":
-        return [row for dtype in (torch.bfloat16, torch.float32) for row in kernels_linear.measure(num_threads, dtype)]
-    return kernels_fused.measure(num_threads)
+        yield from kernels_attention.measure(num_threads)
+    elif part == "linear":
+        for dtype in (torch.bfloat16, torch.float32):
+            yield from kernels_linear.measure(num_threads, dtype)
+    else:
+        yield from kernels_fused.measure()
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -54,7 +62,7 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rounded(row: Any) -> dict[str, Any]:
+def _rounded(row: Row) -> Row:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
 
 

@@ -6,10 +6,8 @@ caches. With one thread time is CPU time, which a busy machine does not lengthen
 and calls its fused attention, for all sequences at once.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,10 +17,9 @@ from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
+from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
@@ -33,12 +30,9 @@ GROUPS = (1, 4, 8)
 CHUNK, PREFIXES = 512, (0, 4096)
 NUM_WRITTEN = (1, 32, 512)
 MIN_TIME_S = 0.5  # for each kernel
-TORCH_ROUNDS = 3  # at least; it takes 50 times as long
-
-Row = dict[str, Any]
 
 
-class Batch:
+class Case:
     """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
 
     def __init__(
@@ -92,24 +86,15 @@ class Batch:
 
 def cache(num_blocks: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
-    if layout == "layer by layer":
-        shape: tuple[int, ...] = (num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
-    elif layout == "block-major":
-        shape = (num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
-    else:  # heads inside of tokens
-        shape = (num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
-    pool = zeros(torch.Size(shape).numel(), dtype).view(shape)
-    if layout == "layer by layer":
-        return pool
-    return pool[:, 0] if layout == "block-major" else pool[:, 0].transpose(2, 3)
+    num_layers = 1 if layout == "layer by layer" else NUM_LAYERS
+    inside = (BLOCK_SIZE, NUM_KV_HEADS) if layout == "heads inside tokens" else (NUM_KV_HEADS, BLOCK_SIZE)
+    shape = (num_blocks, num_layers, 2, *inside, HEAD_SIZE)
+    layer = zeros(torch.Size(shape).numel(), dtype).view(shape)[:, 0]
+    return layer.transpose(2, 3) if layout == "heads inside tokens" else layer
 
 
 def measure(num_threads: int) -> Iterator[Row]:
-    """Decoding, chunks of prompts, cache writes, layouts of the cache. Changes the number of threads, torch's too."""
-    if not cpu.available():
-        raise RuntimeError("there are no native CPU kernels to measure")
-    torch.set_num_threads(num_threads)
-    cpu.set_num_threads(num_threads)
+    """Decoding, chunks of prompts, cache writes, layouts of the cache."""
     yield from decoding(num_threads)
     for dtype in (torch.bfloat16, torch.float32):
         yield from prefill(num_threads, dtype)
@@ -121,16 +106,16 @@ def decoding(num_threads: int) -> Iterator[Row]:
     limit = 0.0
     for group in GROUPS:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
-        batch = Batch([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
-        seconds, torch_s = _best_times(num_threads, [batch.attend, batch.attend_in_torch])
+        batch = Case([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
+        seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         speed = _kv_bytes(batch) / seconds / 1e9
         yield _row("decode", batch, gb_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
 
 
 def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     for prefix in PREFIXES:
-        batch = Batch([(CHUNK, prefix + CHUNK)], 4, dtype)
-        seconds, torch_s = _best_times(num_threads, [batch.attend, batch.attend_in_torch])
+        batch = Case([(CHUNK, prefix + CHUNK)], 4, dtype)
+        seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         flops = 4 * HEAD_SIZE * batch.spec.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
         yield _row("prefill", batch, gflop_s=flops / seconds / 1e9, ratio_torch=torch_s / seconds)
 
@@ -138,17 +123,17 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
 def writes(num_threads: int) -> Iterator[Row]:
     """Rotation of Q and K and the write of K and V, four heads to a KV head."""
     for num_tokens in NUM_WRITTEN:
-        batch = Batch([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
+        batch = Case([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
         batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
-        turn = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
-        heads = Heads(batch.query, key, value, Rotation(turn, turn * 0))
+        ones = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
+        heads = Heads(batch.query, key, value, Rotation(cos=ones, sin=ones * 0))
         calls = [_writer(backend, batch, heads) for backend in (CpuBackend, ReferenceBackend)]
-        seconds, torch_s = _best_times(num_threads, calls)
+        seconds, torch_s = best_times(clock_for(num_threads), calls, MIN_TIME_S)
         yield _row("rotate and write", batch, us=seconds * 1e6, torch_us=torch_s * 1e6, ratio_torch=torch_s / seconds)
 
 
-def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, heads: Heads) -> Callable[[], object]:
+def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Case, heads: Heads) -> Callable[[], object]:
     """One write of `heads`, with a plan of its own."""
     backend, step = backend_type(batch.shape), replace(batch.step)
     backend.prepare(step)
@@ -158,38 +143,18 @@ def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Batch, hea
 def layouts(num_threads: int) -> Iterator[Row]:
     """The same decoding over caches that are laid out differently; the engine's is block-major."""
     names = ("block-major", "layer by layer", "heads inside tokens")
-    batches = [Batch([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
-    times = _best_times(num_threads, [batch.attend for batch in batches])
+    batches = [Case([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
+    times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for name, batch, seconds in zip(names, batches, times, strict=True):
         yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
 
 
-def _kv_bytes(batch: Batch) -> int:
+def _kv_bytes(batch: Case) -> int:
     return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * HEAD_SIZE * batch.shape.dtype.itemsize
 
 
-def _row(kernel: str, batch: Batch, **figures: float) -> Row:
+def _row(kernel: str, batch: Case, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
     heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"
-    dtype = str(batch.shape.dtype).removeprefix("torch.")
-    return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {dtype}", **figures}
-
-
-def _best_times(num_threads: int, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of the shortest call of each. All are called in every round, quick ones several times."""
-    clock = time.process_time if num_threads == 1 else time.perf_counter
-    best = [float("inf")] * len(calls)
-    deadline = time.monotonic() + MIN_TIME_S * len(calls)
-    rounds = 0
-    while rounds < TORCH_ROUNDS or time.monotonic() < deadline:
-        rounds += 1
-        for i, call in enumerate(calls):
-            until = time.monotonic() + 0.02
-            while True:
-                start = clock()
-                call()
-                best[i] = min(best[i], clock() - start)
-                if time.monotonic() > until:
-                    break
-    return best
+    return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {name_of(batch.shape.dtype)}", **figures}

@@ -1,22 +1,21 @@
 """The small operations and the sampler on a CPU, ours and plain torch by turns in the same run.
 
-Each figure is the shortest of many calls, from Python and back, on data that lies in the caches: what a call costs when
-nobody else needs the machine, which the shortest one shows even if somebody often does.
+Each figure is the shortest of many calls, from Python and back, on data that lies in the processor's caches.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_lite.checkpoint.model_spec import Rope
-from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.layers.rope import RotaryEmbedding
+from vllm_lite.tools.bench.kernels_timing import Row, best_times, name_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_SIZE = 1024, 2816, 24, 64
@@ -32,31 +31,21 @@ FILTERS: dict[str, dict[str, float]] = {
     "T=0.8 min_p=0.05": {"min_p": 0.05},
 }
 LOGITS = ((32, 4096), (1, 152_000), (8, 152_000))
-MIN_TIME_S = 0.2  # for each pair
+MIN_TIME_S = 0.1  # for each kernel
 
 
-class Row(TypedDict):
-    kernel: str
-    shape: str
-    us: float
-    torch_us: float
-    ratio: float  # torch_us / us
-
-
-def measure(num_threads: int = 1) -> list[Row]:
-    """Everything. Changes the number of threads, torch's too."""
-    if not cpu.available():
-        raise RuntimeError("there are no native CPU kernels to measure")
-    cpu.set_num_threads(num_threads)
-    torch.set_num_threads(num_threads)
-    return [*_ops(), *_rotations(), *_sampler()]
+def measure() -> Iterator[Row]:
+    """Measure everything; `ratio` is torch's time over ours."""
+    yield from _ops()
+    yield from _rotations()
+    yield from _sampler()
 
 
 def _ops() -> Iterator[Row]:
     for dtype in DTYPES:
         for num_rows in NUM_ROWS:
             for name, size, run in _op_calls(num_rows, dtype):
-                shape = f"{num_rows} x {size} {str(dtype).removeprefix('torch.')}"
+                shape = f"{num_rows} x {size} {name_of(dtype)}"
                 yield _row(name, shape, partial(run, CpuOps()), partial(run, TorchOps()))
 
 
@@ -89,9 +78,8 @@ def _rotations() -> Iterator[Row]:
         positions = torch.randint(8192, (num_rows,))
         out = Rotation(*torch.empty(2, num_rows, HEAD_SIZE, dtype=torch.bfloat16))
         shape = f"{num_rows} x {HEAD_SIZE} bfloat16"
-        yield _row(
-            "rows of cos and sin", shape, partial(native.select, positions, out), partial(plain.select, positions, out)
-        )
+        own, torchs = (partial(rotary.select, positions, out) for rotary in (native, plain))
+        yield _row("rows of cos and sin", shape, own, torchs)
 
 
 def _sampler() -> Iterator[Row]:
@@ -109,12 +97,5 @@ def _sampler() -> Iterator[Row]:
 
 
 def _row(kernel: str, shape: str, own: Callable[[], object], plain: Callable[[], object]) -> Row:
-    best = [float("inf"), float("inf")]
-    deadline, rounds = time.monotonic() + MIN_TIME_S, 0
-    while rounds < 5 or time.monotonic() < deadline:
-        rounds += 1
-        for i, run in enumerate((own, plain)):
-            start = time.perf_counter_ns()
-            run()
-            best[i] = min(best[i], (time.perf_counter_ns() - start) / 1e3)
-    return Row(kernel=kernel, shape=shape, us=best[0], torch_us=best[1], ratio=best[1] / best[0])
+    own_s, plain_s = best_times(time.perf_counter, (own, plain), MIN_TIME_S)
+    return Row(kernel=kernel, shape=shape, us=own_s * 1e6, torch_us=plain_s * 1e6, ratio=plain_s / own_s)

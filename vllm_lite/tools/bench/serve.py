@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from vllm_lite.client.progress import Progress
+from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from vllm_lite.errors import ConfigError
-from vllm_lite.tools.bench.serve_client import ENDPOINTS, Api, Outcome
-from vllm_lite.tools.bench.serve_datasets import DatasetOptions, Request, make_requests
+from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_requests
 from vllm_lite.tools.bench.serve_http import HttpClient
 from vllm_lite.tools.bench.serve_result import DETAILS, summarize
 
@@ -58,7 +58,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     show_progress: bool = False
 
 
-class Run(msgspec.Struct, frozen=True):
+class ServeRun(msgspec.Struct, frozen=True):
     """`result` has vLLM's keys; `cpu_s` is what this client itself took while it measured."""
 
     result: dict[str, Any]
@@ -66,13 +66,13 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-def run(options: ServeOptions) -> Run:
+def run(options: ServeOptions) -> ServeRun:
     """Measure. Raises ConfigError for impossible options, HttpError if neither they nor the server name a model."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(options))
 
 
-async def _run(options: ServeOptions) -> Run:
+async def _run(options: ServeOptions) -> ServeRun:
     endpoint = options.endpoint or ENDPOINTS[options.backend]
     tokenizer = load_tokenizer(options)
     requests = make_requests(options.dataset, tokenizer)
@@ -81,14 +81,14 @@ async def _run(options: ServeOptions) -> Run:
     _allow_sockets(len(requests))
     client = HttpClient(options.base_url, options.headers, check_tls=not options.insecure)
     try:
-        model = options.served_model_name or options.model or await Api(client, endpoint, {}, timeout_s=0).model()
-        api = Api(client, endpoint, {"model": model, **options.sampling}, timeout_s=options.request_timeout_s)
+        model = options.served_model_name or options.model or await Endpoint(client, endpoint, {}, timeout_s=0).model()
+        api = Endpoint(client, endpoint, {"model": model, **options.sampling}, timeout_s=options.request_timeout_s)
         if options.num_warmups:
             warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
             await drive(api, warmups, [0.0] * len(warmups), options.max_concurrency, lambda _: None)
         times_s = arrivals(len(requests), options.request_rate, options.burstiness, options.dataset.seed)
         cpu_s = time.process_time()
-        with Progress(len(requests), enabled=options.show_progress) as progress:
+        with TokenBar(len(requests), enabled=options.show_progress) as progress:
 
             def report(outcome: Outcome) -> None:
                 progress.tokens(outcome.output_len)
@@ -111,7 +111,7 @@ async def _run(options: ServeOptions) -> Run:
         "max_concurrency": options.max_concurrency,
         **summarize(outcomes, duration_s, options.percentiles, options.goodput),
     }
-    return Run(result, [outcome for outcome in outcomes if not outcome.error], cpu_s)
+    return ServeRun(result, [outcome for outcome in outcomes if not outcome.error], cpu_s)
 
 
 def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
@@ -135,12 +135,12 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 async def drive(
-    api: Api, requests: Sequence[Request], times_s: Sequence[float], max_concurrency: int | None, report: Report
+    api: Endpoint, requests: Sequence[LoadItem], times_s: Sequence[float], max_concurrency: int | None, report: Report
 ) -> tuple[list[Outcome], float]:
     """Send each request at its time. Returns the outcomes in the order of the requests, and the seconds all took."""
     places = asyncio.Semaphore(max_concurrency or len(requests))
 
-    async def send(request: Request) -> Outcome:
+    async def send(request: LoadItem) -> Outcome:
         async with places:
             outcome = await api.send(request)
         report(outcome)

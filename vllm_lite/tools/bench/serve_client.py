@@ -8,41 +8,12 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.tools.bench.serve_datasets import Request
+from vllm_lite.tools.bench.serve_datasets import LoadItem
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """The path of each --backend."""
 MAX_ERROR_CHARS = 500
-
-
-class Outcome:
-    """Times are perf_counter's, lengths are in tokens; `error` is "" for a request that was served to its end."""
-
-    __slots__ = ("chunks_s", "error", "input_len", "output_len", "start_s", "text")
-
-    def __init__(self, input_len: int) -> None:
-        self.start_s = 0.0
-        self.chunks_s: list[float] = []
-        self.input_len = input_len
-        self.output_len = 0
-        self.text = ""
-        self.error = ""
-
-    @property
-    def ttft_s(self) -> float:
-        """Time from the request to the first chunk."""
-        return self.chunks_s[0] - self.start_s if self.chunks_s else 0.0
-
-    @property
-    def latency_s(self) -> float:
-        """Time from the request to the last chunk."""
-        return self.chunks_s[-1] - self.start_s if self.chunks_s else 0.0
-
-    @property
-    def itls_s(self) -> list[float]:
-        """Times from each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
-        return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
 class _Delta(msgspec.Struct):
@@ -76,13 +47,39 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class _Answer:
-    """Fills an Outcome with the events of its stream."""
+class Outcome:
+    """What became of a request. It takes the events of its stream. Times are perf_counter's, lengths are in tokens;
+    `error` is "" for a request that was served to its end."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    __slots__ = ("chunks_s", "error", "input_len", "is_complete", "output_len", "start_s", "texts")
+
+    def __init__(self, input_len: int) -> None:
+        self.start_s = 0.0
+        self.chunks_s: list[float] = []
+        self.texts: list[str] = []
+        self.input_len = input_len
+        self.output_len = 0
         self.is_complete = False
-        self._outcome = outcome
-        self._texts: list[str] = []
+        self.error = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time from the request to the first chunk."""
+        return self.chunks_s[0] - self.start_s if self.chunks_s else 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """Time from the request to the last chunk."""
+        return self.chunks_s[-1] - self.start_s if self.chunks_s else 0.0
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Times from each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
+        return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
     def take(self, events: list[bytes], now_s: float) -> None:
         """Raises HttpError for an event that is no chunk."""
@@ -99,24 +96,21 @@ class _Answer:
             if chunk.choices:
                 self._take_choice(chunk.choices[0], now_s)
             if chunk.usage is not None:
-                self._outcome.input_len = chunk.usage.prompt_tokens or self._outcome.input_len
-                self._outcome.output_len = chunk.usage.completion_tokens
+                self.input_len = chunk.usage.prompt_tokens or self.input_len
+                self.output_len = chunk.usage.completion_tokens
 
     def _take_choice(self, choice: _Choice, now_s: float) -> None:
         delta = choice.delta
         text = (choice.text if delta is None else delta.text) or ""
         if delta is not None and delta.role and not text and choice.finish_reason is None:
             return  # the first chunk of a chat, which holds no token
-        self._outcome.chunks_s.append(now_s)
-        self._texts.append(text)
+        self.chunks_s.append(now_s)
+        self.texts.append(text)
         if choice.finish_reason is not None:
             self.is_complete = True
 
-    def close(self) -> None:
-        self._outcome.text = "".join(self._texts)
 
-
-class Api:
+class Endpoint:
     """Requests to one endpoint, which share `settings`: model, sampling and other fields of the body."""
 
     def __init__(self, client: HttpClient, endpoint: str, settings: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -126,28 +120,27 @@ class Api:
         self._settings = {**settings, "stream": True, "stream_options": {"include_usage": True}}
         self._timeout_s = timeout_s
 
-    async def send(self, request: Request) -> Outcome:
+    async def send(self, request: LoadItem) -> Outcome:
         """Send one request. It never raises for what the server does: the outcome holds the error."""
         outcome = Outcome(request.input_len)
-        answer = _Answer(outcome)
         body = msgspec.json.encode(self.body(request))
         outcome.start_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._client.stream(self._endpoint, body, answer.take)
+                await self._client.stream(self._endpoint, body, outcome.take)
         except TimeoutError:
             outcome.error = f"no end after {self._timeout_s:g} s"
         except HttpError as error:
-            if error.status or not answer.is_complete:  # a server may end its answer by closing the connection
+            if error.status or not outcome.is_complete:  # a server may end its answer by closing the connection
                 outcome.error = str(error)[:MAX_ERROR_CHARS]
-        answer.close()
-        if not outcome.error and not answer.is_complete:
+        if not outcome.error and not outcome.is_complete:
             outcome.error = "the stream ended without [DONE]"
         if not outcome.error and not outcome.chunks_s:
             outcome.error = "the stream held no token"
+        outcome.texts = [outcome.text]  # one string takes less memory than its pieces
         return outcome
 
-    def body(self, request: Request) -> dict[str, Any]:
+    def body(self, request: LoadItem) -> dict[str, Any]:
         """The JSON body of `request`."""
         if self._is_chat:
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}

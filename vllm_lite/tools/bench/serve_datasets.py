@@ -5,6 +5,7 @@ Lengths are in tokens. The same seed makes the same requests.
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 """Conversations outside of these lengths are left out, as in vLLM's benchmark, so that results compare."""
 
 
-class Request(msgspec.Struct, frozen=True):
-    """`prompt` is a text or token ids; `input_len` counts its tokens, 0 if unknown for want of a tokenizer."""
+class LoadItem(msgspec.Struct, frozen=True):
+    """One request of the load. `prompt` is a text or token ids; `input_len` counts its tokens, or is 0 if there is no
+    tokenizer to count them."""
 
     prompt: str | list[int]
     input_len: int
@@ -91,24 +93,23 @@ class RandomPrompts:
         return text, len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def make_requests(options: DatasetOptions, tokenizer: Tokenizer | None) -> list[Request]:
+def make_requests(options: DatasetOptions, tokenizer: Tokenizer | None) -> list[LoadItem]:
     """`options.num_prompts` of them, or as many as the file has. Raises ConfigError."""
     maker = MAKERS[options.dataset_name]
-    requests = list(maker(options, random.Random(options.seed), tokenizer))
+    requests = list(islice(maker(options, random.Random(options.seed), tokenizer), options.num_prompts))
     if not requests:
-        raise ConfigError(
-            f"the dataset {options.dataset_path or options.dataset_name} holds no request that can be used"
-        )
+        name = options.dataset_path or options.dataset_name
+        raise ConfigError(f"the dataset {name} holds no request that can be used")
     return requests
 
 
-def _random(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+def _random(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
     prompts = RandomPrompts(rng, tokenizer)
     prefix = prompts.ids(options.random_prefix_len)
     for _ in range(options.num_prompts):
         num_own = _around(rng, options.random_input_len, options.random_range_ratio)
         output_len = _around(rng, options.random_output_len, options.random_range_ratio)
-        yield Request(*prompts.prompt(prefix + prompts.ids(num_own)), output_len)
+        yield LoadItem(*prompts.prompt(prefix + prompts.ids(num_own)), output_len)
 
 
 def _around(rng: random.Random, length: int, ratio: float) -> int:
@@ -116,7 +117,7 @@ def _around(rng: random.Random, length: int, ratio: float) -> int:
     return max(rng.randint(int(length * (1 - ratio)), int(length * (1 + ratio))), 1)
 
 
-def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
     num_prefixes = options.prefix_repetition_num_prefixes
     if num_prefixes > options.num_prompts:
         raise ConfigError(f"{num_prefixes} prefixes need at least as many prompts, got {options.num_prompts}")
@@ -126,10 +127,10 @@ def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: T
     rng.shuffle(order)
     for which in order:
         ids = prefixes[which] + prompts.ids(options.prefix_repetition_suffix_len)
-        yield Request(*prompts.prompt(ids), options.prefix_repetition_output_len)
+        yield LoadItem(*prompts.prompt(ids), options.prefix_repetition_output_len)
 
 
-def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
     """Take the first question of each conversation; the length of its first answer is the output length."""
     talks = _decode(options, lambda data: msgspec.json.decode(data, type=list[_Conversation]))
     if tokenizer is None and options.sharegpt_output_len is None:
@@ -138,32 +139,26 @@ def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer 
         )
     talks = [talk for talk in talks if len(talk.conversations) >= 2]
     rng.shuffle(talks)
-    found = 0
     for talk in talks:
-        if found == options.num_prompts:
-            return
         question, answer = (turn.value for turn in talk.conversations[:2])
         if tokenizer is None:
-            found += 1
-            yield Request(question, 0, options.sharegpt_output_len or 0)
+            yield LoadItem(question, 0, options.sharegpt_output_len or 0)
             continue
         input_len = len(tokenizer.encode(question, add_special_tokens=False))
         output_len = options.sharegpt_output_len or len(tokenizer.encode(answer, add_special_tokens=False))
         is_short = output_len < SHAREGPT_MIN and options.sharegpt_output_len is None
         is_long = input_len > SHAREGPT_MAX_INPUT or input_len + output_len > SHAREGPT_MAX_TOTAL
         if input_len >= SHAREGPT_MIN and not is_short and not is_long:
-            found += 1
-            yield Request(question, input_len, output_len)
+            yield LoadItem(question, input_len, output_len)
 
 
-def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[Request]:
+def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
     """Read one JSON object a line: "prompt", a text or token ids, and perhaps "output_tokens"."""
-    lines = _decode(options, lambda data: msgspec.json.Decoder(_Line).decode_lines(data))
-    for line in lines[: options.num_prompts]:
+    for line in _decode(options, msgspec.json.Decoder(_Line).decode_lines):
         ids = line.prompt
         if isinstance(ids, str):
             ids = [] if tokenizer is None else tokenizer.encode(ids, add_special_tokens=False)
-        yield Request(line.prompt, len(ids), line.output_tokens or options.custom_output_len)
+        yield LoadItem(line.prompt, len(ids), line.output_tokens or options.custom_output_len)
 
 
 def _decode(options: DatasetOptions, decode: Callable[[bytes], list[Any]]) -> list[Any]:
@@ -176,7 +171,7 @@ def _decode(options: DatasetOptions, decode: Callable[[bytes], list[Any]]) -> li
         raise ConfigError(f"{options.dataset_path} cannot be read as {options.dataset_name}: {error}") from error
 
 
-MAKERS: dict[str, Callable[[DatasetOptions, random.Random, Tokenizer | None], Iterator[Request]]] = {
+MAKERS: dict[str, Callable[[DatasetOptions, random.Random, Tokenizer | None], Iterator[LoadItem]]] = {
     "random": _random,
     "sharegpt": _sharegpt,
     "prefix_repetition": _prefix_repetition,

@@ -34,7 +34,7 @@ class Simulation:
         self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks), 1, self.clock)
 
     def run(self, arrivals: Iterator[tuple[float, Generate]]) -> Iterator[Produced]:
-        """Serve `arrivals`, (time, request) in order of time, until all have ended; what each step produced."""
+        """Serve `arrivals`, (time, request) in order of time, until all have ended. Yields what each step produced."""
         core, clock = self.core, self.clock
         coming = next(arrivals, None)
         while True:

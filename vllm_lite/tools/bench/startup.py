@@ -25,14 +25,14 @@ from vllm_lite.client.launch import SPAWNS_ENGINE
 from vllm_lite.errors import EngineError
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log
-from vllm_lite.tools.bench.serve_client import Api, Outcome
-from vllm_lite.tools.bench.serve_datasets import Request
+from vllm_lite.tools.bench.serve_client import Endpoint, Outcome
+from vllm_lite.tools.bench.serve_datasets import LoadItem
 from vllm_lite.tools.bench.serve_http import HttpClient
 
 START_S = 900.0
 END_S = 30.0
 ANSWER_S = 300.0
-PROMPT = Request([5, 6, 7, 8], 4, 16)
+PROMPT = LoadItem([5, 6, 7, 8], 4, 16)
 """Token ids, which need no tokenizer."""
 SCRIPT = """
 import json, sys, time
@@ -53,7 +53,7 @@ SPAWNED_BY = {"engine": ("server", SPAWNS_ENGINE), "worker": ("engine", SPAWNS_W
 _BAR = 40
 
 
-class Part(msgspec.Struct, frozen=True):
+class StartupPart(msgspec.Struct, frozen=True):
     """One thing that a process did: its end, in seconds since the command, and its duration. Processes overlap."""
 
     process: str
@@ -62,18 +62,18 @@ class Part(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class Start(msgspec.Struct, frozen=True):
+class StartTimes(msgspec.Struct, frozen=True):
     """One start, in seconds since the command; `again_s` is the time to first token of the same request sent again."""
 
     ready_s: float
     first_token_s: float
     again_s: float
-    parts: list[Part]
+    parts: list[StartupPart]
 
 
 def run(
     command: Sequence[str],
-    measure: Callable[[], Start],
+    measure: Callable[[], StartTimes],
     num_iters: int,
     *,
     idle_s: float = 0.0,
@@ -101,7 +101,7 @@ def run(
     }
 
 
-def serve_start(serve_words: Sequence[str]) -> Start:
+def serve_start(serve_words: Sequence[str]) -> StartTimes:
     """Start a server on a free port, send two requests, end it."""
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
         moments = Path(folder, "moments")
@@ -128,12 +128,12 @@ def serve_start(serve_words: Sequence[str]) -> Start:
                 _end(process)
         parts = read_parts(moments.read_text(), begin_s)
     first_token_s = first.chunks_s[0] - begin_s
-    parts.append(Part("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - parts[-1].end_s))
-    parts.append(Part("client", "first request, first chunk", first_token_s, first.ttft_s))
-    return Start(ready_s - begin_s, first_token_s, again.ttft_s, parts)
+    parts.append(StartupPart("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - parts[-1].end_s))
+    parts.append(StartupPart("client", "first request, first chunk", first_token_s, first.ttft_s))
+    return StartTimes(ready_s - begin_s, first_token_s, again.ttft_s, parts)
 
 
-def llm_start(settings: dict[str, Any]) -> Start:
+def llm_start(settings: dict[str, Any]) -> StartTimes:
     """Run a script that makes LLM(**settings) and sends two requests."""
     request = json.dumps([settings, PROMPT.prompt, PROMPT.output_len])
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
@@ -153,8 +153,8 @@ def llm_start(settings: dict[str, Any]) -> Start:
         parts = read_parts(moments.read_text(), begin_s)
     ready_s, asked_s, first_s, asked_again_s, again_s = json.loads(done.stdout)
     parts = [replace(part, process="script") if part.process == "server" else part for part in parts]
-    parts.append(Part("script", "first request, first token", first_s - begin_s, first_s - asked_s))
-    return Start(ready_s - begin_s, first_s - begin_s, again_s - asked_again_s, parts)
+    parts.append(StartupPart("script", "first request, first token", first_s - begin_s, first_s - asked_s))
+    return StartTimes(ready_s - begin_s, first_s - begin_s, again_s - asked_again_s, parts)
 
 
 def _wait_until_ready(process: "subprocess.Popen[str]", errors: str) -> str:
@@ -175,7 +175,7 @@ async def _ask(url: str) -> tuple[Outcome, Outcome]:
     """Send the same request twice: the server's first, and a later one."""
     keys = os.environ.get("VLLM_LITE_API_KEY", "").split(",")
     client = HttpClient(url, {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}, check_tls=False)
-    api = Api(client, "/v1/completions", {"temperature": 0.0, "ignore_eos": True}, timeout_s=ANSWER_S)
+    api = Endpoint(client, "/v1/completions", {"temperature": 0.0, "ignore_eos": True}, timeout_s=ANSWER_S)
     try:
         outcomes = await api.send(PROMPT), await api.send(PROMPT)
     finally:
@@ -197,24 +197,18 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.stdout.close()
 
 
-def read_parts(text: str, begin_s: float) -> list[Part]:
+def read_parts(text: str, begin_s: float) -> list[StartupPart]:
     """Parse the moments of all processes, in order of time, each with the time since the process's previous one."""
-    moments = sorted(
-        (float(time_s) - begin_s, process, what) for time_s, process, what in map(_fields, text.splitlines())
-    )
+    lines = (line.split("\t") for line in text.splitlines())
+    moments = sorted((float(time_s) - begin_s, process, what) for time_s, process, what in lines)
     ends = {(process, what): time_s for time_s, process, what in moments}
     before = {"server": 0.0}
     parts = []
     for time_s, process, what in moments:
         from_s = before[process] if process in before else ends.get(SPAWNED_BY[process], 0.0)
-        parts.append(Part(process, what, time_s, time_s - from_s))
+        parts.append(StartupPart(process, what, time_s, time_s - from_s))
         before[process] = time_s
     return parts
-
-
-def _fields(line: str) -> tuple[str, str, str]:
-    time_s, process, what = line.split("\t")
-    return time_s, process, what
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
 
-The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs tell the
-time of each kernel. Shown are means over the steps in which all streams decode.
+The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs measure
+each kernel. Shown are means over the steps in which all streams decode.
 """
 
 import os
@@ -10,9 +10,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
+from unittest.mock import patch
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
@@ -25,7 +25,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.machine import num_physical_cores
-from vllm_lite.tools.bench.kernels_linear import read_bandwidth_gb_s
+from vllm_lite.tools.bench.kernels_timing import read_bandwidth_gb_s
 from vllm_lite.tools.bench.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 
 PATIENCE_S = 120.0
@@ -84,18 +84,18 @@ def _decode(
     config: ResolvedConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
 ) -> tuple[list[Step], list[Step], dict[str, float]]:
     """The steps of the worker and the engine, and the client's part of one."""
-    with tempfile.TemporaryDirectory(prefix="vl-") as folder, _environment({FOLDER: folder, "GOMP_SPINCOUNT": "0"}):
+    with (
+        tempfile.TemporaryDirectory(prefix="vl-") as folder,
+        patch.dict(os.environ, {FOLDER: folder, "GOMP_SPINCOUNT": "0"}),
+    ):
         run_dir = tempfile.mkdtemp(prefix="vl-")
         address = f"ipc://{run_dir}/engine"
         engine = EngineSettings(config, address, run_dir, "vllm_lite.tools.bench.step_worker")
         child = supervise.spawn("vllm_lite.tools.bench.step_engine", engine, "engine", lambda _reason: None)
         try:
-            session = Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)
-            try:
+            with closing(Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)) as session:
                 prompts = _prompts(num_streams, prompt_len, spec.vocab_size)
                 client = [_generate(session, prompts, num_steps) for _ in range(2)][-1]
-            finally:
-                session.close()
         finally:
             child.stop(PATIENCE_S)
             supervise.remove_dir(run_dir)
@@ -108,7 +108,7 @@ def _prompts(count: int, length: int, vocab_size: int) -> list[bytes]:
 
 
 def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[str, float]:
-    """Generate `num_steps` tokens for each prompt; what this process does meanwhile, per step."""
+    """Generate `num_steps` tokens for each prompt. Returns what this process does meanwhile, per step."""
     inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True, detokenize=False)
     cpu_ns, start_ns, left, num_messages = time.process_time_ns(), time.perf_counter_ns(), len(prompts), 0
@@ -128,8 +128,8 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
 
 
 def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
-    """What a step cost of each part, in microseconds (calls: how many): a mean over the later half of those in which
-    all streams decoded, without what took three times as long as usual."""
+    """Compute the microseconds of each part of a step, and its numbers of calls. They are means over the later half of
+    the steps in which all streams decoded, without those that took three times as long as usual."""
     full = [step for step in steps if step["streams"] == num_streams]
     full = full[len(full) // 2 + 1 : -2]
     if not full:
@@ -169,18 +169,3 @@ def table(figures: dict[str, Any]) -> str:
         f"{100 * bound['share']:.0f} % of the step"
     )
     return "\n".join(lines)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Children started meanwhile have `values` in their environment."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

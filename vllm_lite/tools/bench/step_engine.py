@@ -25,7 +25,8 @@ def _process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 
 def _end_steps(ledger: Ledger) -> None:
-    """End a step behind each pass of the loop that published something; it may have been about several steps."""
+    """End the ledger's step after each pass of the engine's loop that published something, which may be several steps
+    of the scheduler."""
     num_steps = 0
     finish, publish = EngineCore.finish, ledger.timed("publish", EngineProcess._publish)  # noqa: SLF001
 
@@ -34,7 +35,7 @@ def _end_steps(ledger: Ledger) -> None:
         num_steps += 1
         return finish(core, output)
 
-    def publish_and_turn(engine: EngineProcess, core: EngineCore, produced: list[Produced]) -> None:
+    def publish_and_end_step(engine: EngineProcess, core: EngineCore, produced: list[Produced]) -> None:
         nonlocal num_steps
         publish(engine, core, produced)
         if num_steps:
@@ -42,7 +43,7 @@ def _end_steps(ledger: Ledger) -> None:
             num_steps = 0
 
     EngineCore.finish = finish_one  # type: ignore[method-assign,assignment]
-    EngineProcess._publish = publish_and_turn  # type: ignore[method-assign,assignment]  # noqa: SLF001
+    EngineProcess._publish = publish_and_end_step  # type: ignore[method-assign,assignment]  # noqa: SLF001
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The worker's process with a ledger, in which recorded programs tell the time of each call. Entry point of a child."""
+"""The worker's process with a ledger, in which recorded programs measure each call. Entry point of a child."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,8 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
 
 
 class _Profiles:
-    """The times of the calls of recorded programs, kept as they come: to sort them is not to slow a step down."""
+    """Keeps the times of the calls of recorded programs as they come, and sorts them only after the last step, so that
+    no step takes longer for it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -50,7 +51,7 @@ class _Profiles:
         self._kept.append((len(self._ledger.steps), program, program.profile()))
 
     def enter(self) -> None:
-        """Into the ledger, as "call NAME", and how many there were as "calls NAME"."""
+        """Write the times into the ledger as "call NAME", and the numbers of calls as "calls NAME"."""
         for number, program, times_ns in self._kept:
             step = self._ledger.steps[number]
             for name, took_ns in zip(call_names(program.names), times_ns.tolist(), strict=True):
@@ -59,19 +60,19 @@ class _Profiles:
 
 
 def _end_steps(ledger: Ledger) -> None:
-    """Behind each step: what it costs to send its results counts for the next one."""
+    """End the ledger's step when the worker has executed one. The time to send its results counts for the next."""
     execute = Worker.execute
 
-    def execute_and_turn(worker: Worker, step: SchedulerOutput) -> ModelOutput:
+    def execute_and_end_step(worker: Worker, step: SchedulerOutput) -> ModelOutput:
         output = execute(worker, step)
         ledger.end_step(streams=len(step.entries), steps=1)
         return output
 
-    Worker.execute = execute_and_turn  # type: ignore[method-assign,assignment]
+    Worker.execute = execute_and_end_step  # type: ignore[method-assign,assignment]
 
 
 def call_names(functions: list[str]) -> list[str]:
-    """What each call of a program is for, by the order of a decoder's linear layers."""
+    """Name what each call of a program is for; linear layers are known by their order in a decoder layer."""
     names = [function.removeprefix("vllm_lite_") for function in functions]
     linears = [index for index, name in enumerate(names) if name == "linear"]
     for number, index in enumerate(linears):

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_lite.client.llm import LLM
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.tools.bench.models import RANDOM_MODELS, write_config
 
 ALONE = 4
@@ -39,7 +40,7 @@ class _Ours:
 
 class _Transformers:
     def __init__(self, stack: ExitStack, folder: str, lengths: tuple[int, int], settings: dict[str, Any]) -> None:
-        threads = settings.get("cpu_threads") or _physical_cores()
+        threads = settings.get("cpu_threads") or num_physical_cores()
         arguments = [folder, str(settings.get("dtype", "auto")), str(threads), *map(str, lengths)]
         self.process = stack.enter_context(
             subprocess.Popen(
@@ -131,9 +132,3 @@ def table(figures: dict[str, Any]) -> str:
             alone, together = figures[f"{prefix}alone_tok_s"], figures[f"{prefix}together_tok_s"]
             lines.append(f"{name:<14}{alone:>14.1f}{together:>14.1f}")
     return "\n".join(lines)
-
-
-def _physical_cores() -> int:
-    from vllm_lite.runtime.machine import num_physical_cores
-
-    return num_physical_cores()

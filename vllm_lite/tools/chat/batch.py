@@ -8,7 +8,7 @@ from typing import Any, Self
 import httpx
 
 from vllm_lite.tools.chat import batch_file
-from vllm_lite.tools.chat.batch_file import Bad, Request, Results
+from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, Results
 from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
 
 BUSY = (429, 503)
@@ -16,13 +16,13 @@ MAX_TRIES = 8
 MAX_PAUSE_S = 30.0
 
 
-class Batch:
+class BatchRun:
     """One run over a batch file. It counts what this run did; `num_before` counts what earlier runs did."""
 
     def __init__(
         self,
         results: Results,
-        progress: Callable[["Batch"], None] = lambda _: None,
+        progress: Callable[["BatchRun"], None] = lambda _: None,
         complain: Callable[[Bad], None] = lambda _: None,
     ) -> None:
         """`progress` is called after every line, `complain` for a line that is no request."""
@@ -39,7 +39,7 @@ class Batch:
         self._already = frozenset(results.done)
 
     async def run(
-        self, entries: Iterator[Request | Bad], http: "Server", max_concurrency: int, model: str | None = None
+        self, entries: Iterator[BatchRequest | Bad], http: "Server", max_concurrency: int, model: str | None = None
     ) -> None:
         """Send all `entries`; `model` is for bodies that name none. Raises RemoteError when the server has gone; the
         answers until then are in the file."""
@@ -51,7 +51,7 @@ class Batch:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, entries: Iterator[Request | Bad], http: "Server", model: str | None) -> None:
+    async def _work(self, entries: Iterator[BatchRequest | Bad], http: "Server", model: str | None) -> None:
         """Send entries one after the other. Several of these tasks share the iterator."""
         for entry in entries:
             if entry.custom_id not in self._already:
@@ -69,7 +69,7 @@ class Batch:
         if entry.custom_id is not None:
             self._results.append(batch_file.failure(entry.custom_id, entry.code, entry.message))
 
-    def _record(self, status: int, request_id: str, body: Any, entry: Request) -> None:
+    def _record(self, status: int, request_id: str, body: Any, entry: BatchRequest) -> None:
         self._results.append(batch_file.answer(entry.custom_id, status, request_id, body))
         if status != httpx.codes.OK:
             self.num_failed += 1
@@ -100,7 +100,7 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def ask(self, request: Request, body: dict[str, Any]) -> tuple[int, str, Any]:
+    async def ask(self, request: BatchRequest, body: dict[str, Any]) -> tuple[int, str, Any]:
         """Return status, request id and body of the answer, retrying while the server is busy. Raises RemoteError."""
         for attempt in range(MAX_TRIES):
             try:

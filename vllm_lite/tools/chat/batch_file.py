@@ -20,7 +20,7 @@ SYNC_S = 1.0
 """At most so much work is lost when the machine dies; the death of a process loses none."""
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One line of the input, counted from 1."""
 
     line: int
@@ -53,7 +53,7 @@ def count_lines(path: str) -> int:
         raise ConfigError(f"{path!r} cannot be read: {error.strerror or error}") from error
 
 
-def read(path: str) -> Iterator[Request | Bad]:
+def read(path: str) -> Iterator[BatchRequest | Bad]:
     """Parse the lines one by one, as they are taken."""
     seen: set[str] = set()
     with open(path, "rb") as file:
@@ -68,7 +68,7 @@ def read(path: str) -> Iterator[Request | Bad]:
                 yield entry
 
 
-def parse(number: int, line: bytes) -> Request | Bad:
+def parse(number: int, line: bytes) -> BatchRequest | Bad:
     """Parse one line of the input."""
     try:
         given = json.loads(line)
@@ -86,7 +86,7 @@ def parse(number: int, line: bytes) -> Request | Bad:
         return Bad(number, custom_id, "invalid_request", f"body must be an object, got {json.dumps(body)[:50]}")
     if body.get("stream"):
         return Bad(number, custom_id, "invalid_request", "stream must not be set: a batch is answered in whole")
-    return Request(number, custom_id, url, body)
+    return BatchRequest(number, custom_id, url, body)
 
 
 def answer(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """A chat: questions, answers and /commands. The server that answers and the screen are passed to it."""
 
+import os
 import shlex
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from vllm_lite.errors import RemoteError, VllmLiteError
+from vllm_lite.errors import ConfigError, RemoteError, VllmLiteError
 from vllm_lite.tools.chat.conversation import Conversation
-from vllm_lite.tools.chat.remote_server import Piece
+from vllm_lite.tools.chat.remote_server import AnswerPiece, Pieces
 
 END_OF_MESSAGE = "."
 COMMANDS = {
@@ -38,7 +39,7 @@ _ENDS = {
 class Answers(Protocol):
     """A server, or its fake."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
         """Closing the iterator aborts the answer."""
 
 
@@ -58,7 +59,7 @@ class Screen(Protocol):
         """Within it Ctrl-C is one KeyboardInterrupt, however often it is pressed."""
 
 
-class Stats:
+class AnswerStats:
     """Counts and times of one answer."""
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Stats:
         self.usage: Mapping[str, Any] | None = None
         self.end: str | None = None
 
-    def saw(self, piece: Piece) -> None:
+    def saw(self, piece: AnswerPiece) -> None:
         if piece.text or piece.thought:
             self.last_s = time.monotonic()
             self.num_pieces += 1
@@ -94,7 +95,7 @@ class Chat:
     def __init__(self, answers: Answers, screen: Screen, conversation: Conversation, *, can_retry: bool = True) -> None:
         """Without `can_retry` there is one question, and no remark mentions commands."""
         self.conversation = conversation
-        self.stats: Stats | None = None
+        self.stats: AnswerStats | None = None
         self.failed = False
         """Whether anything went wrong, which becomes the exit status when the input is a pipe."""
         self._answers = answers
@@ -140,7 +141,7 @@ class Chat:
 
     def _answer(self) -> None:
         """Stream the answer to the question that waits. However it ends, what came of it is kept."""
-        self.stats = stats = Stats()
+        self.stats = stats = AnswerStats()
         said: list[str] = []
         problem = None
         with self._screen.interruptible():
@@ -167,7 +168,7 @@ class Chat:
         kept = "what was said is kept; /retry asks again" if has_said else "/retry asks again"
         return f" ({kept})" if problem == "stopped" else f"\n{kept}"
 
-    def _stream(self, stats: Stats, said: list[str]) -> None:
+    def _stream(self, stats: AnswerStats, said: list[str]) -> None:
         with closing(self._answers.chat(self.conversation.messages(), self.conversation.sampling)) as pieces:
             for piece in pieces:
                 stats.saw(piece)
@@ -239,31 +240,26 @@ class Chat:
         self._screen.note("nothing was asked yet" if self.stats is None else str(self.stats))
 
     def _save(self, text: str) -> None:
-        path = self._path(text, "save")
-        if path is not None:
-            self.conversation.save(path)
-            self._screen.note(f"{len(self.conversation.turns)} questions with their answers are in {path}")
+        path = _path(text, "save")
+        self.conversation.save(path)
+        self._screen.note(f"{len(self.conversation.turns)} questions with their answers are in {path}")
 
     def _load(self, text: str) -> None:
-        path = self._path(text, "load")
-        if path is not None:
-            self.conversation.load(path)
-            turns = self.conversation.turns
-            last = f"; the last was: {_short(turns[-1][0])}" if turns else ""
-            self._screen.note(f"{len(turns)} questions with their answers{last}")
+        self.conversation.load(_path(text, "load"))
+        turns = self.conversation.turns
+        last = f"; the last was: {_short(turns[-1][0])}" if turns else ""
+        self._screen.note(f"{len(turns)} questions with their answers{last}")
 
-    def _path(self, text: str, command: str) -> str | None:
-        """Read the name of a file, which may stand in quotes or begin with ~."""
-        import os
 
-        try:
-            words = shlex.split(text)
-        except ValueError:
-            words = [text]
-        if len(words) != 1:
-            self._fail(f"/{command} takes the name of one file, got {text!r}; one with blanks stands in quotes")
-            return None
-        return os.path.expanduser(words[0])
+def _path(text: str, command: str) -> str:
+    """Read the name of a file, which may stand in quotes or begin with ~. Raises ConfigError."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = [text]
+    if len(words) != 1:
+        raise ConfigError(f"/{command} takes the name of one file, got {text!r}; one with blanks stands in quotes")
+    return os.path.expanduser(words[0])
 
 
 def _short(text: str) -> str:

@@ -19,13 +19,16 @@ SILENCE_S = 600.0
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A new piece of an answer. `usage` comes once, with the end."""
 
     text: str = ""
     thought: str = ""
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
+
+
+Pieces = Generator[AnswerPiece, None, None]
 
 
 class Address(NamedTuple):
@@ -110,15 +113,15 @@ class RemoteServer:
                     raise RemoteError(text) from error
         return self._model
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
         """Stream the answer to `messages`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
 
-    def complete(self, prompt: str, sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def complete(self, prompt: str, sampling: Mapping[str, Any]) -> Pieces:
         """Stream the continuation of `prompt`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/completions", {"prompt": prompt, **sampling})
 
-    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Pieces:
         whole = {"model": self.model, **body, "stream": True, "stream_options": {"include_usage": True}}
         with self._failures(), self._http.stream("POST", path, json=whole) as response:
             if response.status_code != httpx.codes.OK:
@@ -133,7 +136,7 @@ class RemoteServer:
             raise lost(self.address, error, self.why()) from error
 
 
-def pieces(lines: Iterable[str]) -> Iterator[Piece]:
+def pieces(lines: Iterable[str]) -> Iterator[AnswerPiece]:
     """Parse the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
     for line in lines:
         if not line.startswith("data:"):
@@ -149,7 +152,7 @@ def pieces(lines: Iterable[str]) -> Iterator[Piece]:
             said = choices[0].get("delta") or choices[0]
             text = said.get("content") or said.get("text") or ""
             thought = said.get("reasoning") or said.get("reasoning_content") or ""
-            yield Piece(text, thought, choices[0].get("finish_reason"), event.get("usage"))
+            yield AnswerPiece(text, thought, choices[0].get("finish_reason"), event.get("usage"))
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise RemoteError(f"the server sent what is no piece of an answer: {data[:100]!r}") from error
     raise RemoteError("the server went away in the middle of its answer")

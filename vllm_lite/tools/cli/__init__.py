@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        return _reader_gone()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not write to the pipe
+        return CLOSED_PIPE
     except VllmLiteError as error:
         print(f"vllm-lite: {error}", file=sys.stderr)
         return 2
@@ -121,12 +122,6 @@ def add_command(
     command: argparse.ArgumentParser = parsers.add_parser(name, help=text, allow_abbrev=False)
     command.set_defaults(run=run, parser=command)
     return command
-
-
-def _reader_gone() -> int:
-    """Return the exit status for a closed stdout. The flush at exit must not write to it either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -35,11 +35,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 # ---- what several of them share
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `serve` that are about the engine."""
-    add_config_flags(parser, EngineConfig)
-
-
 def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that were given, without the model."""
     values = {name: getattr(arguments, name) for name in EngineConfig.__struct_fields__ if name != "model"}
@@ -54,19 +49,29 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _show(arguments: argparse.Namespace, figures: Figures, table: Callable[[Figures], str]) -> int:
+def _add_result_flags(parser: argparse.ArgumentParser, content: str) -> None:
+    parser.add_argument("--output-json", metavar="FILE", help=f"write {content}")
+    _add_json_flag(parser)
+
+
+def _show(
+    arguments: argparse.Namespace, figures: Figures, table: Callable[[Figures], str], saved: Figures | None = None
+) -> int:
+    """Write `saved` into the file of --output-json, if that is given, and print the figures. Raises ConfigError if the
+    file cannot be written."""
+    if saved is not None and arguments.output_json is not None:
+        try:
+            Path(arguments.output_json).write_text(json.dumps(saved, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--output-json {arguments.output_json} cannot be written: {error}") from error
     print(json.dumps(figures) if arguments.json else table(figures))
     return 0
 
 
-def _save_json(path: str | None, figures: Figures) -> None:
-    """Write the file of --output-json, if there is one. Raises ConfigError if it cannot be written."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--output-json {path} cannot be written: {error}") from error
+def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
 
 
 # ---- each of them
@@ -81,18 +86,15 @@ def _latency_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches before those that are measured [10]")
     parser.add_argument("--num-iters", type=int, default=30, help="batches [30]")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    parser.add_argument("--output-json", metavar="FILE", help="write avg_latency, latencies and percentiles")
-    _add_json_flag(parser)
-    _add_engine_flags(parser)
+    _add_result_flags(parser, "avg_latency, latencies and percentiles")
+    add_config_flags(parser, EngineConfig)
 
 
 def _latency(arguments: argparse.Namespace) -> int:
     """Measure how long one batch takes, from its prompts to its last tokens."""
     from vllm_lite.tools.bench import latency
 
-    for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    _check_positive(arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
     figures = latency.run(
         arguments.model or DEMO_MODEL,
         (arguments.batch_size, arguments.input_len, arguments.output_len),
@@ -101,8 +103,7 @@ def _latency(arguments: argparse.Namespace) -> int:
         sampling={"n": arguments.n, "use_beam_search": arguments.use_beam_search},
         show_progress=not arguments.disable_tqdm,
     )
-    _save_json(arguments.output_json, figures)
-    return _show(arguments, figures, latency.table)
+    return _show(arguments, figures, latency.table, figures)
 
 
 def _startup_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +117,7 @@ def _startup_flags(parser: argparse.ArgumentParser) -> None:
         help="wait before each start; a virtual machine may give free memory back to its host by then [0]",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    parser.add_argument("--output-json", metavar="FILE", help="write what --json prints")
-    _add_json_flag(parser)
+    _add_result_flags(parser, "what --json prints")
 
 
 def _startup(arguments: argparse.Namespace) -> int:
@@ -125,8 +125,7 @@ def _startup(arguments: argparse.Namespace) -> int:
     the time goes. What stands behind `--` goes to it: bench startup --num-iters 5 -- MODEL --dtype bfloat16"""
     from vllm_lite.tools.bench import startup
 
-    if arguments.num_iters < 1:
-        raise ConfigError(f"--num-iters must be at least 1, got {arguments.num_iters}")
+    _check_positive(arguments, "num_iters")
     if arguments.idle_s < 0:
         raise ConfigError(f"--idle-s must be at least 0, got {arguments.idle_s:g}")
     words = arguments.serve_words
@@ -136,17 +135,15 @@ def _startup(arguments: argparse.Namespace) -> int:
         command, measure = ["vllm-lite", "serve", *words], partial(startup.serve_start, words)
     progress = not arguments.disable_tqdm
     figures = startup.run(command, measure, arguments.num_iters, idle_s=arguments.idle_s, show_progress=progress)
-    _save_json(arguments.output_json, figures)
-    return _show(arguments, figures, startup.table)
+    return _show(arguments, figures, startup.table, figures)
 
 
 def _llm_settings(words: Sequence[str]) -> dict[str, Any]:
     """Keywords of LLM that are the same as these words of a command line."""
-    parser = argparse.ArgumentParser(
-        usage="vllm-lite bench startup --llm -- [MODEL] [FLAGS of the engine]", add_help=False
-    )
+    usage = "vllm-lite bench startup --llm -- [MODEL] [FLAGS of the engine]"
+    parser = argparse.ArgumentParser(usage=usage, add_help=False)
     parser.add_argument("folder", metavar="MODEL", nargs="?", default=DEMO_MODEL)
-    _add_engine_flags(parser)
+    add_config_flags(parser, EngineConfig)
     arguments = parser.parse_args(words)
     return {"model": arguments.model or arguments.folder, **_engine_settings(arguments)}
 
@@ -181,7 +178,7 @@ def _step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=1, help="sequences that decode together [1]")
     parser.add_argument("--context", type=int, default=192, help="tokens of each, in the middle of its decoding [192]")
     parser.add_argument("--steps", type=int, default=128, help="tokens that each generates, twice [128]")
-    _add_engine_flags(parser)
+    add_config_flags(parser, EngineConfig)
     _add_json_flag(parser)
 
 
@@ -199,9 +196,8 @@ def _throughput_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", "--random-output-len", type=int, default=32, help="generated tokens [32]")
     parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
     parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures of all at once as vLLM names them")
-    _add_json_flag(parser)
-    _add_engine_flags(parser)
+    _add_result_flags(parser, "the figures of all at once as vLLM names them")
+    add_config_flags(parser, EngineConfig)
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
@@ -218,8 +214,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
         compare=arguments.compare,
         repeats=arguments.repeats,
     )
-    _save_json(arguments.output_json, throughput.as_vllm(figures))
-    return _show(arguments, figures, throughput.table)
+    return _show(arguments, figures, throughput.table, throughput.as_vllm(figures))
 
 
 BENCHES = {

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +29,24 @@ SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser.add_argument_group("server"))
-    _add_datasets(parser.add_argument_group("requests"))
-    _add_load(parser.add_argument_group("load"))
-    _add_results(parser.add_argument_group("results"))
+    _add_target(parser.add_argument_group("server").add_argument)
+    _add_datasets(parser.add_argument_group("requests").add_argument)
+    _add_load(parser.add_argument_group("load").add_argument)
+    _add_results(parser.add_argument_group("results").add_argument)
 
 
-def _add_target(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]"
-    )
-    group.add_argument("--base-url", help="the server's address, instead of host and port")
-    group.add_argument("--host", default="127.0.0.1", help="[127.0.0.1]")
-    group.add_argument("--port", type=int, default=8000, help="[8000]")
-    group.add_argument("--endpoint", help="path of the API [/v1/completions, for openai-chat /v1/chat/completions]")
-    group.add_argument("--model", help="what to ask for; a folder is used as tokenizer too [the server's first]")
-    group.add_argument("--served-model-name", help="what to ask for, if not --model")
-    group.add_argument("--tokenizer", help="folder with tokenizer.json; without one random prompts are token ids")
-    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="send it too; repeatable")
-    group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    group.add_argument(
+def _add_target(add: Callable[..., object]) -> None:
+    add("--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]")
+    add("--base-url", help="the server's address, instead of host and port")
+    add("--host", default="127.0.0.1", help="[127.0.0.1]")
+    add("--port", type=int, default=8000, help="[8000]")
+    add("--endpoint", help="path of the API [/v1/completions, for openai-chat /v1/chat/completions]")
+    add("--model", help="what to ask for; a folder is used as tokenizer too [the server's first]")
+    add("--served-model-name", help="what to ask for, if not --model")
+    add("--tokenizer", help="folder with tokenizer.json; without one random prompts are token ids")
+    add("--header", action="append", default=[], metavar="NAME=VALUE", help="send it too; repeatable")
+    add("--insecure", action="store_true", help="do not check the server's certificate")
+    add(
         "--request-timeout",
         type=float,
         default=6 * 3600.0,
@@ -56,51 +55,45 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_datasets(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="[random]")
-    group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
-    group.add_argument("--num-prompts", type=int, default=1000, help="[1000]")
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals [0]")
-    group.add_argument(
-        "--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]"
-    )
-    group.add_argument("--random-output-len", "--output-len", type=int, default=128, help="[128]")
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, below 1 [0]"
-    )
-    group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with [0]")
+def _add_datasets(add: Callable[..., object]) -> None:
+    add("--dataset-name", choices=DATASETS, default="random", help="[random]")
+    add("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
+    add("--num-prompts", type=int, default=1000, help="[1000]")
+    add("--seed", type=int, default=0, help="of prompts and arrivals [0]")
+    add("--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]")
+    add("--random-output-len", "--output-len", type=int, default=128, help="[128]")
+    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, below 1 [0]")
+    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with [0]")
     for name, value in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
-        group.add_argument(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
-    group.add_argument("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
-    group.add_argument("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
-    group.add_argument("--ignore-eos", action="store_true", help="generate as many tokens as are asked for")
+        add(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
+    add("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
+    add("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
+    add("--ignore-eos", action="store_true", help="generate as many tokens as are asked for")
     for name, (kind, default) in SAMPLING.items():
         text = "[the server's]" if default is None else f"[{default:g}]"
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
-    group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as one JSON object")
+        add(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
+    add("--extra-body", metavar="JSON", help="more fields of every request, as one JSON object")
 
 
-def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--request-rate", type=float, default=float("inf"), help="requests a second [inf: all at once]")
-    group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly [1]")
-    group.add_argument("--max-concurrency", type=int, help="requests that may run at once [any number]")
-    group.add_argument("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
+def _add_load(add: Callable[..., object]) -> None:
+    add("--request-rate", type=float, default=float("inf"), help="requests a second [inf: all at once]")
+    add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly [1]")
+    add("--max-concurrency", type=int, help="requests that may run at once [any number]")
+    add("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
 
 
-def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--percentile-metrics", default=",".join(METRICS), help=f"which are shown [{','.join(METRICS)}]")
-    group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="such as 50,90,99 [99]")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within, ttft:200")
-    group.add_argument("--save-result", action="store_true", help="write a JSON file")
-    group.add_argument(
-        "--save-detailed", action="store_true", help="with the lengths, times and texts of every request"
-    )
-    group.add_argument("--result-dir", default=".", metavar="FOLDER", help="[.]")
-    group.add_argument("--result-filename", metavar="FILE", help="[made of backend, rate, model and date]")
-    group.add_argument("--label", help="what the file's name begins with [the backend]")
-    group.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
-    group.add_argument("--plot", metavar="FILE.png", help="draw latencies, and throughput over time")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+def _add_results(add: Callable[..., object]) -> None:
+    add("--percentile-metrics", default=",".join(METRICS), help=f"which are shown [{','.join(METRICS)}]")
+    add("--metric-percentiles", default="99", metavar="P,P", help="such as 50,90,99 [99]")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within, ttft:200")
+    add("--save-result", action="store_true", help="write a JSON file")
+    add("--save-detailed", action="store_true", help="with the lengths, times and texts of every request")
+    add("--result-dir", default=".", metavar="FOLDER", help="[.]")
+    add("--result-filename", metavar="FILE", help="[made of backend, rate, model and date]")
+    add("--label", help="what the file's name begins with [the backend]")
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
+    add("--plot", metavar="FILE.png", help="draw latencies, and throughput over time")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:

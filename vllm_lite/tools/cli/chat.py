@@ -4,39 +4,28 @@ a pipe are questions as well; then only the answers are printed."""
 import argparse
 from typing import TYPE_CHECKING
 
-from vllm_lite.tools.cli.server_flags import (
-    add_private_server_flags,
-    add_sampling_flags,
-    add_server_flags,
-    private_config,
-    sampling,
-    server,
-)
+from vllm_lite.tools.chat.conversation import Conversation
+from vllm_lite.tools.chat.terminal import Terminal
+from vllm_lite.tools.cli import server_flags
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # httpx is imported when a server is asked
     from vllm_lite.tools.chat.chat import Chat
-    from vllm_lite.tools.chat.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
-    add_server_flags(parser)
+    server_flags.add_server_flags(parser)
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and exit")
     parser.add_argument("--system-prompt", metavar="TEXT")
-    add_sampling_flags(parser)
-    add_private_server_flags(parser)
+    server_flags.add_sampling_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.chat.chat import Chat
-    from vllm_lite.tools.chat.conversation import Conversation
-    from vllm_lite.tools.chat.terminal import Terminal
 
-    with server(arguments, private_config(arguments)) as remote:
-        model = remote.model
-        terminal = Terminal()
-        is_quick = arguments.quick is not None
-        conversation = Conversation(arguments.system_prompt, sampling(arguments))
+    with server_flags.server(arguments, server_flags.private_config(arguments)) as remote:
+        model, terminal, is_quick = remote.model, Terminal(), arguments.quick is not None
+        conversation = Conversation(arguments.system_prompt, server_flags.sampling(arguments))
         chat = Chat(remote, terminal, conversation, can_retry=not is_quick)
         if is_quick:
             chat.ask(arguments.quick)
@@ -47,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _talk(chat, terminal)
 
 
-def _talk(chat: "Chat", terminal: "Terminal") -> int:
+def _talk(chat: "Chat", terminal: Terminal) -> int:
     """Talk until the end of input. On a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
     num_interrupts = 0
     while True:

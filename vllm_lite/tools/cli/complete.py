@@ -7,18 +7,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from vllm_lite.errors import ConfigError
-from vllm_lite.tools.cli.server_flags import (
-    add_private_server_flags,
-    add_sampling_flags,
-    add_server_flags,
-    private_config,
-    sampling,
-    server,
-)
+from vllm_lite.tools.chat.terminal import Terminal
+from vllm_lite.tools.cli import server_flags
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # httpx is imported when a server is asked
     from vllm_lite.tools.chat.remote_server import RemoteServer
-    from vllm_lite.tools.chat.terminal import Terminal
 
 MAX_TOKENS = 256
 """The default: the API's own default of 16 ends before a sentence does."""
@@ -27,29 +20,28 @@ MAX_TOKENS = 256
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
     parser.add_argument("text", metavar="TEXT", nargs="?", help="what to continue")
-    add_server_flags(parser)
+    server_flags.add_server_flags(parser)
     parser.add_argument("-q", "--quick", metavar="TEXT", help="what to continue")
-    add_sampling_flags(parser)
-    add_private_server_flags(parser)
+    server_flags.add_sampling_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from vllm_lite.tools.chat.terminal import Terminal
-
     if arguments.url is not None and arguments.folder is not None:
         raise ConfigError(f"the server at --url has its model; give the text as -q, got {arguments.folder!r}")
     if arguments.text is not None and arguments.quick is not None:
         raise ConfigError("the text is given twice; leave out -q or TEXT")
     given = arguments.text if arguments.quick is None else arguments.quick
-    with server(arguments, private_config(arguments)) as remote:
+    with server_flags.server(arguments, server_flags.private_config(arguments)) as remote:
         terminal = Terminal()
         if given is None and terminal.is_interactive:
             return _lines(arguments, remote, terminal)
-        _complete(arguments, remote, terminal, _piped() if given is None else given)
+        if given is None:
+            given = sys.stdin.read().removesuffix("\n")  # a shell's echo adds it
+        _complete(arguments, remote, terminal, given)
         return 0
 
 
-def _lines(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "Terminal") -> int:
+def _lines(arguments: argparse.Namespace, remote: "RemoteServer", terminal: Terminal) -> int:
     where = "" if arguments.folder else f" at {remote.address.shown}"
     terminal.note(f"{remote.model}{where}. Each line is continued; Ctrl-C stops that, Ctrl-D leaves.")
     while (line := terminal.read("> ")) is not None:
@@ -63,14 +55,9 @@ def _lines(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "Ter
     return 0
 
 
-def _complete(arguments: argparse.Namespace, remote: "RemoteServer", terminal: "Terminal", prompt: str) -> None:
-    with closing(remote.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling(arguments)})) as pieces:
+def _complete(arguments: argparse.Namespace, remote: "RemoteServer", terminal: Terminal, prompt: str) -> None:
+    with closing(remote.complete(prompt, {"max_tokens": MAX_TOKENS, **server_flags.sampling(arguments)})) as pieces:
         for piece in pieces:
             if piece.text:
                 terminal.write(piece.text)
     terminal.end()
-
-
-def _piped() -> str:
-    """Read all of stdin, without the newline that a shell's echo adds."""
-    return sys.stdin.read().removesuffix("\n")

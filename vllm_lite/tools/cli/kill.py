@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
             if instance.state == "stale":
                 clean(instance)
                 continue
-            pid = instance.process.pid
+            pid = instance.record.main.pid
             ending = end(instance, arguments.timeout, force=arguments.force)
             advice = "; --force kills it" if ending == "still running" and not arguments.force else ""
             print(f"{pid} {instance.record.model}: {ending}{advice}")

@@ -36,7 +36,7 @@ def row(instance: Instance) -> dict[str, Any]:
     """One instance as --json prints it."""
     record, stats = instance.record, instance.stats
     return {
-        "pid": instance.process.pid,
+        "pid": record.main.pid,
         "name": instance.folder.name,
         "kind": "engine" if record.server is None else "server",
         "model": record.model,

@@ -4,6 +4,7 @@ failed or are still open, 2 if it could not start, 130 after Ctrl-C."""
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from vllm_lite.tools.chat import batch_file
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.batch import Batch
+    from vllm_lite.tools.chat.batch import BatchRun
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     with batch_file.Results(arguments.output_file, retry_failed=arguments.retry_failed) as results:
         began_s = time.monotonic()
         has_work = any(
-            isinstance(entry, batch_file.Request) and entry.custom_id not in results.done
+            isinstance(entry, batch_file.BatchRequest) and entry.custom_id not in results.done
             for entry in batch_file.read(arguments.input_file)
         )
         own = arguments.model is not None and has_work  # a server without work is not started
@@ -65,11 +66,11 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
 def _run(
     arguments: argparse.Namespace, remote: "RemoteServer", results: batch_file.Results, num_lines: int, began_s: float
 ) -> int:
-    from vllm_lite.tools.chat.batch import Batch, Server
+    from vllm_lite.tools.chat.batch import BatchRun, Server
 
     http_settings = (remote.address, remote.api_key, arguments.request_timeout, remote.why)
     with _progress(num_lines) as show:
-        batch = Batch(results, show, _complaints())
+        batch = BatchRun(results, show, _complaints())
 
         async def work() -> None:
             async with Server(*http_settings) as http:
@@ -92,11 +93,10 @@ def _run(
 
 def _complaints() -> Any:
     """Make a function that reports the first bad lines."""
-    count = 0
+    counts = itertools.count(1)
 
     def complain(entry: batch_file.Bad) -> None:
-        nonlocal count
-        count += 1
+        count = next(counts)
         if count <= MAX_COMPLAINTS:
             print(f"line {entry.line}: {entry.message}", file=sys.stderr)
         elif count == MAX_COMPLAINTS + 1:
@@ -105,15 +105,15 @@ def _complaints() -> Any:
     return complain
 
 
-def _summary(batch: "Batch", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
+def _summary(batch: "BatchRun", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
     open_ = num_lines - batch.num_lines
-    parts = [
-        f"{batch.num_answered} answered",
-        *([f"{batch.num_failed} failed"] * (batch.num_failed > 0)),
-        *([f"{batch.num_bad} bad lines"] * (batch.num_bad > 0)),
-        *([f"{batch.num_before} from earlier runs"] * (batch.num_before > 0)),
-        *([f"{open_} open"] * (open_ > 0)),
-    ]
+    others = {
+        "failed": batch.num_failed,
+        "bad lines": batch.num_bad,
+        "from earlier runs": batch.num_before,
+        "open": open_,
+    }
+    parts = [f"{batch.num_answered} answered", *(f"{count} {what}" for what, count in others.items() if count > 0)]
     tokens = f"{batch.num_prompt_tokens} prompt and {batch.num_output_tokens} output tokens"
     rate = f"{batch.num_output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
     failed = f"; {results.num_failed} failures are in the file" if results.num_failed else ""
@@ -133,7 +133,7 @@ def _progress(num_lines: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=num_lines)
 
-        def show(batch: "Batch") -> None:
+        def show(batch: "BatchRun") -> None:
             bad = batch.num_failed + batch.num_bad
             text = f"{batch.num_output_tokens} tokens" + (f", {bad} failed" if bad else "")
             progress.update(task, completed=batch.num_lines, description=text)

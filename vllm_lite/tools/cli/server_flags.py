@@ -23,12 +23,10 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """What to sample with, and the settings of a private server."""
     for name, kind in SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
-
-
-def add_private_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings of a server of its own, as for serve")
 
 
@@ -66,12 +64,9 @@ def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"]
             raise ConfigError("--config is for a server of its own; give a model as well")
         return None
 
-    def load() -> "ServeConfig":
-        from vllm_lite.server.config import ServeConfig
+    from vllm_lite.server.config import ServeConfig
 
-        return ServeConfig.load({"model": arguments.folder}, file=arguments.config)
-
-    return load
+    return lambda: ServeConfig.load({"model": arguments.folder}, file=arguments.config)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ OTHER_VARIABLES = {"VLLM_LITE_ISA", "VLLM_LITE_CACHE"}
 MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 64 << 20, 256 << 20
 PROBE_S = 60.0
 IPC_BYTES = 107
+ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Line:
     name: str
     text: str
     advice: str = ""
+
+
+def ok_or_warn(name: str, text: str, advice: str | None) -> Line:
+    """A finding that is OK unless there is something to advise."""
+    return Line("OK" if advice is None else "WARN", name, text, advice or "")
 
 
 def examine(port: int = 8000) -> list[Line]:
@@ -80,10 +86,9 @@ def python() -> Iterator[Line]:
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         yield Line("FAIL", "python", text, "install Python 3.11, 3.12 or 3.13")
-    elif (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        yield Line("WARN", "python", text, "Linux on x86-64 is what is tested")
     else:
-        yield Line("OK", "python", text)
+        is_tested = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+        yield ok_or_warn("python", text, None if is_tested else "Linux on x86-64 is what is tested")
 
 
 def packages() -> Iterator[Line]:
@@ -100,10 +105,10 @@ def packages() -> Iterator[Line]:
         if extra in ("test", "dev"):
             continue
         found = _version(name)
-        if found is None:
-            level: Literal["OK", "FAIL"] = "OK" if extra else "FAIL"
-            text = f"not installed (optional: {PACKAGE}[{extra}])" if extra else "not installed"
-            yield Line(level, name, text, "" if extra else f"pip install '{name}>={least}'")
+        if found is None and extra:
+            yield Line("OK", name, f"not installed (optional: {PACKAGE}[{extra}])")
+        elif found is None:
+            yield Line("FAIL", name, "not installed", f"pip install '{name}>={least}'")
         elif _numbers(found) < _numbers(least):
             yield Line("FAIL", name, f"{found}, at least {least} is needed", f"pip install -U '{name}>={least}'")
         else:
@@ -149,7 +154,8 @@ def torch_build() -> Iterator[Line]:
 
 
 def native_kernels() -> Iterator[Line]:
-    has = _isas_of_cpu()
+    flags = _cpu_fields().get("flags", "").split()
+    has = [isa for isa in ISAS if isa in flags]
     found = probe(
         "import json\nfrom vllm_lite.kernels.cpu.library import ABI, isa, open_library\n"
         "open_library()\nprint(json.dumps(dict(abi=ABI, isa=isa())))"
@@ -160,10 +166,8 @@ def native_kernels() -> Iterator[Line]:
         return
     text = f"ABI {found['abi']}, using {found['isa']}; this CPU has {', '.join(has) or 'none of AVX2 and later'}"
     forced = os.environ.get("VLLM_LITE_ISA")
-    if forced is not None:
-        yield Line("WARN", "native kernels", f"{text}; VLLM_LITE_ISA is {forced}", "unset it for the best there is")
-    else:
-        yield Line("OK", "native kernels", text)
+    text += "" if forced is None else f"; VLLM_LITE_ISA is {forced}"
+    yield ok_or_warn("native kernels", text, None if forced is None else "unset it for the best there is")
 
 
 # ---- hardware
@@ -171,7 +175,8 @@ def native_kernels() -> Iterator[Line]:
 
 def cpu() -> Iterator[Line]:
     physical, logical, allowed = machine.num_physical_cores(), os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    text = f"{_cpu_name()}: {physical} physical cores to use, {allowed} of {logical} hardware threads"
+    name = _cpu_fields().get("model name", platform.machine())
+    text = f"{name}: {physical} physical cores to use, {allowed} of {logical} hardware threads"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) < physical:
         yield Line("WARN", "cpu", f"{text}; OMP_NUM_THREADS is {threads}", "unset it, or give --cpu-threads")
@@ -184,10 +189,8 @@ def memory() -> Iterator[Line]:
     fields = dict(re.findall(r"^(\w+):\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE))
     free = min(limit, int(fields.get("MemAvailable", "0")) * 1024)
     text = f"{_gib(limit)}, of which {_gib(free)} are available"
-    if free < MIN_MEMORY:
-        yield Line("WARN", "memory", text, "end what uses it; vllm-lite plan MODEL says what a model takes")
-    else:
-        yield Line("OK", "memory", text)
+    advice = "end what uses it; vllm-lite plan MODEL says what a model takes"
+    yield ok_or_warn("memory", text, advice if free < MIN_MEMORY else None)
 
 
 def gpu() -> Iterator[Line]:
@@ -231,22 +234,15 @@ def ports(port: int) -> Iterator[Line]:
 
 def open_files() -> Iterator[Line]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"up to {soft}"
-    if 0 <= soft < MIN_FILES:
-        advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; each connection takes one"
-        yield Line("WARN", "open files", text, advice)
-    else:
-        yield Line("OK", "open files", text)
+    advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; each connection takes one"
+    yield ok_or_warn("open files", f"up to {soft}", advice if 0 <= soft < MIN_FILES else None)
 
 
 def shared_memory() -> Iterator[Line]:
     place = "/dev/shm"  # noqa: S108 - looked at, not written
     free = shutil.disk_usage(place).free
-    if free < MIN_SHM:
-        advice = "give a container --shm-size 1g, or --ipc host"
-        yield Line("WARN", "shared memory", f"{place} has {_gib(free)} free", advice)
-    else:
-        yield Line("OK", "shared memory", f"{place} has {_gib(free)} free")
+    advice = "give a container --shm-size 1g, or --ipc host"
+    yield ok_or_warn("shared memory", f"{place} has {_gib(free)} free", advice if free < MIN_SHM else None)
 
 
 def temporary_files() -> Iterator[Line]:
@@ -271,10 +267,8 @@ def model_hub() -> Iterator[Line]:
     token = "a token is set" if get_token() else "no token"
     offline = ", offline" if constants.is_offline_mode() else ""
     text = f"{constants.ENDPOINT}{offline}, {token}; cache {cache} with {_gib(shutil.disk_usage(nearest).free)} free"
-    if not os.access(nearest, os.W_OK):
-        yield Line("WARN", "model hub", text, "the cache cannot be written: set HF_HOME to a folder that can")
-    else:
-        yield Line("OK", "model hub", text)
+    advice = "the cache cannot be written: set HF_HOME to a folder that can"
+    yield ok_or_warn("model hub", text, None if os.access(nearest, os.W_OK) else advice)
 
 
 def settings() -> Iterator[Line]:
@@ -350,16 +344,6 @@ def _cpu_fields() -> dict[str, str]:
     text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _cpu_name() -> str:
-    return _cpu_fields().get("model name", platform.machine())
-
-
-def _isas_of_cpu() -> list[str]:
-    flags = set(_cpu_fields().get("flags", "").split())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
-    return [flag for flag in wanted if flag in flags]
 
 
 def _gib(num_bytes: float) -> str:

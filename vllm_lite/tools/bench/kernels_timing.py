@@ -1,0 +1,57 @@
+"""How the kernel benches take times, and the speed of memory that they hold them against.
+
+The shortest of many calls counts: that is what a call costs when nothing else needs the machine.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import function, int64, pointer
+from vllm_lite.kernels.cpu.memory import zeros
+
+ROUND_S = 0.02
+
+Row = dict[str, Any]
+"""One figure: `kernel`, `shape`, and numbers by name."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def clock_for(num_threads: int) -> Callable[[], float]:
+    """With one thread time is CPU time, which a busy machine does not lengthen much."""
+    return time.process_time if num_threads == 1 else time.perf_counter
+
+
+def best_times(
+    clock: Callable[[], float], calls: Sequence[Callable[[], object]], min_time_s: float, min_rounds: int = 3
+) -> list[float]:
+    """Seconds of the shortest call of each, measured for `min_time_s` a call. All are called in every round, quick ones
+    several times."""
+    best = [float("inf")] * len(calls)
+    deadline_s, rounds = time.monotonic() + min_time_s * len(calls), 0
+    while rounds < min_rounds or time.monotonic() < deadline_s:
+        rounds += 1
+        for i, call in enumerate(calls):
+            until_s = time.monotonic() + ROUND_S
+            while True:
+                start_s = clock()
+                call()
+                best[i] = min(best[i], clock() - start_s)
+                if time.monotonic() > until_s:
+                    break
+    return best
+
+
+def read_bandwidth_gb_s(num_threads: int, num_bytes: int = 512 << 20) -> float:
+    """What `num_threads` of our threads read from memory on huge pages."""
+    cpu.set_num_threads(num_threads)
+    data = zeros(num_bytes, torch.uint8).fill_(1)
+    read = function("vllm_lite_read", (pointer, int64), int64)
+    (seconds,) = best_times(clock_for(num_threads), [lambda: read(data.data_ptr(), num_bytes)], 0, min_rounds=8)
+    return num_bytes / seconds / 1e9
