@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
-from vllm_lite.checkpoint.model_spec import AttentionSpec, KVGroup, LayerSpec, ModelSpec, Rope
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, LayerSpec, ModelSpec, Rope
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import BlockOp
@@ -43,7 +43,7 @@ def make_spec(num_layers=3, groups=None):
         bos_token_id=None,
         eos_token_ids=(),
         dtype="float32",
-        kv_groups=groups or (KVGroup(tuple(range(num_layers)), HEADS),),
+        kv_groups=groups or (LayerGroup(tuple(range(num_layers)), HEADS),),
     )
 
 
@@ -322,7 +322,7 @@ def test_block_bytes_are_those_the_spec_promises():
 
 
 def test_groups_share_the_places_in_a_block():
-    groups = (KVGroup((0, 2), HEADS), KVGroup((1, 3), HEADS))
+    groups = (LayerGroup((0, 2), HEADS), LayerGroup((1, 3), HEADS))
     engine = make_engine(num_layers=4, groups=groups)
     assert engine.pool.shape[1] == 2 * 2 * 2 * 2 * 4
     pointers = [view.data_ptr() for view in engine.layer_views()]

@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
 from vllm_lite.attention.step_batch import PAD_SLOT
-from vllm_lite.checkpoint.model_spec import AttentionSpec, KVGroup, ModelSpec, _parse_config
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, ModelSpec, _parse_config
 from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
 from vllm_lite.config import GIB, EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
@@ -235,7 +235,7 @@ def test_bytes_for_less_than_two_blocks_are_refused_with_enough() -> None:
 def test_the_longest_sequence_is_the_engines(
     windows: tuple[int | None, ...], num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups = [KVGroup((0,), AttentionSpec(1, 1, 8, 1.0, window)) for window in windows]
+    groups = [LayerGroup((0,), AttentionSpec(1, 1, 8, 1.0, window)) for window in windows]
     kv = KVCacheManager(BlockPool(num_blocks, False), make_groups(windows, 16), PrefixHasher(16, "x"))
     longest = kv.max_tokens(400, 32)
     config = config_of(max_model_len=400, max_num_batched_tokens=32)

@@ -1,6 +1,5 @@
 """`--attention-backend paged`: the kernels of vLLM's paper serve a model from client to KV cache, in the emulator."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ class EmulatedBackend(PagedBackend):
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(select.BACKENDS, "paged", f"{__name__}:{EmulatedBackend.__name__}")
-    monkeypatch.setattr(select, "import_module", lambda _: SimpleNamespace(EmulatedBackend=EmulatedBackend))
 
 
 @pytest.mark.usefixtures("emulated")

@@ -12,7 +12,7 @@ import pytest
 from vllm_lite.checkpoint.model_spec import (
     ARCHITECTURES,
     AttentionSpec,
-    KVGroup,
+    LayerGroup,
     LayerSpec,
     ModelSpec,
     Rope,
@@ -34,7 +34,7 @@ HEADS = AttentionSpec(32, 8, 128, scale=128**-0.5)
 
 
 def group_of(layers, window=None, **heads):
-    return KVGroup(tuple(layers), msgspec.structs.replace(HEADS, window=window, **heads))
+    return LayerGroup(tuple(layers), msgspec.structs.replace(HEADS, window=window, **heads))
 
 
 def layer_of(window, **heads):

@@ -13,7 +13,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite.checkpoint.headers import Tensor, read_headers
-from vllm_lite.checkpoint.model_spec import KVGroup, ModelSpec
+from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
 from vllm_lite.config import GIB, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.tools import cli
@@ -110,7 +110,7 @@ def test_what_a_token_takes_with_sliding_windows(tmp_path: Path) -> None:
 def test_only_windows_serve_any_length(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, "mistral_new")
     sliding = Checkpoint(model.spec, model.tensors)
-    assert isinstance(sliding.spec.kv_groups[0], KVGroup)
+    assert isinstance(sliding.spec.kv_groups[0], LayerGroup)
     window = sliding.spec.kv_groups[0].window
     assert window is not None
     blocks = -(-(window - 1 + 512) // 16) + 4

@@ -102,7 +102,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """None = its heads are not rotated."""
 
 
-class KVGroup(msgspec.Struct, frozen=True):
+class LayerGroup(msgspec.Struct, frozen=True):
     """Layers whose KV blocks are allocated together, because they attend alike and see the same positions."""
 
     layers: tuple[int, ...]
@@ -140,7 +140,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
-    kv_groups: tuple[KVGroup, ...]
+    kv_groups: tuple[LayerGroup, ...]
 
     @classmethod
     def load(cls, path: str | Path) -> "ModelSpec":
@@ -182,7 +182,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return matrices + self.attention_bias * (spec.qkv_size + self.hidden_size) + self.qk_norm * 2 * spec.head_size
 
 
-def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
+def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     """Partition the layers into groups of one block size: by how they attend, full attention first.
 
     All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
@@ -203,7 +203,7 @@ def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[KVGroup, ...]:
     sizes = {count * widths[kind] for kind, members in kinds.items() for count in range(1, len(members) + 1)}
     size = min(sorted(size for size in sizes if size >= widest), key=cost)
     return tuple(
-        KVGroup(tuple(members[first : first + size // widths[kind]]), kind)
+        LayerGroup(tuple(members[first : first + size // widths[kind]]), kind)
         for kind, members in sorted(kinds.items(), key=lambda kind: kind[0].window or 0)
         for first in range(0, len(members), size // widths[kind])
     )

@@ -49,7 +49,7 @@ class Branching:
 
     def fork_samples(self, first: Sequence, entries: list[Entry]) -> list[Sequence]:
         """Fork the other samples of a request from its first, whose prompt the step of `entries` completes. Returns
-        them; some may have to wait for a slot in the batch."""
+        them; some may have to wait for a row of the batch."""
         request = first.request
         children = []
         unforked, request.unforked = request.unforked, []
@@ -95,10 +95,10 @@ class Branching:
             child.admitted_s = child.queued_s
 
     def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry]) -> None:
-        """Let `child` run on the blocks of `parent`. Without a slot in the batch, or with a parent that is not on the
+        """Let `child` run on the blocks of `parent`. Without a row of the batch, or with a parent that is not on the
         device, it waits like a new sequence and finds what is cached."""
         queues, kv = self._queues, self._kv
-        if not queues.has_slot or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
+        if not queues.has_row or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
             kv.register_fork(parent, child)
             queues.wait(child)
             return

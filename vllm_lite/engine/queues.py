@@ -55,7 +55,7 @@ class Queues:
         return self.policy.queue
 
     @property
-    def has_slot(self) -> bool:
+    def has_row(self) -> bool:
         """Whether one more sequence may run."""
         return len(self.running) < self.options.max_num_seqs
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_lite.checkpoint.model_spec import KVGroup
+from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
@@ -219,14 +219,14 @@ def profile_memory(
     )
 
 
-def blocks_for(num_tokens: int, groups: Sequence[KVGroup], block_size: int, chunk: int) -> int:
+def blocks_for(num_tokens: int, groups: Sequence[LayerGroup], block_size: int, chunk: int) -> int:
     """Count the blocks that one sequence needs at once, the null block included; a step computes `chunk` tokens."""
     whole = -(-num_tokens // block_size)
     windows = [group.window for group in groups]
     return 1 + sum(whole if w is None else min(whole, -(-(w - 1 + chunk) // block_size) + 1) for w in windows)
 
 
-def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[KVGroup], config: ResolvedConfig) -> None:
+def warn_if_short(num_blocks: int, block_bytes: int, groups: Sequence[LayerGroup], config: ResolvedConfig) -> None:
     """Warn if no sequence of max_model_len fits. The engine then serves, and publishes, the length that does."""
     length, block_size, chunk = config.max_model_len, config.block_size, config.max_num_batched_tokens
     needed = blocks_for(length, groups, block_size, chunk)
