@@ -13,6 +13,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.input_batch import InputBatch
@@ -23,7 +24,7 @@ from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
 from vllm_lite.worker.sampling.logprobs import score
-from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler, row_params
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
@@ -142,7 +143,8 @@ def warm_up_step(
     num_seqs = min(num_tokens, limits.max_num_seqs)
     num_sampling = num_seqs if num_sampling is None else num_sampling
     inputs = padding_step(num_tokens, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_sampling)
-    random = np.array([(1.0, 0, 0.9, 0.0, 0, 0, 1, 0)] * num_sampling, ROW_PARAMS)
+    drawn = row_params(SamplingParams(top_p=0.9, logprobs=1).for_worker(0, 0, (), None, unscored=False), rules=0)
+    random = np.array([drawn] * num_sampling, ROW_PARAMS)
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
