@@ -144,7 +144,7 @@ def test_what_is_lent_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def resident_bytes(file: Path) -> int:
-    """Of the mappings of `file` in this process."""
+    """Count the resident bytes of the mappings of `file` in this process."""
     entries = Path("/proc/self/smaps").read_text().split("VmFlags")
     found = [entry for entry in entries if str(file) in entry]
     return sum(int(entry.split("\nRss:")[1].split()[0]) * 1024 for entry in found)
