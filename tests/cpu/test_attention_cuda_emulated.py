@@ -30,6 +30,18 @@ DECODE = [(1, t) for t in (1, 2, 15, 16, 17, 33)]
 PREFILL = [(t, t) for t in (2, 15, 16, 17)]
 MIXED = [(5, 17), (1, 16), (16, 33), (1, 40), (2, 3), (1, 1)]
 PADDED = [(1, 7), (3, 9), (1, 0), (2, 0), (0, 0)]
+OPTIONS: list[dict[str, Any]] = [
+    {"windows": (1,)},
+    {"soft_cap": 1.5, "num_heads": 6},
+    {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
+    {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
+    {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
+]
+"""What every CUDA backend can do."""
+
+
+def option_id(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in changes.items()).replace("torch.", "")
 
 
 @dataclass
@@ -110,17 +122,13 @@ def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"windows": (1,)},
         {"windows": (7,), "block_size": 4},
         {"windows": (16,), "soft_cap": 2.0},
-        {"soft_cap": 1.5, "num_heads": 6},
-        {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
-        {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
-        {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
+        *OPTIONS,
         {"kv_dtype": E4M3, "dtype": FP32},
         {"block_size": 1, "head_size": 40},
     ],
-    ids=lambda changes: ", ".join(f"{key} {value}" for key, value in changes.items()).replace("torch.", ""),
+    ids=option_id,
 )
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:

@@ -18,11 +18,13 @@ from tests.cpu.test_attention_cuda_emulated import (
     FP16,
     FP32,
     MIXED,
+    OPTIONS,
     PADDED,
     SHAPE,
     TOLERANCES,
     Step,
     make_step,
+    option_id,
 )
 from tests.kernels import emulator, kv_layouts
 from tests.paged import Oracle, Paged
@@ -78,18 +80,7 @@ def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) 
     check(make_step(changed(SHAPE, dtype=dtype), lengths, padding=3 if lengths is PADDED else 0))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"windows": (1,)},
-        {"windows": (7,), "block_size": 8},
-        {"soft_cap": 1.5, "num_heads": 6},
-        {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
-        {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
-        {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
-    ],
-    ids=lambda changes: ", ".join(f"{key} {value}" for key, value in changes.items()).replace("torch.", ""),
-)
+@pytest.mark.parametrize("changes", [*OPTIONS, {"windows": (7,), "block_size": 8}], ids=option_id)
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:
     check(make_step(changed(SHAPE, **changes), lengths))

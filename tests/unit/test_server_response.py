@@ -200,16 +200,22 @@ def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
     run(main)
 
 
+async def started_talk(*, stream: bool, begun: bool) -> Talk:
+    """A call that runs; if it has begun, a token has come, and a stream has shown it."""
+    talk = Talk(stream=stream)
+    await talk.started()
+    if begun:
+        talk.session.say(tokens(0, 1))
+        if stream:
+            await talk.writes(1)
+    return talk
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_client_that_goes_leaves_nothing(stream: bool, begun: bool) -> None:
     async def main() -> None:
-        talk = Talk(stream=stream)
-        await talk.started()
-        if begun:
-            talk.session.say(tokens(0, 1))
-            if stream:
-                await talk.writes(1)
+        talk = await started_talk(stream=stream, begun=begun)
         before = len(talk.sent)
         talk.gone.set()
         await talk.ended()
@@ -282,12 +288,8 @@ def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun:
     """Before the engine says anything; what has begun gets what there is."""
 
     async def main() -> None:
-        talk = Talk(stream=stream)
-        await talk.started()
+        talk = await started_talk(stream=stream, begun=begun)
         if begun:
-            talk.session.say(tokens(0, 1))
-            if stream:
-                await talk.writes(1)
             await talk.until(lambda: bool(talk.calls._running["chatcmpl-1"].streams[0].num_tokens))
         talk.calls.abort_all()
         assert talk.session.aborted == ["chatcmpl-1"]

@@ -1,4 +1,4 @@
-"""Block-sparse attention patterns. Apart from model_spec.py, as CUDA kernels are also measured without msgspec."""
+"""Block-sparse attention patterns. They stand alone because CUDA kernels are also measured where msgspec is missing."""
 
 from dataclasses import dataclass
 
