@@ -216,7 +216,17 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_threads: Annotated[
         Count | None, Section("processes"), about("threads of one CPU worker (default: all physical cores)")
     ] = None
-    tensor_parallel_size: Annotated[int, about("worker processes that share the model", ge=1, le=1)] = 1
+    tensor_parallel_size: Annotated[
+        int, about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=64)
+    ] = 1
+    tensor_parallel_backend: Annotated[
+        Literal["auto", "shared-memory", "nccl", "gloo"],
+        about("how workers add up and exchange what they compute (auto: shared-memory on a CPU, nccl on GPUs)"),
+    ] = "auto"
+    cpu_bind: Annotated[
+        str,
+        about("cores of CPU workers: auto, none, or a list for each of them, like 0-15|16-31"),
+    ] = "auto"
     single_process: Annotated[bool, about("run engine and worker as threads of the client, to debug")] = False
     address: Annotated[str | None, about("ipc://PATH that clients connect to (default: a private folder)")] = None
     tcp_address: Annotated[
@@ -405,10 +415,20 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_module: str = "vllm_lite.worker.process"
 
 
+class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of one worker group find each other, on one host."""
+
+    memory: int
+    """The open file of their common memory (runtime/group_memory.py), which has no name and ends with its processes."""
+    folder: str
+    """A private folder, for what torch.distributed has to exchange."""
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker process is started with: where its engine listens, its rank, and which life of the group it is in.
 
     `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
+    `group` is there where several ranks share the model.
     """
 
     config: ResolvedConfig
@@ -416,3 +436,4 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     generation: int
     keys: str | None = None
+    group: WorkerGroup | None = None

@@ -10,6 +10,7 @@ VllmLiteError
  +-- RemoteError        a server that is spoken to over HTTP cannot be reached, refuses, or breaks off
  +-- EngineError        the engine could not be started or reached
       +-- EngineDeadError   the engine (or a worker of it) died while requests were running
+      +-- RankLostError     in a worker: another rank of its group has ended, or has not come in time
 """
 
 
@@ -64,3 +65,7 @@ class EngineError(VllmLiteError):
 
 class EngineDeadError(EngineError):
     """The engine or one of its workers died; the message names the root cause."""
+
+
+class RankLostError(EngineError):
+    """In a worker: another rank of its group has ended, or has not come in time. Never the root cause."""

@@ -5,6 +5,7 @@ import torch
 
 from tests.checkpoints import load_and_see, make_checkpoint
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -14,7 +15,6 @@ from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DenseForm
-from vllm_lite.layers.weight_slot import Shard, Split
 from vllm_lite.models.llama import Llama
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import ARCHITECTURES, AttentionSpec, Family, LayerSpec, ModelSpec, make_kv_groups
+from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.attention_block import AttentionBlock
 from vllm_lite.layers.buffers import HeadRows, Rows
@@ -23,7 +24,7 @@ from vllm_lite.layers.matmul import DenseMatmul, Matmul
 from vllm_lite.layers.mlp import GatedMLP
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import SINGLE, Shard, WeightGroup, WeightSlot, WeightStack
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.llama import DecoderLayer, Llama
 from vllm_lite.models.registry import MODELS, build
 from vllm_lite.models.weights import load_weights

@@ -6,9 +6,10 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import Split, WeightGroup
+from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class AttentionBlock:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.matmul import Matmul
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
-from vllm_lite.layers.weight_slot import Split, WeightGroup, WeightSlot, WeightStack
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
 class Linear:

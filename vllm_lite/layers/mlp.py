@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import Split, WeightGroup
+from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class GatedMLP:

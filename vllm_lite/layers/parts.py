@@ -6,11 +6,11 @@ from functools import cached_property
 import torch
 
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.weight_form import DENSE, WeightForm
-from vllm_lite.layers.weight_slot import SINGLE, Shard, Split
 
 
 @dataclass(frozen=True)

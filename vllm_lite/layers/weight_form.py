@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.matmul import Matmul, Quantization, copies, make_matmul
-from vllm_lite.layers.weight_slot import Split, WeightSlot, WeightStack
+from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
 
 class LinearShape(NamedTuple):
