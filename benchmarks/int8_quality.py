@@ -23,7 +23,7 @@ from vllm_lite.client.launch import resolve
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
 from vllm_lite.layers.matmul import Quantization
-from vllm_lite.models.registry import build
+from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 
@@ -35,7 +35,7 @@ class Reader:
 
     def __init__(self, path: str, length: int, quantization: Quantization | None) -> None:
         spec, device = ModelSpec.load(path), torch.device("cpu")
-        self.model = build(spec, "bfloat16", device, length, length, quantization)
+        self.model = build(spec, "bfloat16", device, Sizes(length, length), quantization)
         load_weights(self.model, path)
         num_blocks = -(-length // BLOCK_SIZE)
         self.blocks = torch.arange(num_blocks, dtype=torch.int32)

@@ -10,7 +10,7 @@ from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.models.registry import build
+from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 
@@ -29,7 +29,7 @@ class Oracle:
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
         self.spec = ModelSpec.load(path)
-        self.model = build(self.spec, dtype, "cpu", max_model_len=256, max_num_tokens=512)
+        self.model = build(self.spec, dtype, "cpu", Sizes(256, 512))
         load_weights(self.model, path)
 
     def difference(self, logits: torch.Tensor, first: int = 0) -> float:

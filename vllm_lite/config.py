@@ -143,20 +143,20 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_kvcache_space: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         about(
-            "GiB of KV cache on a CPU (default: 4, or a quarter of the memory if that is less, or what "
-            f"{FULL_LOADS} times max_num_seqs sequences of max_model_len take)"
+            "GiB of KV cache on a CPU, of all its workers together (default: 4, or a quarter of the memory if that is "
+            f"less, or what {FULL_LOADS} times max_num_seqs sequences of max_model_len take)"
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float, about("most of a GPU's memory, as a share, for weights, activations and KV cache together", gt=0, le=1)
     ] = 0.9
-    kv_cache_memory_bytes: Annotated[Count | None, about("bytes of KV cache; a GPU's memory is then not profiled")] = (
-        None
-    )
+    kv_cache_memory_bytes: Annotated[
+        Count | None, about("bytes of KV cache of each worker; a GPU's memory is then not profiled")
+    ] = None
     kv_watermark: Annotated[float, about("share of the pool kept free when a request is admitted", ge=0, lt=1)] = 0.01
     swap_space: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        about("GiB of host memory for KV blocks that left the device (default: 4, on a CPU 0)"),
+        about("GiB of host memory for KV blocks that left the device, for each worker (default: 4, on a CPU 0)"),
     ] = None
     enable_prefix_caching: Annotated[bool, about("reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
@@ -316,9 +316,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         if kv is None or self.cpu_kvcache_space:
             return resolved
-        value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
-        block_bytes = kv.kv_block_bytes(self.block_size, value_bytes, self.tensor_parallel_size)
-        enough = resolved.enough_blocks(len(kv.kv_groups)) * block_bytes / GIB
+        value_bytes, tp = KV_DTYPE_BYTES[resolved.kv_cache_dtype], self.tensor_parallel_size
+        block_bytes = kv.kv_block_bytes(self.block_size, value_bytes, tp)
+        enough = resolved.enough_blocks(len(kv.kv_groups)) * block_bytes * tp / GIB
         return msgspec.structs.replace(resolved, cpu_kvcache_space=min(resolved.cpu_kvcache_space, enough))
 
     def _step_sizes(self, defaults: DeviceDefaults, max_model_len: int) -> tuple[int, int]:

@@ -72,17 +72,24 @@ VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_token
 }
 VLLM_LITE_RECORDABLE(vllm_lite_select_rotation)
 
-// Rows ids [count] of a table [num_rows][row_bytes] to `out`, whose rows are `out_stride` bytes apart: an embedding.
-// Returns -1; or the index of the first id outside of the table, and nothing is written.
-VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t num_rows, int64_t row_bytes, const int64_t* ids,
-                                        int64_t count, char* out, int64_t out_stride) {
+// The rows of ids [count] to `out`, whose rows are `out_stride` bytes apart: an embedding. The table [num_rows]
+// [row_bytes] has those of the ids from first_id on, of num_ids that there are; the rows of all others become zero.
+// Returns -1; or the index of the first id that there is not, and nothing is written.
+VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t first_id, int64_t num_rows, int64_t num_ids,
+                                        int64_t row_bytes, const int64_t* ids, int64_t count, char* out,
+                                        int64_t out_stride) {
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= num_rows) return i;
+    if (ids[i] < 0 || ids[i] >= num_ids) return i;
   }
   const int64_t at_once = row_bytes < kLookUpBytes ? kLookUpBytes / row_bytes : 1;
   vllm_lite::parallel_for((count + at_once - 1) / at_once, [&](int64_t task) {
     for (int64_t i = task * at_once; i < count && i < (task + 1) * at_once; ++i) {
-      std::memcpy(out + i * out_stride, table + ids[i] * row_bytes, static_cast<size_t>(row_bytes));
+      const int64_t row = ids[i] - first_id;
+      if (row < 0 || row >= num_rows) {
+        std::memset(out + i * out_stride, 0, static_cast<size_t>(row_bytes));
+      } else {
+        std::memcpy(out + i * out_stride, table + row * row_bytes, static_cast<size_t>(row_bytes));
+      }
     }
   });
   return -1;

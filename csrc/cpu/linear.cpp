@@ -136,20 +136,26 @@ VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t row_
   });
 }
 
-// The weight's rows `outputs` [count] into `rows`: an embedding from a packed LM head. Not for int8. Returns -1; or the
-// index of the first output that does not exist, and nothing is written.
-VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, const int64_t* outputs, int64_t count, void* rows,
-                                       int64_t stride) {
+// The rows of the ids [count] into `rows`: an embedding from a packed LM head. Not for int8. The weight has the rows of
+// the num_outputs ids from first_id on, of num_ids that there are; those of all others become zero. Returns -1; or the
+// index of the first id that there is not, and nothing is written.
+VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, int64_t first_id, int64_t num_ids,
+                                       const int64_t* ids, int64_t count, void* rows, int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
-    if (outputs[i] < 0 || outputs[i] >= weight->num_outputs) return i;
+    if (ids[i] < 0 || ids[i] >= num_ids) return i;
   }
   const int64_t size = element_size(weight->type), row_bytes = weight->num_inputs * size;
   const int64_t block_bytes = kBlock * padded_inputs(weight->num_inputs, weight->type) * size;
   vllm_lite::parallel_for(count, [=](int64_t i) {
-    const char* block = static_cast<const char*>(weight->data) + outputs[i] / kBlock * block_bytes;
+    const int64_t output = ids[i] - first_id;
     char* row = static_cast<char*>(rows) + i * stride * size;
-    if (short_words(weight->type)) return unpack_row<uint16_t>(block + outputs[i] % kBlock * 2, row_bytes, row);
-    unpack_row<uint32_t>(block + outputs[i] % kBlock * 4, row_bytes, row);
+    if (output < 0 || output >= weight->num_outputs) {
+      std::memset(row, 0, static_cast<size_t>(row_bytes));
+      return;
+    }
+    const char* block = static_cast<const char*>(weight->data) + output / kBlock * block_bytes;
+    if (short_words(weight->type)) return unpack_row<uint16_t>(block + output % kBlock * 2, row_bytes, row);
+    unpack_row<uint32_t>(block + output % kBlock * 4, row_bytes, row);
   });
   return -1;
 }

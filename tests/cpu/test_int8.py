@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.layers.matmul import Int8Matmul, NativeMatmul, Quantization, make_matmul
-from vllm_lite.models.registry import build
+from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path) -> Non
     logits = []
     quantizations: tuple[Quantization | None, ...] = (None, "int8")
     for quantization in quantizations:
-        model = build(spec, torch.float32, CPU, 16, 4, quantization)
+        model = build(spec, torch.float32, CPU, Sizes(16, 4), quantization)
         load_weights(model, checkpoint)
         ids, table = torch.tensor([1, 5]), torch.empty(2, spec.hidden_size)
         model.embedding.forward(ids, table)  # type: ignore[attr-defined]

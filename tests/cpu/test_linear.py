@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.checkpoints import load_and_see, make_checkpoint
+from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
 from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -14,8 +17,9 @@ from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDn
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.layers.weight_form import DenseForm, LinearShape
 from vllm_lite.models.llama import Llama
+from vllm_lite.parallel.communicator import SingleRank
 
 CPU = torch.device("cpu")
 SIZES = (24, 8, 8)
@@ -26,8 +30,8 @@ def random(*shape, dtype=torch.float32):
 
 
 def make_linear(dtype, bias, quantization=None):
-    outputs = [Split.whole(size) for size in SIZES]
-    return Linear(Split.whole(48), outputs, bias=bias, dtype=dtype, device=CPU, form=DenseForm(quantization))
+    outputs = tuple(Split.whole(size) for size in SIZES)
+    return Linear(LinearShape(Split.whole(48), outputs, dtype, CPU), bias=bias, form=DenseForm(quantization))
 
 
 def give(group, weight):
@@ -97,7 +101,7 @@ def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, kind):
 def test_lm_head(monkeypatch, tied, kind, quantization):
     """Logits are float32, whatever the model is; the embedding is exact, also where it has given its weight away."""
     only(monkeypatch, kind)
-    embedding = Embedding(40, 48, dtype=torch.bfloat16, device=CPU)
+    embedding = Embedding(Split.whole(40), 48, SingleRank(CPU), dtype=torch.bfloat16, device=CPU)
     head = LMHead(embedding, tied=tied, quantization=quantization)
     table, hidden = random(40, 48, dtype=torch.bfloat16), random(3, 48, dtype=torch.bfloat16)
     weight = table if tied else table * 2
@@ -123,10 +127,57 @@ def test_splits():
     assert [Split.even(12, Shard(rank, 3)) for rank in range(3)] == [(12, 0, 4), (12, 4, 4), (12, 8, 4)]
     with pytest.raises(ValueError, match="13 cannot be split over 3 ranks"):
         Split.even(13, Shard(0, 3))
-    whole_heads = [Split.kv_heads(4, 8, Shard(rank, 2)) for rank in range(2)]
-    assert whole_heads == [(32, 0, 16), (32, 16, 16)]
-    replicated = [Split.kv_heads(2, 8, Shard(rank, 4)) for rank in range(4)]
-    assert replicated == [(16, 0, 8), (16, 0, 8), (16, 8, 8), (16, 8, 8)]
+    assert [Split.near_even(8, shard) for shard in Shard(0, 3).all_ranks] == [(8, 0, 3), (8, 3, 3), (8, 6, 2)]
+    assert Split.even(4, Shard(1, 2)).times(8) == (32, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "world", "query_sizes", "kv_starts"),
+    [
+        (8, 4, 2, [4, 4], [0, 2]),
+        (8, 2, 4, [2, 2, 2, 2], [0, 0, 1, 1]),
+        (5, 1, 2, [3, 2], [0, 0]),
+        (5, 1, 4, [2, 1, 1, 1], [0, 0, 0, 0]),
+        (14, 2, 4, [4, 3, 4, 3], [0, 0, 1, 1]),
+    ],
+)
+def test_heads_of_the_ranks(num_heads, num_kv_heads, world, query_sizes, kv_starts):
+    """Query heads are shared out in their order, and each rank has the KV head that its query heads attend to."""
+    ranks = [HeadSplit.of(num_heads, num_kv_heads, shard) for shard in Shard(0, world).all_ranks]
+    assert [rank.query.size for rank in ranks] == query_sizes
+    assert [rank.query.start for rank in ranks] == [sum(query_sizes[:rank]) for rank in range(world)]
+    assert [rank.kv.start for rank in ranks] == kv_starts
+    group = num_heads // num_kv_heads
+    for query, kv in ranks:
+        seen = {head // group for head in range(query.start, query.end)}
+        assert seen == set(range(kv.start, kv.end))
+        assert query.size % kv.size == 0
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "world"), [(8, 4, 3), (5, 1, 6), (14, 2, 16), (12, 4, 6)])
+def test_heads_that_ranks_cannot_share(num_heads, num_kv_heads, world):
+    with pytest.raises(ValueError, match=f"{num_heads} heads with {num_kv_heads} KV heads .* {world} ranks"):
+        HeadSplit.of(num_heads, num_kv_heads, Shard(0, world))
+
+
+@given(st.integers(1, 2000), st.integers(1, 65), st.sampled_from([1, 7, 64]))
+def test_near_even_shares_are_a_partition(total, world, unit):
+    parts = [Split.near_even(total, shard, unit) for shard in Shard(0, world).all_ranks]
+    assert [part.start for part in parts] == [sum(part.size for part in parts[:rank]) for rank in range(world)]
+    assert sum(part.size for part in parts) == total
+    assert all(part.start % unit == 0 or part.size == 0 for part in parts)
+    num_units = [-(-part.size // unit) for part in parts]
+    assert max(num_units) - min(num_units) <= 1
+    assert num_units == sorted(num_units, reverse=True)
+
+
+@given(st.integers(1, 70), st.integers(0, 200_000))
+def test_every_rank_has_some_of_the_vocabulary(world, more):
+    parts = [Split.vocabulary(world + more, shard) for shard in Shard(0, world).all_ranks]
+    assert all(part.size for part in parts)
+    assert sum(part.size for part in parts) == world + more
+    if world + more >= 64 * world:
+        assert all(part.start % 64 == 0 for part in parts)
 
 
 def test_ranks_load_the_parts_of_the_whole(tmp_path):
@@ -134,18 +185,19 @@ def test_ranks_load_the_parts_of_the_whole(tmp_path):
     path = make_checkpoint(tmp_path / "model", attention_bias=True)
     spec = ModelSpec.load(path)
 
-    def loaded(shard):
-        model = Llama(Parts(spec, torch.float32, CPU, shard), 16, 4)
+    def loaded(communicator):
+        model = Llama(Parts(spec, torch.float32, CPU, communicator), 16, 4)
         return load_and_see(model, path)
 
-    whole, *ranks = (loaded(shard) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
+    whole, *ranks = (loaded(communicator) for communicator in (SingleRank(CPU), *ThreadGroup(2).communicators))
     num_split = 0
     for name, tensor in whole.items():
         parts = [rank[name] for rank in ranks]
         axes = [axis for axis in range(tensor.dim()) if parts[0].shape[axis] != tensor.shape[axis]]
         num_split += len(axes)
         assert torch.equal(torch.cat(parts, dim=axes[0]) if axes else parts[0], tensor), name
-    assert num_split == spec.num_layers * (7 + 3)  # seven matrices and the biases of Q, K and V
+    # Seven matrices and the biases of Q, K and V in each layer, the embedding and the LM head.
+    assert num_split == spec.num_layers * (7 + 3) + 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

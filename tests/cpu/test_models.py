@@ -13,7 +13,7 @@ from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.model_spec import ARCHITECTURES, Rope
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.rope import inverse_frequencies
-from vllm_lite.models.registry import MODELS, build
+from vllm_lite.models.registry import MODELS, Sizes, build
 from vllm_lite.protocol.step import BlockOp
 
 MAX_DIFFERENCE = 3e-4
@@ -159,9 +159,9 @@ def test_llama3_frequencies_are_those_of_transformers():
 def test_registry_and_spec_know_the_same_architectures(llama):
     assert MODELS.keys() == ARCHITECTURES.keys()
     with pytest.raises(ModelError, match=r"'Other'.*LlamaForCausalLM"):
-        build(msgspec.structs.replace(llama.spec, architecture="Other"), "float32", "cpu", 8, 8)
+        build(msgspec.structs.replace(llama.spec, architecture="Other"), "float32", "cpu", Sizes(8, 8))
 
 
 def test_num_parameters_counts_what_the_model_holds(oracle):
-    groups = build(oracle.spec, "float32", "cpu", max_model_len=8, max_num_tokens=8).weight_groups()
+    groups = build(oracle.spec, "float32", "cpu", Sizes(8, 8)).weight_groups()
     assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)

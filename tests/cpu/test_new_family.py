@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
+from tests.thread_group import ThreadGroup
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import ARCHITECTURES, AttentionSpec, Family, LayerSpec, ModelSpec, make_kv_groups
-from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.attention_block import AttentionBlock
 from vllm_lite.layers.buffers import HeadRows, Rows
@@ -26,8 +26,9 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.llama import DecoderLayer, Llama
-from vllm_lite.models.registry import MODELS, build
+from vllm_lite.models.registry import MODELS, Sizes, build
 from vllm_lite.models.weights import load_weights
+from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 # ---- a family with norms behind the blocks, and over all heads together: OLMo 2
 
@@ -102,7 +103,7 @@ class Mixed(Oracle):
         turned = LayerSpec(narrow.attention, rope)
         layers = (wide, narrow, wide, turned)
         self.spec = msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
-        self.model = build(self.spec, "float32", "cpu", max_model_len=256, max_num_tokens=512)
+        self.model = build(self.spec, "float32", "cpu", Sizes(256, 512))
         load_weights(self.model, path, load_format="dummy", seed=3)
         self.tokens = torch.randint(3, 384, (150,), generator=torch.Generator().manual_seed(7))
 
@@ -192,8 +193,10 @@ def packed(tmp_path: Path) -> tuple[Path, Path]:
     return plain, packed
 
 
-def packed_model(path: Path, shard: Shard = SINGLE) -> Llama:
-    return Llama(Parts(ModelSpec.load(path), torch.float32, torch.device("cpu"), shard, PackedForm()), 256, 512)
+def packed_model(path: Path, communicator: Communicator | None = None) -> Llama:
+    cpu = torch.device("cpu")
+    parts = Parts(ModelSpec.load(path), torch.float32, cpu, communicator or SingleRank(cpu), PackedForm())
+    return Llama(parts, 256, 512)
 
 
 def test_a_form_names_its_own_tensors(packed: tuple[Path, Path]) -> None:
@@ -212,7 +215,7 @@ def test_a_packed_tensor_of_another_type_is_refused(packed: tuple[Path, Path]) -
 
 
 def test_a_rank_takes_its_part_of_what_is_packed(packed: tuple[Path, Path]) -> None:
-    groups = packed_model(packed[0], Shard(1, 2)).weight_groups()
+    groups = packed_model(packed[0], ThreadGroup(2).communicators[1]).weight_groups()
     slots = {slot.name.removeprefix("model.layers.1."): slot for group in groups for slot in group.slots}
     assert slots["self_attn.k_proj.packed"][1:] == ((32, 16), (16, 0), (16, 16))
     assert slots["self_attn.k_proj.scales"][1:] == ((32,), (16,), (16,))

@@ -20,6 +20,7 @@ from vllm_lite.layers.weight_form import DenseForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
+from vllm_lite.parallel.communicator import SingleRank
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -29,7 +30,7 @@ def make_model(
     path: Path, dtype: torch.dtype, quantization: Quantization | None = None, device: torch.device = CPU
 ) -> Llama:
     form = DenseForm(quantization)
-    parts = Parts(ModelSpec.load(path), dtype, device, form=form, head_quantization=quantization)
+    parts = Parts(ModelSpec.load(path), dtype, device, SingleRank(device), form=form, head_quantization=quantization)
     return Llama(parts, max_model_len=64, max_num_tokens=8)
 
 

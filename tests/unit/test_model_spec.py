@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.model_spec import (
     make_kv_groups,
     resolve_dtype,
 )
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import ConfigError, ModelError
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
@@ -270,10 +271,10 @@ def test_kv_block_bytes_of_the_founding_documents(tmp_path):
 def test_kv_heads_are_split_or_replicated(tmp_path):
     spec = load(tmp_path, config() | {"num_key_value_heads": 2})
     heads = spec.layers[0].attention
-    assert [heads.per_rank(tp).num_kv_heads for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
-    assert [heads.per_rank(tp).num_heads for tp in (1, 2, 4, 8)] == [32, 16, 8, 4]
+    assert [heads.per_rank(Shard(0, tp)).num_kv_heads for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
+    assert [heads.per_rank(Shard(0, tp)).num_heads for tp in (1, 2, 4, 8)] == [32, 16, 8, 4]
     with pytest.raises(ConfigError, match="tensor_parallel_size 3"):
-        heads.per_rank(3)
+        heads.per_rank(Shard(0, 3))
 
 
 def test_resolve_dtype(tmp_path):

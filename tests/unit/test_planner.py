@@ -36,8 +36,10 @@ def checkpoint(tmp_path: Path, name: str = "llama_new", **changes: Any) -> Check
     for layer in range(spec.num_layers):
         at = f"model.layers.{layer}."
         shapes |= {at + f"self_attn.{name}_proj.weight": (heads.num_kv_heads * head, hidden) for name in "kv"}
-        shapes |= {at + f"self_attn.{name}_proj.weight": (heads.num_heads * head, hidden) for name in "qo"}
-        shapes |= {at + f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up", "down")}
+        shapes |= {at + "self_attn.q_proj.weight": (heads.query_size, hidden)}
+        shapes |= {at + "self_attn.o_proj.weight": (hidden, heads.query_size)}
+        shapes |= {at + f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {at + "mlp.down_proj.weight": (hidden, inner)}
         shapes |= {at + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         shapes |= {at + f"self_attn.{name}_norm.weight": (head,) for name in "qk" if spec.qk_norm}
     shapes["model.norm.weight"] = (hidden,)
@@ -86,7 +88,7 @@ def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
 
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path)
+    model = checkpoint(tmp_path, vocab_size=2**17)
     heads = model.spec.layers[0].attention.num_kv_heads
     kv = sum(tensor.num_elements for name, tensor in model.tensors.items() if ".k_proj" in name or ".v_proj" in name)
     vectors = sum(tensor.num_elements for tensor in model.tensors.values() if len(tensor.shape) == 1)

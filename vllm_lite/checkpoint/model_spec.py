@@ -6,7 +6,8 @@ refused here, by name, before any weight is opened.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.block_sparse import BlockSparse
+from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
 from vllm_lite.errors import ConfigError, ModelError
 
 T = TypeVar("T")
@@ -83,15 +85,43 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         """Elements of a token's Q, K and V together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
-    def per_rank(self, tp: int) -> "AttentionSpec":
-        """What one of `tp` ranks holds: a share of the heads, or one copy of a KV head when there are fewer."""
-        if tp < 1 or self.num_heads % tp or (self.num_kv_heads % tp and tp % self.num_kv_heads):
+    def heads(self, shard: Shard) -> HeadSplit:
+        """Which heads a rank holds. Raises ConfigError if so many ranks cannot share them."""
+        try:
+            return HeadSplit.of(self.num_heads, self.num_kv_heads, shard)
+        except ValueError:
             raise ConfigError(
-                f"tensor_parallel_size {tp} does not fit this model: it must divide its {self.num_heads} heads, and "
-                f"divide or be a multiple of its {self.num_kv_heads} KV heads"
+                f"tensor_parallel_size {shard.world} does not fit {self.num_heads} heads with {self.num_kv_heads} KV "
+                f"heads, which can be shared by {_listed(filter(self.fits, range(1, self.num_heads + 1)))} ranks"
+            ) from None
+
+    def fits(self, world: int) -> bool:
+        """Whether so many ranks can share the heads."""
+        try:
+            HeadSplit.of(self.num_heads, self.num_kv_heads, Shard(0, world))
+        except ValueError:
+            return False
+        return True
+
+    def per_rank(self, shard: Shard) -> "AttentionSpec":
+        """How the layer attends with the heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        query, kv = self.heads(shard)
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes[query.start : query.end]
+        sparse = None if self.block_sparse is None else self._sparse(self.block_sparse, query, kv)
+        return msgspec.structs.replace(
+            self, num_heads=query.size, num_kv_heads=kv.size, alibi_slopes=slopes, block_sparse=sparse
+        )
+
+    def _sparse(self, sparse: BlockSparse, query: Split, kv: Split) -> BlockSparse:
+        """The pattern for these heads. Kernels take the rank's first head to be tp_rank times its number of heads."""
+        shifted = query if sparse.head_step >= 0 else kv
+        tp_rank, remainder = divmod(shifted.start, shifted.size)
+        if remainder:
+            raise ConfigError(
+                f"tensor_parallel_size does not fit {self.num_heads} heads with a block-sparse pattern: all ranks must "
+                "have the same number of heads"
             )
-        num_kv_heads = max(1, self.num_kv_heads // tp)
-        return msgspec.structs.replace(self, num_heads=self.num_heads // tp, num_kv_heads=num_kv_heads)
+        return replace(sparse, tp_rank=tp_rank)
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -116,10 +146,9 @@ class LayerGroup(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         return "full" if self.window is None else "sliding"
 
-    def kv_shape(self, block_size: int, tp: int = 1) -> tuple[int, int, int, int, int]:
-        """What one rank keeps in one block: [num_layers, 2, num_kv_heads, block_size, head_size]."""
-        heads = self.attention.per_rank(tp)
-        return len(self.layers), 2, heads.num_kv_heads, block_size, heads.head_size
+    def kv_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size]."""
+        return len(self.layers), 2, self.attention.num_kv_heads, block_size, self.attention.head_size
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,13 +190,39 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def block_elements(self, block_size: int, tp: int = 1) -> int:
-        """K and V in one block on one rank. Groups share one pool, so the smaller ones are padded to the largest."""
-        return max(math.prod(group.kv_shape(block_size, tp)) for group in self.kv_groups)
+    def per_rank(self, shard: Shard) -> "ModelSpec":
+        """The model with the heads that a rank holds: what its attention and its KV cache are made by. All other sizes
+        remain those of the whole model. Raises ConfigError if so many ranks cannot share the heads."""
+        layers = tuple(LayerSpec(own.attention.per_rank(shard), own.rope) for own in self.layers)
+        groups = tuple(LayerGroup(group.layers, group.attention.per_rank(shard)) for group in self.kv_groups)
+        return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Raises ConfigError, with the numbers that would do, unless `tp` ranks can share all that is split."""
+        if self._fits(tp):
+            return
+        kinds = dict.fromkeys((own.attention.num_heads, own.attention.num_kv_heads) for own in self.layers)
+        heads = " and ".join(f"{num_heads} heads with {num_kv_heads} KV heads" for num_heads, num_kv_heads in kinds)
+        raise ConfigError(
+            f"tensor_parallel_size {tp} does not fit this model, whose {heads}, intermediate_size "
+            f"{self.intermediate_size} and vocabulary of {self.vocab_size} can be shared by "
+            f"{_listed(filter(self._fits, range(1, max(kinds)[0] + 1)))} ranks"
+        )
+
+    def _fits(self, tp: int) -> bool:
+        fits = self.intermediate_size % tp == 0 and self.vocab_size >= tp
+        return fits and all(group.attention.fits(tp) for group in self.kv_groups)
+
+    def block_elements(self, block_size: int) -> int:
+        """K and V in one block. Groups share one pool, so the smaller ones are padded to the largest."""
+        return max(math.prod(group.kv_shape(block_size)) for group in self.kv_groups)
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
-        """Bytes of one KV block on one rank: K and V of `block_size` tokens in all layers of a group."""
-        return self.block_elements(block_size, tp) * dtype_bytes
+        """Bytes of one KV block on each of `tp` ranks: K and V of `block_size` tokens in all layers of a group.
+
+        Raises ConfigError if so many ranks cannot share the heads.
+        """
+        return self.per_rank(Shard(0, tp)).block_elements(block_size) * dtype_bytes
 
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""
@@ -207,6 +262,12 @@ def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
         for kind, members in sorted(kinds.items(), key=lambda kind: kind[0].window or 0)
         for first in range(0, len(members), size // widths[kind])
     )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """ "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def resolve_dtype(requested: str, spec: ModelSpec) -> str:

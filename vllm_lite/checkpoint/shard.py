@@ -9,8 +9,15 @@ class Shard(NamedTuple):
     rank: int = 0
     world: int = 1
 
+    @property
+    def all_ranks(self) -> tuple["Shard", ...]:
+        return tuple(Shard(rank, self.world) for rank in range(self.world))
+
 
 SINGLE = Shard()
+
+VOCABULARY_UNIT = 64
+"""Ranks share a vocabulary in pieces of so many tokens: a row of float32 logits is then cut at cache lines."""
 
 
 class Split(NamedTuple):
@@ -19,6 +26,18 @@ class Split(NamedTuple):
     total: int
     start: int
     size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.total
+
+    def times(self, factor: int) -> "Split":
+        """The same part of a dimension in which each element has become `factor` of them, as a head its elements."""
+        return Split(self.total * factor, self.start * factor, self.size * factor)
 
     @classmethod
     def whole(cls, total: int) -> "Split":
@@ -33,9 +52,39 @@ class Split(NamedTuple):
         return cls(total, shard.rank * size, size)
 
     @classmethod
-    def kv_heads(cls, num_heads: int, head_size: int, shard: Shard) -> "Split":
-        """Whole KV heads: a share of them, or one that several ranks hold alike when there are fewer than ranks."""
-        if shard.world <= num_heads:
-            return cls.even(num_heads * head_size, Shard(shard.rank, shard.world))
-        head = shard.rank * num_heads // shard.world
-        return cls(num_heads * head_size, head * head_size, head_size)
+    def near_even(cls, total: int, shard: Shard, unit: int = 1) -> "Split":
+        """Shares that differ by one `unit` at most, the larger ones first; the last unit may be cut off."""
+        num_units = -(-total // unit)
+        size, num_larger = divmod(num_units, shard.world)
+        first = shard.rank * size + min(shard.rank, num_larger)
+        start = min(first * unit, total)
+        return cls(total, start, min((first + size + (shard.rank < num_larger)) * unit, total) - start)
+
+    @classmethod
+    def vocabulary(cls, size: int, shard: Shard) -> "Split":
+        """A rank's tokens of a vocabulary. Ranks may have different numbers of them, and each has some."""
+        return cls.near_even(size, shard, VOCABULARY_UNIT if size >= VOCABULARY_UNIT * shard.world else 1)
+
+
+class HeadSplit(NamedTuple):
+    """The heads of one rank: its query heads attend to its KV heads and to no others.
+
+    KV heads are shared out. Where there are fewer than ranks, several ranks hold the same one, and share out the query
+    heads that attend to it: 7 query heads of one KV head are 4 and 3 over two ranks.
+    """
+
+    query: Split
+    kv: Split
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, shard: Shard) -> "HeadSplit":
+        """Raises ValueError unless all ranks get the same number of KV heads, and a query head at least."""
+        if num_kv_heads % shard.world == 0:
+            return cls(Split.even(num_heads, shard), Split.even(num_kv_heads, shard))
+        group = num_heads // num_kv_heads
+        num_sharing, remainder = divmod(shard.world, num_kv_heads)
+        if remainder or num_sharing > group:
+            raise ValueError(f"{num_heads} heads with {num_kv_heads} KV heads cannot be split over {shard.world} ranks")
+        kv_head, place = divmod(shard.rank, num_sharing)
+        own = Split.near_even(group, Shard(place, num_sharing))
+        return cls(Split(num_heads, kv_head * group + own.start, own.size), Split(num_kv_heads, kv_head, 1))

@@ -18,7 +18,8 @@ GRAPH_BYTES = 8 << 20
 
 
 def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | None:
-    """How many blocks the configuration gives the KV cache; None if the device has to be profiled.
+    """How many blocks the configuration gives the KV cache; None if the device has to be profiled. A block takes
+    `block_bytes` on each rank.
 
     A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
     """
@@ -33,7 +34,7 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
             )
         return num_blocks
     if config.device == "cpu":
-        return int(config.cpu_kvcache_space * GIB // block_bytes)
+        return int(config.cpu_kvcache_space * GIB // (block_bytes * config.tensor_parallel_size))
     return None
 
 
@@ -55,16 +56,17 @@ def pool_flag(config: ResolvedConfig) -> str:
 
 def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> None:
     """Refuse what a machine with `memory_bytes` can never allocate, before any process starts. The memory of a GPU is
-    checked in the worker. Raises ConfigError.
+    checked in the worker. All ranks are on one machine, with `block_bytes` for a block on each. Raises ConfigError.
     """
-    sizes = [(f"--swap-space {config.swap_space:g}", config.swap_space * GIB)]
+    tp = config.tensor_parallel_size
+    sizes = [(f"--swap-space {config.swap_space:g}", config.swap_space * GIB * tp)]
     if config.device == "cpu":
-        sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes))
+        sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes * tp))
     for flag, num_bytes in sizes:
         if num_bytes > memory_bytes:
+            asked = f"{num_bytes / GIB:.1f} GiB" + (f" for {tp} workers" if tp > 1 else "")
             raise ConfigError(
-                f"{flag} asks for {num_bytes / GIB:.1f} GiB, and this machine has {memory_bytes / GIB:.1f} GiB of "
-                "memory; ask for less"
+                f"{flag} asks for {asked}, and this machine has {memory_bytes / GIB:.1f} GiB of memory; ask for less"
             )
 
 

@@ -176,13 +176,15 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     spec = ModelSpec.load(path)
+    spec.check_tensor_parallel(config.tensor_parallel_size)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),
         model_path=path,
         kv=spec,
     )
-    block_bytes = spec.kv_block_bytes(resolved.block_size, KV_DTYPE_BYTES[resolved.kv_cache_dtype])
+    value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
+    block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size)
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     return resolved
 

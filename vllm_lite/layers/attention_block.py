@@ -18,14 +18,13 @@ class AttentionBlock:
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, heads = parts.spec, parts.spec.layers[layer].attention
         hidden = Split.whole(spec.hidden_size)
-        query = Split.even(heads.query_size, parts.shard)
-        kv = Split.kv_heads(heads.num_kv_heads, heads.head_size, parts.shard)
+        query, kv = (part.times(heads.head_size) for part in heads.heads(parts.shard))
         self.kind = parts.kinds.index(parts.layers[layer])
         self.group = next(index for index, group in enumerate(spec.kv_groups) if layer in group.layers)
         self.qkv = parts.linear(hidden, query, kv, kv, bias=spec.attention_bias)
         self.query_norm = parts.norm(heads.head_size) if spec.qk_norm else None
         self.key_norm = parts.norm(heads.head_size) if spec.qk_norm else None
-        self.output = parts.linear(query, hidden, bias=spec.attention_bias)
+        self.output = parts.row_parallel(query, hidden, bias=spec.attention_bias)
 
     def attend(
         self,

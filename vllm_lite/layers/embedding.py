@@ -1,28 +1,39 @@
-"""Token embedding and LM head; one tensor serves both when they are tied."""
+"""Token embedding and LM head, whose vocabulary ranks share out; one tensor serves both when they are tied."""
 
 import torch
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
 from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.parallel.communicator import Communicator
 
 
 class Embedding:
-    """Looks up token vectors: [vocab_size, hidden_size]."""
+    """Looks up token vectors: [vocab_size, hidden_size], of which this rank holds the rows `vocabulary`."""
 
     weight: torch.Tensor  # by `load`, if not `share`
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        vocabulary: Split,
+        hidden_size: int,
+        communicator: Communicator,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.vocabulary = vocabulary
         self.hidden_size = hidden_size
+        self.communicator = communicator
         self.dtype = dtype
         self.device = device
         self.packed: PackedWeight | None = None
         self.native = device.type == "cpu" and cpu.available()
 
     def load(self, weight: torch.Tensor) -> None:
-        """Keep `weight`: [vocab_size, hidden_size]."""
+        """Keep `weight`: [this rank's part of vocab_size, hidden_size]."""
         self.weight = weight
 
     def share(self, packed: PackedWeight) -> None:
@@ -32,21 +43,41 @@ class Embedding:
         """
         self.packed = packed
 
+    def slot(self, name: str) -> WeightSlot:
+        """This rank's rows of the checkpoint tensor `<name>.weight`."""
+        rows, size = self.vocabulary, self.hidden_size
+        return WeightSlot(f"{name}.weight", (rows.total, size), (rows.start, 0), (rows.size, size))
+
     def group(self, name: str) -> WeightGroup:
         """Ask for the checkpoint tensor `<name>.weight`."""
-        slot = whole_slot(f"{name}.weight", self.vocab_size, self.hidden_size)
-        return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
+        return WeightGroup((WeightStack((self.slot(name),), self.dtype, self.device),), self.load)
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError."""
+        """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError.
+
+        Each token's vector comes from the rank that holds it; the others add zeros to it, so that it is exact.
+        """
         if self.packed is not None:
-            self.packed.rows(token_ids, out)
-        elif not (self.native and look_up(self.weight, token_ids, out)):
-            torch.index_select(self.weight, 0, token_ids, out=out)
+            self.packed.rows(token_ids, out, self.vocabulary)
+        elif not (self.native and look_up(self.weight, token_ids, out, self.vocabulary)):
+            _select_rows(self.weight, token_ids, out, self.vocabulary)
+        self.communicator.all_reduce(out)
+
+
+def _select_rows(weight: torch.Tensor, token_ids: torch.Tensor, out: torch.Tensor, held: Split) -> None:
+    """What `look_up` does, in plain torch. Ids outside the vocabulary are an IndexError on a CPU."""
+    if held.is_whole:
+        torch.index_select(weight, 0, token_ids, out=out)
+        return
+    if token_ids.device.type == "cpu" and ((token_ids < 0) | (token_ids >= held.total)).any():
+        raise IndexError(f"ids must lie in [0, {held.total}), got {token_ids.tolist()}")
+    others = (token_ids < held.start) | (token_ids >= held.end)
+    torch.index_select(weight, 0, (token_ids - held.start).masked_fill_(others, 0), out=out)
+    out.masked_fill_(others[:, None], 0)
 
 
 class LMHead:
-    """Scores every token of the vocabulary: logits = hidden W^T, with W: [vocab_size, hidden_size].
+    """Scores the tokens of the vocabulary that this rank holds: logits = hidden W^T, with W: [part, hidden_size].
 
     A tied one is loaded together with the embedding, from the same tensor.
     """
@@ -59,7 +90,8 @@ class LMHead:
         self.quantization = quantization
 
     def load(self, weight: torch.Tensor) -> None:
-        """weight: [vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up in what is made."""
+        """weight: [this rank's part of vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up
+        in what is made of it."""
         self.matmul = make_matmul(weight, None, self.quantization)
         if self.tied and isinstance(self.matmul, NativeMatmul) and self.quantization is None:
             self.embedding.share(self.matmul.packed)
@@ -69,10 +101,10 @@ class LMHead:
     def group(self, name: str) -> WeightGroup:
         """Ask for the checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
         table = self.embedding
-        slot = whole_slot(f"{name}.weight", table.vocab_size, table.hidden_size)
         lent = copies(table.dtype, table.device) and not (self.tied and self.quantization)
-        return WeightGroup((WeightStack((slot,), table.dtype, table.device, lent),), self.load)
+        return WeightGroup((WeightStack((table.slot(name),), table.dtype, table.device, lent),), self.load)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]."""
-        self.matmul.forward(hidden, out)
+        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes this rank's columns alone."""
+        held = self.embedding.vocabulary
+        self.matmul.forward(hidden, out[:, held.start : held.end])

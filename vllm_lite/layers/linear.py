@@ -8,36 +8,28 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.matmul import Matmul
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.parallel.communicator import Communicator
 
 
 class Linear:
     """out = x W^T + b, for one or more projections of the same input stacked into one matrix product.
 
-    `outputs` has one Split per fused projection (Q, K and V; gate and up): splitting them over ranks makes the layer
-    column parallel. Splitting `inputs` makes it row parallel: its outputs are then partial sums, to be added up over
-    the ranks, and only rank 0 may add the bias.
+    The shape has one Split of outputs per fused projection (Q, K and V; gate and up): splitting them over ranks makes
+    the layer column parallel.
     """
 
     matmul: Matmul  # by `load`
 
-    def __init__(
-        self,
-        inputs: Split,
-        outputs: Sequence[Split],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        form: WeightForm = DENSE,
-    ) -> None:
-        self.shape = LinearShape(inputs, tuple(outputs), dtype, device)
+    def __init__(self, shape: LinearShape, *, bias: bool, form: WeightForm = DENSE) -> None:
+        self.shape = shape
         self.bias = bias
         self.form = form
 
     def load(self, *tensors: torch.Tensor) -> None:
-        """The tensors of the weight's form, then, if there is one, the bias: [sum of out_features]."""
+        """The tensors of the weight's form, then, if there is one, the bias: [sum of out_features], or [0] on a rank
+        that does not add it."""
         weight, bias = (tensors[:-1], tensors[-1]) if self.bias else (tensors, None)
-        self.matmul = self.form.matmul(weight, bias)
+        self.matmul = self.form.matmul(weight, bias if bias is not None and bias.numel() else None)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_tokens, in_features], out: [num_tokens, sum of out_features]."""
@@ -48,8 +40,35 @@ class Linear:
         stacks = self.form.stacks(names, self.shape)
         if self.bias:
             biases = (
-                WeightSlot(f"{name}.bias", (rows.total,), (rows.start,), (rows.size,))
-                for name, rows in zip(names, self.shape.outputs, strict=True)
+                WeightSlot(f"{name}.bias", (part.total,), (part.start,), (part.size,))
+                for name, part in zip(names, self.bias_parts(), strict=True)
             )
             stacks += (WeightStack(tuple(biases), self.shape.dtype, self.shape.device),)
         return WeightGroup(stacks, self.load)
+
+    def bias_parts(self) -> Sequence[Split]:
+        """The part of each projection's bias that this rank adds."""
+        return self.shape.outputs
+
+
+class RowParallelLinear(Linear):
+    """A Linear whose inputs are split over the ranks. Each computes partial sums of all outputs, which are added up.
+
+    Partial sums are rounded to the dtype before they are added. With int8 weights each rank has scales of its own for
+    all outputs, by its own inputs, so that results differ a little from one number of ranks to another.
+    """
+
+    def __init__(self, shape: LinearShape, communicator: Communicator, *, bias: bool, form: WeightForm = DENSE) -> None:
+        super().__init__(shape, bias=bias, form=form)
+        self.communicator = communicator
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As Linear's; x: [num_tokens, this rank's in_features]. `out` is contiguous, and the same on all ranks."""
+        self.matmul.forward(x, out)
+        self.communicator.all_reduce(out)
+
+    def bias_parts(self) -> Sequence[Split]:
+        """Rank 0 adds all of the bias, so that it is in the sum once; the others read nothing of it."""
+        if self.communicator.shard.rank == 0:
+            return self.shape.outputs
+        return tuple(Split(part.total, 0, 0) for part in self.shape.outputs)

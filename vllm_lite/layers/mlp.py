@@ -17,7 +17,7 @@ class GatedMLP:
         hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
         self.gate_up = parts.linear(hidden, inner, inner, bias=spec.mlp_bias)
         self.activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[spec.activation]
-        self.down = parts.linear(inner, hidden, bias=spec.mlp_bias)
+        self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, rows: Rows) -> None:
         """Replace rows.hidden by the MLP's output."""

@@ -1,4 +1,4 @@
-"""What the layers of a model are made with: its spec, a type, a device, this rank's shard, the weights' form."""
+"""What the layers of a model are made with: its spec, a type, a device, the other ranks, the weights' form."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,27 +6,38 @@ from functools import cached_property
 import torch
 
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
-from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
-from vllm_lite.layers.linear import Linear
+from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.layers.linear import Linear, RowParallelLinear
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import RMSNorm
-from vllm_lite.layers.weight_form import DENSE, WeightForm
+from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
+from vllm_lite.parallel.communicator import Communicator
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Makes the parts of one model, all of one type and on one device."""
+    """Makes the parts of one model that this rank holds, all of one type and on one device."""
 
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
-    shard: Shard = SINGLE
+    communicator: Communicator
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
     """What the LM head becomes, whose checkpoint tensor is dense whatever `form` is."""
 
+    @property
+    def shard(self) -> Shard:
+        return self.communicator.shard
+
     def linear(self, inputs: Split, *outputs: Split, bias: bool) -> Linear:
-        return Linear(inputs, outputs, bias=bias, dtype=self.dtype, device=self.device, form=self.form)
+        """A linear layer whose inputs every rank has in full."""
+        return Linear(LinearShape(inputs, outputs, self.dtype, self.device), bias=bias, form=self.form)
+
+    def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool) -> RowParallelLinear:
+        """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""
+        shape = LinearShape(inputs, (outputs,), self.dtype, self.device)
+        return RowParallelLinear(shape, self.communicator, bias=bias, form=self.form)
 
     def norm(self, size: int | None = None) -> RMSNorm:
         """Over `size` elements, or over the whole hidden state."""
@@ -35,7 +46,7 @@ class Parts:
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Each layer with the heads that this rank holds of it."""
-        return tuple(LayerSpec(own.attention.per_rank(self.shard.world), own.rope) for own in self.spec.layers)
+        return self.spec.per_rank(self.shard).layers
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.attention_block import AttentionBlock
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -60,7 +61,12 @@ class Llama:
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         self.spec = spec = parts.spec
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype=parts.dtype, device=parts.device)
+        self.communicator = parts.communicator
+        held = [Split.vocabulary(spec.vocab_size, shard) for shard in parts.shard.all_ranks]
+        own = held[parts.shard.rank]
+        self.own_columns = slice(own.start, own.end)
+        self._widths = tuple(part.size for part in held)
+        self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
         self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
@@ -92,14 +98,26 @@ class Llama:
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         return rows.hidden
 
+    def empty_logits(self, num_rows: int) -> torch.Tensor:
+        """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return
+        the same again."""
+        return self.communicator.shared_rows(num_rows, self.spec.vocab_size, torch.float32)
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out` or a new tensor, float32 [num_rows,
-        vocab_size]."""
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out`, by `empty_logits`, or a new one.
+
+        Of its columns this rank fills `own_columns` and no others; `gather_logits` completes it.
+        """
         if out is None:
-            out = torch.empty(hidden.shape[0], self.spec.vocab_size, dtype=torch.float32, device=hidden.device)
+            out = self.empty_logits(hidden.shape[0])
         self.lm_head.forward(hidden, out)
         return out
+
+    @torch.inference_mode()
+    def gather_logits(self, out: torch.Tensor) -> None:
+        """Wait until all ranks have filled their columns of `out`, which then every rank sees. All ranks call it."""
+        self.communicator.gather_columns(out, self._widths)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         """Every tensor that a checkpoint must have, in groups that are loaded one after another."""

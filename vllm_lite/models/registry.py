@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DenseForm
 from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 MODELS = {
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
@@ -26,6 +27,8 @@ class Model(Protocol):
     """What the worker needs of a model. Shapes and lifetimes as in `llama.Llama`."""
 
     spec: ModelSpec
+    own_columns: slice
+    """The tokens of the vocabulary whose logits this rank computes."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None: ...
 
@@ -37,31 +40,46 @@ class Model(Protocol):
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor: ...
 
+    def empty_logits(self, num_rows: int) -> torch.Tensor: ...
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def gather_logits(self, out: torch.Tensor) -> None: ...
 
     def weight_groups(self) -> Iterator[WeightGroup]: ...
 
     def ignores(self, name: str) -> bool: ...
 
 
+class Sizes(NamedTuple):
+    """What a model's tables and buffers are made for."""
+
+    max_model_len: int
+    """Positions go up to it."""
+    max_num_tokens: int
+    """A step has at most so many tokens."""
+
+
 def build(
     spec: ModelSpec,
     dtype: torch.dtype | str,
     device: torch.device | str,
-    max_model_len: int,
-    max_num_tokens: int,
+    sizes: Sizes,
     quantization: Quantization | None = None,
+    communicator: Communicator | None = None,
 ) -> Model:
-    """Make the model that `spec` describes, its weights not yet loaded.
+    """Make the model that `spec` describes, or the part of it that a rank holds; its weights are not yet loaded.
 
-    `dtype` may be a name like "bfloat16"; positions go up to `max_model_len`, a step has at most `max_num_tokens`
-    tokens. `quantization` is for all matrix products, the LM head's too; the embedding keeps the dtype.
-    Raises ModelError for an architecture that is not in MODELS.
+    `dtype` may be a name like "bfloat16". `quantization` is for all matrix products, the LM head's too; the embedding
+    keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
+    Raises ModelError for an architecture that is not in MODELS, ConfigError if so many ranks cannot share the model.
     """
     if spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
+    communicator = communicator or SingleRank(torch.device(device))
+    spec.check_tensor_parallel(communicator.shard.world)
     model_class: type[Model] = resolve_name(MODELS[spec.architecture])
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = DenseForm(quantization)
-    parts = Parts(spec, torch_dtype, torch.device(device), form=form, head_quantization=quantization)
-    return model_class(parts, max_model_len, max_num_tokens)
+    parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
+    return model_class(parts, *sizes)

@@ -7,7 +7,7 @@ on a GPU the worker measures them.
 
 import re
 from collections.abc import Iterator, Mapping
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,8 @@ from msgspec import Meta
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
+from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
@@ -147,6 +149,7 @@ class _Sizes:
 
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
         spec, tp = checkpoint.spec, config.tensor_parallel_size
+        spec.check_tensor_parallel(tp)
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
@@ -176,7 +179,8 @@ class _Sizes:
     def _activations(self, dtype_bytes: int) -> int:
         """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
         spec, tp = self.spec, self.tp
-        heads = max((layer.attention.per_rank(tp) for layer in spec.layers), key=lambda own: own.qkv_size)
+        largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
+        heads = max((layer.attention for layer in largest.layers), key=lambda own: own.qkv_size)
         row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
         row += 3 * (spec.intermediate_size // tp)
         tables = 2 * self.length * heads.head_size
@@ -299,24 +303,21 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
 
 
 def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
-    """Bytes of one rank's weights: every tensor that the model takes; a matrix of int8 has a scale for each row."""
-    spec, total = checkpoint.spec, 0.0
+    """Bytes of the first rank's weights, no rank has more: every tensor that the model takes; a matrix of int8 has a
+    scale for each row."""
+    spec, total = checkpoint.spec, 0
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
             continue
-        count, share = tensor.num_elements, 1.0
-        if len(tensor.shape) == 2:
-            is_kv = ".k_proj." in name or ".v_proj." in name
-            heads = spec.layers[int(name.split(".")[2])].attention if is_kv else None
-            share = heads.per_rank(tp).num_kv_heads / heads.num_kv_heads if heads else 1 / tp
-        embeds = name == "model.embed_tokens.weight"
-        if quantization == "int8" and len(tensor.shape) == 2:
-            quantized = count + 4 * tensor.shape[0]
+        shape = rank_shape(name, tensor.shape, spec, Shard(0, tp))
+        count, embeds = prod(shape), name == "model.embed_tokens.weight"
+        if quantization == "int8" and len(shape) == 2:
+            quantized = count + 4 * shape[0]
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
-            total += share * (kept + (quantized if not embeds or spec.tie_word_embeddings else 0))
+            total += kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
         else:
-            total += share * count * dtype_bytes
-    return ceil(total)
+            total += count * dtype_bytes
+    return total
 
 
 def _machine(config: PlanConfig) -> tuple[Any, int]:

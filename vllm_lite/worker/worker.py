@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
-from vllm_lite.models.registry import build
+from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
@@ -85,8 +85,8 @@ class Worker:
     def _load_model(self) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits = self.device.memory, self.limits
-        sizes = (limits.max_model_len, limits.max_num_tokens)
-        self.model = build(self.spec, self.dtype, self.device.torch, *sizes, self.config.quantization)
+        sizes = Sizes(limits.max_model_len, limits.max_num_tokens)
+        self.model = build(self.spec, self.dtype, self.device.torch, sizes, self.config.quantization)
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
@@ -13,8 +14,8 @@ QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 
 _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
-_UNPACK_TYPES = (pointer, pointer, int64, pointer, int64)
-_LOOK_UP_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64)
+_UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64)
+_LOOK_UP_TYPES = (pointer, int64, int64, int64, int64, pointer, int64, pointer, int64)
 _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
 
 
@@ -79,20 +80,19 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return self._data.nbytes + sum(part.nbytes for part in (self._scales, self._bias) if part is not None)
 
-    def rows(self, outputs: torch.Tensor, out: torch.Tensor) -> None:
-        """out[i] = weight[outputs[i]]: an embedding. outputs: int [n], out: [n, num_inputs]. Not for int8.
-
-        Raises IndexError for an output that does not exist.
-        """
+    def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
+        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8."""
         if self.dtype == torch.int8 or out.dtype != self.dtype or out.stride(1) != 1:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
-        if out.shape != (len(outputs), self.num_inputs):
-            raise ValueError(f"out must be [{len(outputs)}, {self.num_inputs}], got {list(out.shape)}")
-        ids = int64_ids(outputs)
+        if out.shape != (len(ids), self.num_inputs):
+            raise ValueError(f"out must be [{len(ids)}, {self.num_inputs}], got {list(out.shape)}")
+        held = _held(held, self.num_outputs)
+        wanted = int64_ids(ids)
         unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int64)
-        bad = unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0))
-        if bad >= 0:
-            raise IndexError(f"ids must lie in [0, {self.num_outputs}), got {int(ids[bad])}")
+        bad = unpack(
+            self.address, held.start, held.total, wanted.data_ptr(), len(wanted), out.data_ptr(), out.stride(0)
+        )
+        _check_ids(wanted, bad, held)
 
 
 def int64_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -100,22 +100,46 @@ def int64_ids(ids: torch.Tensor) -> torch.Tensor:
     return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
 
 
-def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> bool:
+def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> bool:
     """out[i] = table[ids[i]]: an embedding. ids: int [n], out: [n, size]. False, and nothing is done, if the tensors
-    are not on the CPU or their rows not contiguous and alike. Raises IndexError for an id that is not in the table.
+    are not on the CPU or their rows not contiguous and alike.
+
+    `held`: the ids that the table's rows are for; the rows of other ids become zero. None: the table is whole. Raises
+    IndexError for an id that is not in [0, held.total).
     """
     size = table.shape[1]
     if table.device.type != "cpu" or table.dtype != out.dtype or out.shape != (len(ids), size):
         return False
     if not table.is_contiguous() or out.stride(1) != 1 or size == 0:
         return False
-    ids, width = int64_ids(ids), table.itemsize
+    held = _held(held, len(table))
+    wanted, width = int64_ids(ids), table.itemsize
     bad = function("vllm_lite_look_up", _LOOK_UP_TYPES, int64)(
-        table.data_ptr(), len(table), size * width, ids.data_ptr(), len(ids), out.data_ptr(), out.stride(0) * width
+        table.data_ptr(),
+        held.start,
+        held.size,
+        held.total,
+        size * width,
+        wanted.data_ptr(),
+        len(wanted),
+        out.data_ptr(),
+        out.stride(0) * width,
     )
-    if bad >= 0:
-        raise IndexError(f"ids must lie in [0, {len(table)}), got {int(ids[bad])}")
+    _check_ids(wanted, bad, held)
     return True
+
+
+def _held(held: Split | None, num_rows: int) -> Split:
+    if held is None:
+        return Split.whole(num_rows)
+    if held.size != num_rows:
+        raise ValueError(f"a table of {num_rows} rows cannot hold {held.size} of {held.total} ids")
+    return held
+
+
+def _check_ids(ids: torch.Tensor, bad: int, held: Split) -> None:
+    if bad >= 0:
+        raise IndexError(f"ids must lie in [0, {held.total}), got {int(ids[bad])}")
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,7 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """`spec` has the heads that this rank holds, as by ModelSpec.per_rank."""
         self.spec = spec
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks

@@ -1,0 +1,156 @@
+"""Ranks as threads of this process, over plain tensors: the communicator that tests of sharded models run on."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tests.deadlines import scaled
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.errors import RankLostError
+
+T = TypeVar("T")
+
+
+class ThreadCommunicator:
+    """See vllm_lite.parallel.communicator.Communicator. It counts its calls by name."""
+
+    graph_safe = False
+
+    def __init__(self, shard: Shard, group: "ThreadGroup", device: torch.device) -> None:
+        self.shard = shard
+        self.shares_memory = group.shares_memory
+        self.num_calls: dict[str, int] = {}
+        self._group = group
+        self._device = device
+        self._waits = False
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        if x.dim() != 2 or not x.is_contiguous():
+            raise ValueError(f"rows must be contiguous, got {list(x.shape)} with strides {x.stride()}")
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for part in self._exchange("all_reduce", x):
+            total += part
+        x.copy_(total)
+
+    def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self.shares_memory:
+            return torch.empty(num_rows, num_columns, dtype=dtype)
+        return self._group.memory(num_rows, num_columns, dtype)
+
+    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
+        if sum(widths) != x.shape[1] or len(widths) != self.shard.world:
+            raise ValueError(f"{widths} are not the columns of {self.shard.world} ranks in {list(x.shape)}")
+        if self.shares_memory:
+            self.barrier()
+            return
+        start = sum(widths[: self.shard.rank])
+        parts = self._exchange("gather_columns", x[:, start : start + widths[self.shard.rank]])
+        torch.cat(parts, 1, out=x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange("all_gather", x))
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        x.copy_(self._exchange("broadcast", x)[source])
+
+    def barrier(self) -> None:
+        self._exchange("barrier", torch.empty(0))
+
+    def is_waiting(self) -> bool:
+        return self._waits
+
+    def abort(self) -> None:
+        self._group.abort(self.shard.rank)
+
+    def lost_rank(self) -> int | None:
+        return None if self._group.lost == self.shard.rank else self._group.lost
+
+    def close(self) -> None:
+        pass
+
+    def _exchange(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's x, as it is now."""
+        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+        self._waits = True
+        try:
+            parts = self._group.exchange(self.shard.rank, name, x.clone())
+        finally:
+            self._waits = False
+        if len({(kind, part.shape, part.dtype) for kind, part in parts}) != 1:
+            raise RuntimeError(f"the ranks made different calls: {[(kind, part.shape) for kind, part in parts]}")
+        return [part for _, part in parts]
+
+
+class ThreadGroup:
+    """Makes the communicators of `world` ranks, and runs one function on all of them at once."""
+
+    def __init__(self, world: int, *, shares_memory: bool = True) -> None:
+        self.shares_memory = shares_memory
+        self.limit_s = scaled(30)
+        self.lost: int | None = None
+        self._lock = threading.Lock()
+        self._barrier = threading.Barrier(world)
+        self._slots: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * world
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        self.communicators = [
+            ThreadCommunicator(Shard(rank, world), self, torch.device("cpu")) for rank in range(world)
+        ]
+
+    def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
+        """What `work` gives on each rank. What one of them raises ends the others, and is raised."""
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def one(communicator: ThreadCommunicator) -> None:
+            try:
+                results[communicator.shard.rank] = work(communicator)
+            except BaseException as error:
+                if not isinstance(error, RankLostError):
+                    errors.append(error)
+                communicator.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.communicators]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * self.limit_s)
+        if errors:
+            raise errors[0]
+        if len(results) < len(threads):
+            raise RankLostError(f"of {len(threads)} ranks only {sorted(results)} came to an end")
+        return [results[rank] for rank in range(len(threads))]
+
+    def exchange(self, rank: int, name: str, x: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        """What all ranks have brought."""
+        self._slots[rank] = (name, x)
+        self._wait()
+        parts = list(self._slots)
+        self._wait()  # nobody brings the next before all have taken these
+        return parts
+
+    def memory(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first elements of one memory that grows; all ranks ask for the same at a time."""
+        with self._lock:
+            held, wanted = self._memory.get(dtype), num_rows * num_columns
+            if held is None or held.numel() < wanted:
+                self._memory[dtype] = held = torch.empty(wanted, dtype=dtype)
+        return held[:wanted].view(num_rows, num_columns)
+
+    def abort(self, rank: int) -> None:
+        with self._lock:
+            if self.lost is None:
+                self.lost = rank
+        self._barrier.abort()
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait(self.limit_s)
+        except threading.BrokenBarrierError:
+            raise RankLostError(f"rank {self.lost} has ended the group, or one did not come") from None
+
+
+def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], *, shares_memory: bool = True) -> list[Any]:
+    """What `work` gives on each rank of a new group."""
+    return ThreadGroup(world, shares_memory=shares_memory).run(work)
