@@ -10,8 +10,10 @@ from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.models.registry import Sizes, build
+from vllm_lite.layers.matmul import Quantization
+from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
+from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 BLOCK_SIZE = 8
@@ -29,8 +31,14 @@ class Oracle:
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
         self.spec = ModelSpec.load(path)
-        self.model = build(self.spec, dtype, "cpu", Sizes(256, 512))
-        load_weights(self.model, path)
+        self.dtype = dtype
+        self.model = self.load()
+
+    def load(self, communicator: Communicator | None = None, quantization: Quantization | None = None) -> Model:
+        """Our model, or the part of it that a rank holds."""
+        model = build(self.spec, self.dtype, "cpu", Sizes(256, 512), quantization, communicator)
+        load_weights(model, self.path)
+        return model
 
     def difference(self, logits: torch.Tensor, first: int = 0) -> float:
         """Largest difference to transformers, for rows that stand at positions from `first` on."""
@@ -53,11 +61,12 @@ class Paged:
     Blocks that a window has left behind become NaN and free, while the tables go on naming them.
     """
 
-    def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128) -> None:
-        model, spec = oracle.model, oracle.spec
+    def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128, model: Model | None = None) -> None:
+        """`model`: a rank's part of it; its results are complete when all ranks take the same steps."""
+        self.model = model = model or oracle.model
+        spec = oracle.spec.per_rank(model.communicator.shard)  # type: ignore[attr-defined]
         self.groups = spec.kv_groups
-        self.dtype = oracle.model.embedding.dtype  # type: ignore[attr-defined]
-        self.model = model
+        self.dtype = model.embedding.dtype  # type: ignore[attr-defined]
         self.cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, self.dtype, torch.device("cpu"))
         self.cache.pool.fill_(torch.nan)
         self.kv = self.cache.layer_views()
@@ -104,8 +113,9 @@ class Paged:
         self.backend.prepare(batch)
         hidden = self.model.forward(batch, self.kv, self.backend)
         logits = self.model.logits(hidden)
+        self.model.gather_logits(logits)
         for sequence, first, last in zip(sequences, starts[:-1], starts[1:], strict=True):
-            sequence.logits.append(logits[first:last])
+            sequence.logits.append(logits[first:last].clone())  # ranks use the same memory again
             self.trim(sequence)
 
     def trim(self, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
-from tests.thread_group import ThreadGroup
+from tests.thread_group import ThreadGroup, on_ranks
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
@@ -20,13 +20,13 @@ from vllm_lite.checkpoint.model_spec import ARCHITECTURES, AttentionSpec, Family
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.attention_block import AttentionBlock
 from vllm_lite.layers.buffers import HeadRows, Rows
-from vllm_lite.layers.matmul import DenseMatmul, Matmul
+from vllm_lite.layers.matmul import DenseMatmul, Matmul, Quantization
 from vllm_lite.layers.mlp import GatedMLP
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.llama import DecoderLayer, Llama
-from vllm_lite.models.registry import MODELS, Sizes, build
+from vllm_lite.models.registry import MODELS, Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
@@ -103,9 +103,14 @@ class Mixed(Oracle):
         turned = LayerSpec(narrow.attention, rope)
         layers = (wide, narrow, wide, turned)
         self.spec = msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
-        self.model = build(self.spec, "float32", "cpu", Sizes(256, 512))
-        load_weights(self.model, path, load_format="dummy", seed=3)
+        self.path = path
+        self.model = self.load()
         self.tokens = torch.randint(3, 384, (150,), generator=torch.Generator().manual_seed(7))
+
+    def load(self, communicator: Communicator | None = None, quantization: Quantization | None = None) -> Model:
+        model = build(self.spec, "float32", "cpu", Sizes(256, 512), quantization, communicator)
+        load_weights(model, self.path, load_format="dummy", seed=3)
+        return model
 
 
 @pytest.fixture
@@ -126,6 +131,15 @@ def test_groups_may_differ_in_heads(mixed: Mixed) -> None:
     reference = Paged(mixed)
     reference.backend = select_backend(reference.shape, "reference")
     assert (reference.run(mixed.tokens, 7) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_the_heads_of_each_kind(mixed: Mixed, world: int) -> None:
+    """Over 4 ranks one kind of layer has its 2 KV heads twice, and the other its 8 KV heads once."""
+    logits = Paged(mixed).run(mixed.tokens, 7)
+    ranks = on_ranks(world, lambda rank: Paged(mixed, model=mixed.load(rank)).run(mixed.tokens, 7))
+    for rank in ranks:
+        assert (rank - logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("change", [{"window": None}, {"scale": 0.31}, {"soft_cap": 0.0}])
@@ -212,6 +226,17 @@ def test_a_packed_tensor_of_another_type_is_refused(packed: tuple[Path, Path]) -
     save_file(tensors | {name: tensors[name].float()}, packed[1] / SINGLE_FILE)
     with pytest.raises(ModelError, match=f"1 not stored as one of I32: {name} F32"):
         load_weights(packed_model(packed[0]), packed[1])
+
+
+def test_ranks_multiply_with_their_parts_of_what_is_packed(packed: tuple[Path, Path]) -> None:
+    oracle = Oracle(packed[0])
+
+    def work(communicator: Communicator) -> float:
+        model = packed_model(packed[0], communicator)
+        load_weights(model, packed[1])
+        return oracle.difference(Paged(oracle, model=model).run(oracle.tokens, 64))
+
+    assert max(on_ranks(2, work)) < 3e-4
 
 
 def test_a_rank_takes_its_part_of_what_is_packed(packed: tuple[Path, Path]) -> None:

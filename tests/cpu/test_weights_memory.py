@@ -1,6 +1,7 @@
 """Loading packs one weight after another, whatever the files look like, and keeps nothing that it was lent."""
 
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,27 +11,35 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.checkpoints import load_and_see, make_checkpoint
-from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE
+from tests.thread_group import ThreadGroup
+from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DenseForm
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.models import weights
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
-from vllm_lite.parallel.communicator import SingleRank
+from vllm_lite.parallel.communicator import Communicator, SingleRank
+from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 
 def make_model(
-    path: Path, dtype: torch.dtype, quantization: Quantization | None = None, device: torch.device = CPU
+    path: Path,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    device: torch.device = CPU,
+    communicator: Communicator | None = None,
 ) -> Llama:
     form = DenseForm(quantization)
-    parts = Parts(ModelSpec.load(path), dtype, device, SingleRank(device), form=form, head_quantization=quantization)
+    ranks = communicator or SingleRank(device)
+    parts = Parts(ModelSpec.load(path), dtype, device, ranks, form=form, head_quantization=quantization)
     return Llama(parts, max_model_len=64, max_num_tokens=8)
 
 
@@ -198,3 +207,75 @@ def test_another_device_is_given_tensors_of_its_own(
     kept = [part for matmul in made for part in vars(matmul).values() if torch.is_tensor(part)]
     assert kept
     assert {part.device for part in (*kept, model.embedding.weight, model.norm.weight)} == {device}
+
+
+# ---- a rank's part
+
+PAGE = 4096
+MAPPED_AROUND = 4 << 20
+"""The system maps pages around the one that is touched, and whole folios of its cache."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tensors are many pages."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    options: dict[str, int] = sizes | {"head_dim": 64, "vocab_size": 2048, "num_hidden_layers": 2}
+    return make_checkpoint(tmp_path_factory.mktemp("large") / "model", dtype="bfloat16", **options)
+
+
+def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pages of a file it touches those of its rows. Of what is split by inputs that is a piece of each row."""
+    tensors = load_file(large / SINGLE_FILE)
+    vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
+    matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2)
+    by_inputs = sum(tensor.nbytes for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name)
+    read, boxes, pages = weights._Files.read, [], set()
+
+    def seen(files: weights._Files, slot: WeightSlot) -> torch.Tensor:
+        box = read(files, slot)
+        boxes.append(box.nbytes)
+        rows = box if box.dim() == 2 else box[None]
+        first = box.data_ptr() + torch.arange(len(rows)) * rows.stride(0) * 2
+        last = first + rows.shape[1] * 2 - 1
+        for one, other in zip((first // PAGE).tolist(), (last // PAGE).tolist(), strict=True):
+            pages.update(range(one, other + 1))
+        return box
+
+    monkeypatch.setattr(weights._Files, "read", seen)
+    for communicator in ThreadGroup(2).communicators:
+        boxes.clear()
+        pages.clear()
+        load_weights(make_model(large, torch.bfloat16, communicator=communicator), large)
+        assert sum(boxes) == matrices // 2 + vectors
+        assert sum(boxes) <= PAGE * len(pages) <= sum(boxes) + by_inputs // 2 + 2 * PAGE * len(tensors)
+
+
+def test_what_a_rank_has_read_is_given_back(large: Path) -> None:
+    """With the pages around its boxes, which the system maps as well."""
+    file, most = large / SINGLE_FILE, 0
+    largest = max(tensor.nbytes for tensor in load_file(file).values())
+
+    def seen(done: int, total: int) -> None:
+        nonlocal most
+        most = max(most, resident_bytes(file))
+
+    for communicator in ThreadGroup(2).communicators:
+        load_weights(make_model(large, torch.bfloat16, communicator=communicator), large, progress=seen)
+    assert most <= largest + MAPPED_AROUND
+
+
+@needs_native
+def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, zeros = Checkpoint(ModelSpec.load(large), read_headers(large)), memory.zeros
+    for world in (1, 2, 4):
+        live = Live()
+        model = make_model(large, torch.bfloat16, communicator=ThreadGroup(world).communicators[0])
+        largest = max(math.prod(stack.shape) for group in model.weight_groups() for stack in group.stacks)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "zeros", live.watch(zeros))
+            patch.setattr("vllm_lite.kernels.cpu.linear.zeros", live.watch(zeros))
+            patch.setattr(WeightStack, "empty", live.watch(WeightStack.empty))
+            load_weights(model, large)
+        assert live.num_bytes == weights_bytes(checkpoint, 2, tp=world)
+        assert live.most <= live.num_bytes + 2 * largest, "beside the weights there is the one that is being packed"

@@ -116,11 +116,12 @@ class _Files:
         _check(table, self._stored, ignores, folder)
 
     def read(self, slot: WeightSlot) -> torch.Tensor:
-        """See Read. The memory that the tensor before has taken is given back, so that it never adds up."""
+        """See Read. The memory that the tensor before has taken is given back, so that it never adds up: of all of it,
+        as the system maps pages around those of the box."""
         if self._last is not None:
             memory.give_back(self._last)
-        self._last = self._stored[slot.name].read(slot)
-        return self._last
+        self._last = self._stored[slot.name].mapped()
+        return self._last[slot.box]
 
 
 class _Stored:
@@ -132,13 +133,13 @@ class _Stored:
         self.slice = opened.get_slice(name)
         self.shape = tuple(self.slice.get_shape())
 
-    def read(self, slot: WeightSlot) -> torch.Tensor:
-        """The slot's box, where it lies in the mapped file: nothing is read yet."""
+    def mapped(self) -> torch.Tensor:
+        """The whole tensor, where it lies in the mapped file: nothing is read yet."""
         try:
-            box: torch.Tensor = self.slice[slot.box]
+            whole: torch.Tensor = self.slice[:]
         except SafetensorError as error:
             raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
-        return box
+        return whole
 
 
 class _Staging:

@@ -1,0 +1,144 @@
+"""What a rank takes of a checkpoint: together all of it, each no more than its part, and what a plan says."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import load_and_see, make_checkpoint
+from tests.thread_group import ThreadGroup
+from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, Rope, make_kv_groups
+from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.layers.matmul import Quantization
+from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.tools.plan import Checkpoint, weights_bytes
+
+
+def ranks_of(
+    spec: ModelSpec, world: int, quantization: Quantization | None = None, dtype: str = "float32"
+) -> list[Model]:
+    """The ranks' parts of a model, without weights."""
+    communicators = ThreadGroup(world).communicators
+    return [build(spec, dtype, "cpu", Sizes(16, 4), quantization, communicator) for communicator in communicators]
+
+
+def slots_of(model: Model) -> dict[str, WeightSlot]:
+    return {slot.name: slot for group in model.weight_groups() for slot in group.slots}
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> tuple[ModelSpec, int]:
+    """A model, and a number of ranks that can share it."""
+    world = draw(st.integers(1, 6))
+    num_kv_heads = draw(st.sampled_from([n for n in range(1, 9) if n % world == 0 or world % n == 0]))
+    group = draw(st.integers(max(1, -(-world // num_kv_heads)), 7))
+    attention = AttentionSpec(group * num_kv_heads, num_kv_heads, draw(st.sampled_from([2, 4, 6])), scale=1.0)
+    layers = (LayerSpec(attention, Rope("default", 1e4)),)
+    vocab_size = draw(st.integers(world, 100) | st.integers(64 * world, 1000))
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=draw(st.integers(1, 20)),
+        intermediate_size=world * draw(st.integers(1, 5)),
+        layers=layers,
+        norm_eps=1e-5,
+        activation="silu",
+        max_position_embeddings=64,
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype="float32",
+        kv_groups=make_kv_groups(layers),
+    )
+    return spec, world
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs())
+def test_the_boxes_of_the_ranks_are_a_partition_of_every_tensor(drawn: tuple[ModelSpec, int]) -> None:
+    """Norms are on all ranks, and KV heads on equally many; every other element is on one rank."""
+    spec, world = drawn
+    ranks = [slots_of(model) for model in ranks_of(spec, world)]
+    num_sharing = max(1, world // spec.layers[0].attention.num_kv_heads)
+    for name, whole in slots_of(build(spec, "float32", "cpu", Sizes(16, 4))).items():
+        held = torch.zeros(whole.shape, dtype=torch.int32)
+        assert whole.size == whole.shape
+        for rank in ranks:
+            assert rank[name].shape == whole.shape
+            held[rank[name].box] += 1
+        copies = world if "norm" in name else num_sharing if "k_proj" in name or "v_proj" in name else 1
+        assert (held == copies).all(), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(specs())
+def test_a_plan_knows_what_a_rank_takes(drawn: tuple[ModelSpec, int]) -> None:
+    spec, world = drawn
+    for shard, model in zip(Shard(0, world).all_ranks, ranks_of(spec, world), strict=True):
+        for name, slot in slots_of(model).items():
+            assert rank_shape(name, slot.shape, spec, shard) == slot.size, name
+
+
+# ---- files
+
+ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "vocab_size": 389, "hidden_size": 80}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "odd-tied": {**ODD, "intermediate_size": 120, "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ranks")
+    return {name: make_checkpoint(root / name, **options) for name, options in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ranks_load_their_boxes_of_the_same_model(checkpoints: dict[str, Path], name: str, load_format: str) -> None:
+    path = checkpoints[name]
+    spec = ModelSpec.load(path)
+    whole = load_and_see(build(spec, "float32", "cpu", Sizes(16, 4)), path, load_format=load_format, seed=3)
+    for model in ranks_of(spec, 2):
+        slots = slots_of(model)
+        for tensor_name, tensor in load_and_see(model, path, load_format=load_format, seed=3).items():
+            assert torch.equal(tensor, whole[tensor_name][slots[tensor_name].box]), tensor_name
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("name", "world"), [(name, 2) for name in VARIANTS] + [("odd-tied", 5), ("qwen3", 4)])
+def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
+    checkpoints: dict[str, Path], name: str, world: int, quantization: Quantization | None
+) -> None:
+    path = checkpoints[name]
+    checkpoint = Checkpoint(ModelSpec.load(path), read_headers(path))
+    held = [weights_of(model, quantization) for model in ranks_of(checkpoint.spec, world, quantization)]
+    assert held[0] == weights_bytes(checkpoint, 4, quantization, world)
+    assert max(held) == held[0]
+
+
+def weights_of(model: Model, quantization: Quantization | None) -> int:
+    """Bytes of the tensors that the layers take, with a scale for each row of a matrix that becomes int8."""
+    total = 0
+    for group in model.weight_groups():
+        for stack in group.stacks:
+            rows, *columns = stack.shape
+            size = rows * math.prod(columns)
+            embeds = stack.slots[0].name == "model.embed_tokens.weight"
+            if quantization is None or not columns or embeds:
+                total += 4 * size
+            if quantization is not None and columns and (not embeds or model.spec.tie_word_embeddings):
+                total += size + 4 * rows
+    return total
