@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, look_up, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -122,6 +123,32 @@ def test_rows_of_a_packed_weight(dtype: torch.dtype) -> None:
         for wrong in (-1, num_outputs):
             with pytest.raises(IndexError, match=rf"\[0, {num_outputs}\), got .*{wrong}"):
                 packed.rows(torch.tensor([0, wrong]), out[:2, :num_inputs])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("held", [Split(200, 0, 100), Split(200, 64, 100), Split(200, 100, 100)], ids=str)
+def test_ids_of_other_ranks_give_zeros(dtype: torch.dtype, held: Split) -> None:
+    weight = random(held.size, 7, dtype=dtype)
+    first, last, others = held.start, held.end - 1, [i for i in (held.start - 1, held.end) if 0 <= i < 200]
+    ids = torch.tensor([last, *others, first, first + 33])
+    expected = torch.zeros(len(ids), 7, dtype=dtype)
+    expected[[0, -2, -1]] = weight[[held.size - 1, 0, 33]]
+    packed, looked = torch.full((2, len(ids), 9), 7.0, dtype=dtype)
+    PackedWeight(weight).rows(ids, packed[:, :7], held)
+    assert look_up(weight, ids, looked[:, :7], held)
+    for out in (packed, looked):
+        assert torch.equal(out[:, :7], expected)
+        assert (out[:, 7:] == 7).all()
+    before = looked.clone()
+    for wrong in (-1, 200):
+        ids[1] = wrong
+        with pytest.raises(IndexError, match=rf"\[0, 200\), got {wrong}"):
+            look_up(weight, ids, looked[:, :7], held)
+        with pytest.raises(IndexError, match=rf"\[0, 200\), got {wrong}"):
+            PackedWeight(weight).rows(ids, packed[:, :7], held)
+    assert torch.equal(looked, before), "nothing is written"
+    with pytest.raises(ValueError, match="a table of 100 rows cannot hold 101 of 200 ids"):
+        look_up(weight, ids, looked[:, :7], Split(200, 0, 101))
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -21,6 +21,7 @@ from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import int64, pointer
@@ -232,6 +233,16 @@ def test_a_call_is_kept_and_not_made() -> None:
     assert torch.equal(out, table[[1, 1]])
     look_up(table, torch.tensor([2, 3]), out)
     assert torch.equal(out, table[[2, 3]]), "recording is over"
+
+
+def test_a_look_up_of_a_part_of_the_ids_can_be_recorded() -> None:
+    table, ids, out = torch.randn(5, 8), torch.tensor([4, 6]), torch.ones(2, 8)
+    program = recorded(lambda: look_up(table, ids, out, Split(15, 5, 5)))
+    program.replay()
+    assert torch.equal(out, torch.stack((torch.zeros(8), table[1])))
+    ids.copy_(torch.tensor([9, 10]))
+    program.replay()
+    assert torch.equal(out, torch.stack((table[4], torch.zeros(8))))
 
 
 def test_a_profile_is_a_replay_that_tells_times() -> None:

@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ MAPPED_AROUND = 4 << 20
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose tensors are many pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
-    options: dict[str, int] = sizes | {"head_dim": 64, "vocab_size": 2048, "num_hidden_layers": 2}
+    options: dict[str, Any] = sizes | {"head_dim": 64, "vocab_size": 2048, "num_hidden_layers": 2}
     return make_checkpoint(tmp_path_factory.mktemp("large") / "model", dtype="bfloat16", **options)
 
 
@@ -230,7 +231,9 @@ def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) ->
     vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
     matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2)
     by_inputs = sum(tensor.nbytes for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name)
-    read, boxes, pages = weights._Files.read, [], set()
+    read = weights._Files.read
+    boxes: list[int] = []
+    pages: set[int] = set()
 
     def seen(files: weights._Files, slot: WeightSlot) -> torch.Tensor:
         box = read(files, slot)

@@ -76,6 +76,13 @@ def test_an_engine_that_never_gets_ready() -> None:
         launch(config("hangs", ready_timeout_s=1))
 
 
+def test_a_model_that_ranks_cannot_share_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tensor_parallel_size 5 does not fit this model with .*; 1, 2, 4 or 8 would$"
+    ):
+        launch(config("hangs", tensor_parallel_size=5))
+
+
 def test_a_start_can_be_stopped() -> None:
     began = time.monotonic()
     with pytest.raises(EngineError, match="stopped while it was starting"):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.model_spec import (
     ARCHITECTURES,
     AttentionSpec,
@@ -275,6 +276,40 @@ def test_kv_heads_are_split_or_replicated(tmp_path):
     assert [heads.per_rank(Shard(0, tp)).num_heads for tp in (1, 2, 4, 8)] == [32, 16, 8, 4]
     with pytest.raises(ConfigError, match="tensor_parallel_size 3"):
         heads.per_rank(Shard(0, 3))
+
+
+def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
+    slopes = tuple(range(8))
+    by_head, by_kv_head = BlockSparse(4, 8, 64, head_step=1), BlockSparse(4, 8, 64, head_step=-1)
+    spec = AttentionSpec(8, 2, 16, 1.0, alibi_slopes=slopes, block_sparse=by_head)
+    ranks = [spec.per_rank(shard) for shard in Shard(0, 4).all_ranks]
+    assert [rank.alibi_slopes for rank in ranks] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [rank.block_sparse.tp_rank for rank in ranks] == [0, 1, 2, 3]
+    by_kv_head = msgspec.structs.replace(spec, block_sparse=by_kv_head)
+    shifts = [by_kv_head.per_rank(shard).block_sparse.tp_rank for shard in Shard(0, 4).all_ranks]
+    assert shifts == [0, 0, 1, 1], "a KV head that two ranks hold is the same one"
+    uneven = AttentionSpec(5, 1, 16, 1.0, alibi_slopes=slopes[:5])
+    assert [uneven.per_rank(shard).alibi_slopes for shard in Shard(0, 2).all_ranks] == [(0, 1, 2), (3, 4)]
+    uneven = msgspec.structs.replace(uneven, block_sparse=by_head)
+    with pytest.raises(ConfigError, match="5 heads with a block-sparse pattern"):
+        uneven.per_rank(Shard(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "says"),
+    [
+        ({"num_key_value_heads": 8}, 3, "32 heads with 8 KV heads, .*; 1, 2, 4, 8, 16 or 32 would"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}, 4, "; 1, 3 or 6 would"),
+        ({"intermediate_size": 12}, 8, "intermediate_size 12 and .*; 1, 2 or 4 would"),
+        ({"intermediate_size": 11, "num_key_value_heads": 8}, 2, "; 1 would"),
+        ({"vocab_size": 3}, 4, "a vocabulary of 3; 1 or 2 would"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_what_they_can(tmp_path, changes, tp, says):
+    spec = load(tmp_path, config() | {"head_dim": 128} | changes)
+    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {tp} does not fit this model with .*{says}$"):
+        spec.check_tensor_parallel(tp)
+    spec.check_tensor_parallel(1)
 
 
 def test_resolve_dtype(tmp_path):

@@ -1,10 +1,10 @@
 """The memory that the ranks of a worker group have in common: made by the engine, inherited by the workers.
 
-It is an anonymous file (memfd): it has no name that could be guessed or left behind, and it is gone with the last
-process that has it open. Its first page is for control and has the layout below; what follows belongs to
+It is an anonymous file (memfd): it has no name that others could find or that could be left behind, and it is gone with
+the last process that has it open. Its first page is for control and has the layout below; what follows belongs to
 vllm_lite/parallel. Files of its kind start as zeros and grow as they are written to.
 
-    uint32 at 0    1 + the rank that ended the group first; 0 while nobody has. Whoever waits looks at it.
+    uint32 at 0    1 + the rank that ended the group first; 0 while nobody has. Every rank that waits looks at it.
 """
 
 import os
