@@ -279,15 +279,16 @@ def test_kv_heads_are_split_or_replicated(tmp_path):
 
 
 def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
-    slopes = tuple(range(8))
-    by_head, by_kv_head = BlockSparse(4, 8, 64, head_step=1), BlockSparse(4, 8, 64, head_step=-1)
+    def patterns(spec):
+        return [rank.block_sparse.tp_rank for rank in map(spec.per_rank, Shard(0, 4).all_ranks)]
+
+    slopes, by_head = tuple(map(float, range(8))), BlockSparse(4, 8, 64, head_step=1)
     spec = AttentionSpec(8, 2, 16, 1.0, alibi_slopes=slopes, block_sparse=by_head)
     ranks = [spec.per_rank(shard) for shard in Shard(0, 4).all_ranks]
     assert [rank.alibi_slopes for rank in ranks] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [rank.block_sparse.tp_rank for rank in ranks] == [0, 1, 2, 3]
-    by_kv_head = msgspec.structs.replace(spec, block_sparse=by_kv_head)
-    shifts = [by_kv_head.per_rank(shard).block_sparse.tp_rank for shard in Shard(0, 4).all_ranks]
-    assert shifts == [0, 0, 1, 1], "a KV head that two ranks hold is the same one"
+    assert patterns(spec) == [0, 1, 2, 3]
+    by_kv_head = msgspec.structs.replace(spec, block_sparse=BlockSparse(4, 8, 64, head_step=-1))
+    assert patterns(by_kv_head) == [0, 0, 1, 1], "a KV head that two ranks hold is the same one"
     uneven = AttentionSpec(5, 1, 16, 1.0, alibi_slopes=slopes[:5])
     assert [uneven.per_rank(shard).alibi_slopes for shard in Shard(0, 2).all_ranks] == [(0, 1, 2), (3, 4)]
     uneven = msgspec.structs.replace(uneven, block_sparse=by_head)

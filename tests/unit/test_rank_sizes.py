@@ -34,7 +34,7 @@ def test_ranks_on_a_cpu_share_its_kv_cache(tp: int) -> None:
 
 
 def test_what_each_rank_has_is_counted_for_all_of_them() -> None:
-    given = {"device": "cpu", "kv_cache_memory_bytes": 2**30, "swap_space": 0.75}
+    given: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**30, "swap_space": 0.75}
     one, two = (resolved(tensor_parallel_size=tp, **given) for tp in (1, 2))
     assert configured_num_blocks(two, 2**20) == 1024, "bytes of each worker"
     check_sizes(one, 2**20, 2**30)
