@@ -292,8 +292,11 @@ def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
     uneven = AttentionSpec(5, 1, 16, 1.0, alibi_slopes=slopes[:5])
     assert [uneven.per_rank(shard).alibi_slopes for shard in Shard(0, 2).all_ranks] == [(0, 1, 2), (3, 4)]
     uneven = msgspec.structs.replace(uneven, block_sparse=by_head)
-    with pytest.raises(ConfigError, match="5 heads with a block-sparse pattern"):
-        uneven.per_rank(Shard(1, 2))
+    for rank in range(2):
+        with pytest.raises(
+            ConfigError, match="tensor_parallel_size 2 does not fit 5 heads with 1 KV heads; 1 or 5 would"
+        ):
+            uneven.per_rank(Shard(rank, 2))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.block_sparse import BlockSparse
-from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
+from vllm_lite.checkpoint.shard import HeadSplit, Shard
 from vllm_lite.errors import ConfigError, ModelError
 
 T = TypeVar("T")
@@ -87,41 +87,32 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     def heads(self, shard: Shard) -> HeadSplit:
         """Which heads a rank holds. Raises ConfigError if so many ranks cannot share them."""
-        try:
-            return HeadSplit.of(self.num_heads, self.num_kv_heads, shard)
-        except ValueError:
+        if not self.fits(shard.world):
             raise ConfigError(
                 f"tensor_parallel_size {shard.world} does not fit {self.num_heads} heads with {self.num_kv_heads} KV "
                 f"heads; {_listed(filter(self.fits, range(1, self.num_heads + 1)))} would"
-            ) from None
+            )
+        return HeadSplit.of(self.num_heads, self.num_kv_heads, shard)
 
     def fits(self, world: int) -> bool:
-        """Whether so many ranks can share the heads."""
+        """Whether so many ranks can share the heads, evenly where a block-sparse pattern shifts from head to head."""
         try:
             HeadSplit.of(self.num_heads, self.num_kv_heads, Shard(0, world))
         except ValueError:
             return False
-        return True
+        return self.block_sparse is None or self.num_heads % world == 0
 
     def per_rank(self, shard: Shard) -> "AttentionSpec":
         """How the layer attends with the heads that a rank holds. Raises ConfigError if ranks cannot share them."""
         query, kv = self.heads(shard)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[query.start : query.end]
-        sparse = None if self.block_sparse is None else self._sparse(self.block_sparse, query, kv)
+        sparse = self.block_sparse
+        if sparse is not None:  # kernels take the first head to be tp_rank times the number of heads
+            shifted = query if sparse.head_step >= 0 else kv
+            sparse = replace(sparse, tp_rank=shifted.start // shifted.size)
         return msgspec.structs.replace(
             self, num_heads=query.size, num_kv_heads=kv.size, alibi_slopes=slopes, block_sparse=sparse
         )
-
-    def _sparse(self, sparse: BlockSparse, query: Split, kv: Split) -> BlockSparse:
-        """The pattern for these heads. Kernels take the rank's first head to be tp_rank times its number of heads."""
-        shifted = query if sparse.head_step >= 0 else kv
-        tp_rank, remainder = divmod(shifted.start, shifted.size)
-        if remainder:
-            raise ConfigError(
-                f"tensor_parallel_size does not fit {self.num_heads} heads with a block-sparse pattern: all ranks must "
-                "have the same number of heads"
-            )
-        return replace(sparse, tp_rank=tp_rank)
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

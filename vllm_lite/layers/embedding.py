@@ -107,4 +107,4 @@ class LMHead:
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes this rank's columns alone."""
         held = self.embedding.vocabulary
-        self.matmul.forward(hidden, out[:, held.start : held.end])
+        self.matmul.forward(hidden, out.narrow(1, held.start, held.size))
