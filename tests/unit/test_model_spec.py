@@ -294,7 +294,7 @@ def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
     uneven = msgspec.structs.replace(uneven, block_sparse=by_head)
     for rank in range(2):
         with pytest.raises(
-            ConfigError, match="tensor_parallel_size 2 does not fit 5 heads with 1 KV heads; 1 or 5 would"
+            ConfigError, match="tensor_parallel_size 2 does not fit 5 heads with 1 KV heads, which fit 1 or 5"
         ):
             uneven.per_rank(Shard(rank, 2))
 
@@ -302,16 +302,16 @@ def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
 @pytest.mark.parametrize(
     ("changes", "tp", "says"),
     [
-        ({"num_key_value_heads": 8}, 3, "32 heads with 8 KV heads, .*; 1, 2, 4, 8, 16 or 32 would"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}, 4, "; 1, 3 or 6 would"),
-        ({"intermediate_size": 12}, 8, "intermediate_size 12 and .*; 1, 2 or 4 would"),
-        ({"intermediate_size": 11, "num_key_value_heads": 8}, 2, "; 1 would"),
-        ({"vocab_size": 3}, 4, "a vocabulary of 3; 1 or 2 would"),
+        ({"num_key_value_heads": 8}, 3, "32 heads with 8 KV heads, .* fit 1, 2, 4, 8, 16 or 32"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90}, 4, " fit 1, 3 or 6"),
+        ({"intermediate_size": 12}, 8, "intermediate_size 12 and .* fit 1, 2 or 4"),
+        ({"intermediate_size": 11, "num_key_value_heads": 8}, 2, " fit 1"),
+        ({"vocab_size": 3}, 4, "vocabulary of 3 fit 1 or 2"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_with_what_they_can(tmp_path, changes, tp, says):
     spec = load(tmp_path, config() | {"head_dim": 128} | changes)
-    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {tp} does not fit this model with .*{says}$"):
+    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {tp} does not fit this model, whose .*{says}$"):
         spec.check_tensor_parallel(tp)
     spec.check_tensor_parallel(1)
 

@@ -90,7 +90,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         if not self.fits(shard.world):
             raise ConfigError(
                 f"tensor_parallel_size {shard.world} does not fit {self.num_heads} heads with {self.num_kv_heads} KV "
-                f"heads; {_listed(filter(self.fits, range(1, self.num_heads + 1)))} would"
+                f"heads, which fit {_listed(filter(self.fits, range(1, self.num_heads + 1)))}"
             )
         return HeadSplit.of(self.num_heads, self.num_kv_heads, shard)
 
@@ -195,9 +195,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         kinds = dict.fromkeys((own.attention.num_heads, own.attention.num_kv_heads) for own in self.layers)
         heads = " and ".join(f"{num_heads} heads with {num_kv_heads} KV heads" for num_heads, num_kv_heads in kinds)
         raise ConfigError(
-            f"tensor_parallel_size {tp} does not fit this model with {heads}, intermediate_size "
-            f"{self.intermediate_size} and a vocabulary of {self.vocab_size}; "
-            f"{_listed(filter(self._fits, range(1, max(kinds)[0] + 1)))} would"
+            f"tensor_parallel_size {tp} does not fit this model, whose {heads}, intermediate_size "
+            f"{self.intermediate_size} and vocabulary of {self.vocab_size} fit "
+            f"{_listed(filter(self._fits, range(1, max(kinds)[0] + 1)))}"
         )
 
     def _fits(self, tp: int) -> bool:

@@ -70,9 +70,9 @@ class EngineProcess:
     def _start(self, executor: Executor) -> EngineCore:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
-        num_blocks = ready.num_blocks
+        num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
         if num_blocks < 2:
-            gib = 2 * ready.block_bytes / 2**30
+            gib = 2 * ready.block_bytes * tp / 2**30
             raise ConfigError(
                 f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
                 f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
@@ -104,7 +104,7 @@ class EngineProcess:
             __version__,
             num_blocks,
             self._config.block_size,
-            num_blocks * ready.block_bytes / 2**30,
+            num_blocks * ready.block_bytes * tp / 2**30,
             self._config.max_num_seqs,
             core.max_model_len,
         )
