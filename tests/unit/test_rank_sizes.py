@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.checkpoint.sizing import check_sizes, configured_num_blocks
+from vllm_lite.checkpoint.sizing import check_pool, check_sizes, configured_num_blocks
 from vllm_lite.config import EngineConfig, KVShape, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
@@ -45,3 +45,14 @@ def test_what_each_rank_has_is_counted_for_all_of_them() -> None:
         check_sizes(two, 2**20, 2**31 - 1)
     space = resolved(device="cpu", tensor_parallel_size=2, cpu_kvcache_space=1)
     check_sizes(space, 2**20, 2**30)
+
+
+@pytest.mark.parametrize(("tp", "block_bytes"), [(1, 2**18), (2, 2**18), (3, 2**24), (4, 1)])
+def test_a_pool_without_room_is_refused_with_a_size_that_would_do(tp: int, block_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"0 of {block_bytes} bytes fit, at least 2 are needed") as refused:
+        check_pool(0, block_bytes, tp)
+    advised = float(str(refused.value).split("--cpu-kvcache-space ")[1].split()[0])
+    config = resolved(device="cpu", tensor_parallel_size=tp, cpu_kvcache_space=advised)
+    num_blocks = configured_num_blocks(config, block_bytes)
+    assert num_blocks is not None
+    check_pool(num_blocks, block_bytes, tp)

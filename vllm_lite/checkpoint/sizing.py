@@ -4,6 +4,7 @@ A worker computes with it what it allocates, and `vllm-lite plan` what a worker 
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
@@ -68,6 +69,17 @@ def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> 
             raise ConfigError(
                 f"{flag} asks for {asked}, and this machine has {memory_bytes / GIB:.1f} GiB of memory; ask for less"
             )
+
+
+def check_pool(num_blocks: int, block_bytes: int, tp: int) -> None:
+    """Refuse a KV cache that cannot hold a token; a block takes `block_bytes` on each of `tp` ranks. Raises ConfigError
+    with a size that would do."""
+    if num_blocks < MIN_BLOCKS:
+        gib = ceil(MIN_BLOCKS * block_bytes * tp / GIB * 1000) / 1000
+        raise ConfigError(
+            f"no memory for KV blocks: {num_blocks} of {block_bytes} bytes fit, at least {MIN_BLOCKS} are needed; give "
+            f"--cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
+        )
 
 
 def bucket_sizes(

@@ -6,7 +6,7 @@ from collections import abc
 from contextlib import contextmanager
 
 from vllm_lite import __version__, transport
-from vllm_lite.checkpoint.sizing import num_host_blocks
+from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
 from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
@@ -71,12 +71,7 @@ class EngineProcess:
         ready = executor.start(self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
         num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
-        if num_blocks < 2:
-            gib = 2 * ready.block_bytes * tp / 2**30
-            raise ConfigError(
-                f"no memory for KV blocks: {num_blocks} of {ready.block_bytes} bytes fit, at least 2 are needed; "
-                f"give --cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
-            )
+        check_pool(num_blocks, ready.block_bytes, tp)
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
         blocks_per_s = executor.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
