@@ -55,7 +55,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--chat-template", "/no/such/file"], ["/no/such/file"]),
         (["--log-config-file", "/no/such/file"], ["log_config_file", "/no/such/file"]),
         (["--served-model-name", "a", DEMO_FOLDER], [DEMO_FOLDER, "MODEL before the flags"]),
-        (["-tp", "2"], ["tensor_parallel_size"]),
+        (["-tp", "3"], ["tensor_parallel_size 3 does not fit this model", "fit 1, 2, 4 or 8"]),
         (["--cpu-kvcache-space", "10000"], ["--cpu-kvcache-space 10000 asks for 10000.0 GiB", "GiB of memory"]),
         (["--num-gpu-blocks-override", "100000000"], ["--num-gpu-blocks-override 100000000 asks for", "of memory"]),
         (["--kv-cache-memory-bytes", "20000G"], ["--kv-cache-memory-bytes 21474836480000 asks for", "of memory"]),

@@ -14,4 +14,4 @@ class BlockSparse:
     head_step: int = 0
     """Shift from query head to query head; below 0: from KV head to KV head."""
     tp_rank: int = 0
-    """The rank whose share of the heads this is."""
+    """Which share of the heads this is: the first of them, query or KV heads as above, is this times their number."""
