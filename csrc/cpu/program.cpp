@@ -1,20 +1,11 @@
 // Runs programs.
 #include "program.h"
 
-#include <time.h>
+#include "wait.h"
 
 using vllm_lite::from_word;
+using vllm_lite::now_ns;
 using vllm_lite::RecordedCall;
-
-namespace {
-
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
-}  // namespace
 
 // Makes the calls of a program one after the other: for each the address of its `_recorded` function, the number of its
 // words, and these. Returns -1; or the index of the first call that could not do its work, and no later one is made.

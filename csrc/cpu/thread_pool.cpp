@@ -7,18 +7,15 @@
 // exchange succeeds, the job was open from the moment that the ticket was read, so its fields were its own.
 #include "thread_pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <climits>
 
 #include "common.h"
+#include "wait.h"
 
 namespace vllm_lite {
 namespace {
@@ -48,33 +45,13 @@ struct Pool {
 
 Pool pool;  // never destroyed: threads may be waiting in it when the process ends
 
-void futex_wait(std::atomic<uint32_t>* word, uint32_t while_equal) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, while_equal, nullptr, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>* word, int count) {
-  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
-
 // Until `word` has another value than `old` or kSpinNs have passed.
 void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
   const int64_t deadline_ns = now_ns() + kSpinNs;
   do {
     for (int i = 0; i < 16; ++i) {
       if (word.load(std::memory_order_acquire) != old) return;
-      pause();
+      pause_cpu();
     }
   } while (now_ns() < deadline_ns);
 }
@@ -95,7 +72,7 @@ uint32_t take_tasks(int thread) {
     if (thread != 0) {
       // Both in one order with the caller's: it sees the count, or we see that it sleeps.
       pool.finished.fetch_add(1, std::memory_order_seq_cst);
-      if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1);
+      if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1, Futex::kPrivate);
     }
     ticket = pool.ticket.load(std::memory_order_acquire);
   }
@@ -111,7 +88,7 @@ void* serve(void* number) {
     spin_while_equal(pool.epoch, seen);
     if (pool.epoch.load(std::memory_order_acquire) != seen) continue;
     pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    while (pool.epoch.load(std::memory_order_seq_cst) == seen) futex_wait(&pool.epoch, seen);
+    while (pool.epoch.load(std::memory_order_seq_cst) == seen) futex_wait(&pool.epoch, seen, Futex::kPrivate);
     pool.sleepers.fetch_sub(1, std::memory_order_relaxed);
   }
 }
@@ -146,7 +123,7 @@ uint32_t next_epoch() {
 // Says to waiting threads that there is something new, and wakes those that sleep.
 void publish(uint32_t epoch, int wake_at_most) {
   pool.epoch.store(epoch, std::memory_order_seq_cst);
-  if (pool.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&pool.epoch, wake_at_most);
+  if (pool.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&pool.epoch, wake_at_most, Futex::kPrivate);
 }
 
 void wait_for_others(uint32_t num_taken) {
@@ -155,7 +132,9 @@ void wait_for_others(uint32_t num_taken) {
     spin_while_equal(pool.finished, finished);
     if (pool.finished.load(std::memory_order_acquire) != finished) continue;
     pool.caller_sleeps.store(true, std::memory_order_seq_cst);
-    while (pool.finished.load(std::memory_order_seq_cst) == finished) futex_wait(&pool.finished, finished);
+    while (pool.finished.load(std::memory_order_seq_cst) == finished) {
+      futex_wait(&pool.finished, finished, Futex::kPrivate);
+    }
     pool.caller_sleeps.store(false, std::memory_order_relaxed);
   }
 }

@@ -25,6 +25,11 @@ def num_physical_cores() -> int:
     return max(1, min(len(cores), _quota()))
 
 
+def num_cpus() -> int:
+    """Hardware threads of this machine, or the container's share if that is less: no affinity mask changes it."""
+    return max(1, min(os.cpu_count() or 1, _quota()))
+
+
 def _siblings(cpu: int) -> str:
     """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU that it does not list is its own core."""
     try:

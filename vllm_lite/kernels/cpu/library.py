@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import as_file, files
+from threading import get_ident
 from typing import Any
 
 from vllm_lite.runtime import log
@@ -62,7 +63,9 @@ class Function:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        return self._call(*args) if _recorder is None else _recorder(self, args)
+        if _recorders and (recorder := _recorders.get(get_ident())):
+            return recorder(self, args)
+        return self._call(*args)
 
 
 @cache
@@ -77,18 +80,24 @@ def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Functio
 
 
 Recorder = Callable[[Function, tuple[Any, ...]], int]
-_recorder: Recorder | None = None
+_recorders: dict[int, Recorder] = {}
+"""By thread. Empty but while something is recorded, so that a call has only that to look at."""
 
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Give the calls of all threads to `recorder`, whose answers they get, and call no function meanwhile."""
-    global _recorder  # the callers of kernels do not know that they are recorded, as with CUDA graphs
-    before, _recorder = _recorder, recorder
+    """Give this thread's calls to `recorder`, whose answers they get, and call no function meanwhile.
+
+    The calls of other threads, which may be other ranks of the model, are made as ever. RuntimeError if this thread's
+    calls are being recorded already.
+    """
+    # Global, as with CUDA graphs, because the callers of kernels do not know that they are recorded.
+    if _recorders.setdefault(get_ident(), recorder) is not recorder:
+        raise RuntimeError("calls of this thread are being recorded already")
     try:
         yield
     finally:
-        _recorder = before
+        del _recorders[get_ident()]
 
 
 def isa() -> str:

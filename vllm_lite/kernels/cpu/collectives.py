@@ -1,0 +1,182 @@
+"""What ranks exchange through shared memory, natively. Kernels: csrc/cpu/collectives.cpp, and csrc/cpu/rank_group.cpp
+for how ranks wait for each other. The plain twin is a sum of tensors.
+
+Calls return a status instead of raising, because a recorded call has no Python: DONE, or why it failed. Where one has
+failed all later ones fail as well.
+"""
+
+import ctypes
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.runtime.group_memory import CONTROL_BYTES
+
+DONE, ENDED, TIMED_OUT, DIFFERS, TAKEN = -1, 1, 2, 3, 4
+"""`Status` in csrc/cpu/rank_group.h: all went well; the group has ended; a rank has not come in time; another rank
+makes another call; there is a rank of this number already."""
+SLOT_BYTES = 1 << 20
+"""What one meeting can exchange at most; more goes in pieces. Measured on two cores: 1 MB takes half the time in one
+piece that it takes in four, perhaps because what lies in another core's own cache is slower to get at."""
+
+
+class Waits(NamedTuple):
+    """How long a rank that waits for another one spins, and then yields its core, before it sleeps."""
+
+    spin_s: float
+    yield_s: float
+
+    @classmethod
+    def among(cls, world: int, num_cpus: int) -> "Waits":
+        """What was measured to be the shortest for `world` ranks on `num_cpus`.
+
+        With a CPU for each rank the others are at work and come soon. A rank that yields then loses a whole time slice,
+        4 ms, to any other process that wants its CPU, while one that sleeps is put back when it is woken. With fewer
+        CPUs spinning keeps the rank that is waited for from coming, and yielding is the quickest way to let it.
+        """
+        return cls(50e-6, 0.0) if world <= num_cpus else cls(0.0, 20e-6)
+
+
+class _Record(ctypes.Structure):
+    """The same record as RankGroup in csrc/cpu/rank_group.h."""
+
+    _fields_ = (
+        ("control", pointer),
+        ("slots", pointer),
+        ("slot_bytes", int64),
+        ("spin_ns", int64),
+        ("yield_ns", int64),
+        ("timeout_ns", int64),
+        ("rank", int32),
+        ("world", int32),
+        ("waits_for", int32),
+        ("missing", int32),
+        ("failed", int32),
+        ("unused", int32),
+    )
+
+
+class RankGroup:
+    """One rank's view of the memory that it shares with the others.
+
+    Programs keep the address of its record: it must live as long as they do.
+    """
+
+    def __init__(self, memory: int, rank: int, world: int, timeout_s: float, waits: Waits) -> None:
+        """`memory`: the descriptor of the group's memory, which may be closed once `join` has returned."""
+        most = int(function("vllm_lite_group_max_ranks", (), int32)())
+        if not (2 <= world <= most and 0 <= rank < world):
+            raise ValueError(f"a group in shared memory has 2 to {most} ranks, got rank {rank} of {world}")
+        self._memory = memory
+        self._control = mmap.mmap(memory, CONTROL_BYTES)
+        self._rows = torch.empty(0, dtype=torch.uint8)
+        times_ns = (int(1e9 * seconds) for seconds in (*waits, timeout_s))
+        self._record = _Record(_address(self._control), None, SLOT_BYTES, *times_ns, rank, world)
+        self._group = ctypes.addressof(self._record)
+        self._join = function("vllm_lite_group_join", (pointer, int64), int64)
+        self._end = function("vllm_lite_group_end", (pointer,))
+        self._all_reduce = function("vllm_lite_all_reduce", (pointer, int32, int64, pointer), int64)
+        self._all_gather = function("vllm_lite_all_gather", (pointer, int64, pointer, pointer), int64)
+        self._broadcast = function("vllm_lite_broadcast", (pointer, int32, int64, pointer), int64)
+        self._barrier = function("vllm_lite_barrier", (pointer,), int64)
+
+    def join(self, shared_bytes: int) -> int:
+        """Meet all other ranks and map the rest of the memory, with `shared_bytes` for `rows`. DIFFERS if another rank
+        has another world or other `shared_bytes`."""
+        status = int(self._join(self._group, shared_bytes))
+        if status != DONE:
+            return status
+        # All ranks are known to want the same size, so none makes the file shorter than another one has mapped it.
+        world, rank = self._record.world, self._record.rank
+        slots_bytes = world * 2 * SLOT_BYTES
+        os.ftruncate(self._memory, CONTROL_BYTES + slots_bytes + shared_bytes)
+        mapped = mmap.mmap(self._memory, CONTROL_BYTES + slots_bytes + shared_bytes)
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
+        slots = whole[CONTROL_BYTES : CONTROL_BYTES + slots_bytes]
+        slots.view(world, -1)[rank].zero_()  # who touches memory first has it on its NUMA node
+        self._record.slots = slots.data_ptr()
+        self._rows = whole[CONTROL_BYTES + slots_bytes :]
+        return DONE
+
+    def rows(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that all ranks share, `offset` bytes behind its beginning."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if offset + num_bytes > len(self._rows):
+            raise ValueError(
+                f"{list(shape)} {dtype} do not fit into the {len(self._rows)} bytes that ranks share from {offset} on"
+            )
+        return self._rows[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether x lies in memory that all ranks share."""
+        return 0 <= x.data_ptr() - self._rows.data_ptr() < len(self._rows)
+
+    def all_reduce(self, x: torch.Tensor) -> int:
+        """x, contiguous and of one of FLOATS, becomes the sum over all ranks."""
+        if x.dtype not in FLOATS or not x.is_contiguous():
+            raise ValueError(
+                f"an all-reduce takes contiguous tensors of float32, bfloat16 or float16, got {x.dtype} "
+                f"{list(x.shape)} with strides {list(x.stride())}"
+            )
+        return int(self._all_reduce(self._group, DTYPES[x.dtype], x.numel(), x.data_ptr()))
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> int:
+        """out [world, *x.shape] becomes every rank's x; both contiguous."""
+        _check_contiguous(x)
+        return int(self._all_gather(self._group, x.nbytes, x.data_ptr(), out.data_ptr()))
+
+    def broadcast(self, x: torch.Tensor, source: int) -> int:
+        """x, contiguous, becomes that of rank `source`."""
+        _check_contiguous(x)
+        if not 0 <= source < self._record.world:
+            raise ValueError(f"a broadcast comes from one of the {self._record.world} ranks, got {source}")
+        return int(self._broadcast(self._group, source, x.nbytes, x.data_ptr()))
+
+    def barrier(self) -> int:
+        """Returns when all ranks have come here; what they wrote before to memory that they share can then be read."""
+        return int(self._barrier(self._group))
+
+    def end(self) -> None:
+        """Make all ranks leave their calls at once. From any thread."""
+        self._end(self._group)
+
+    def leave(self) -> None:
+        """Make this rank's later calls fail. The memory is given back when nothing uses it any more."""
+        self._record.failed = self._record.failed or ENDED
+
+    @property
+    def waits_for(self) -> int | None:
+        """The rank that this one waits for at the moment. From any thread."""
+        return self._record.waits_for - 1 if self._record.waits_for else None
+
+    @property
+    def missing(self) -> int | None:
+        """The rank that this one was waiting for when a call failed."""
+        return self._record.missing - 1 if self._record.missing else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a rank or the engine has ended the group."""
+        return self._ended_word() != 0
+
+    @property
+    def ended_by(self) -> int | None:
+        """The rank that ended the group first; None if that was the engine, or nobody has."""
+        word = self._ended_word()
+        return word - 1 if 0 < word <= self._record.world else None
+
+    def _ended_word(self) -> int:
+        return int.from_bytes(self._control[:4], "little")  # see runtime/group_memory.py
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def _check_contiguous(x: torch.Tensor) -> None:
+    if not x.is_contiguous() or x.device.type != "cpu":
+        raise ValueError(f"ranks exchange contiguous tensors in the memory of the CPU, got strides {list(x.stride())}")
