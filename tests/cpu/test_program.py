@@ -4,6 +4,7 @@ import gc
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,31 @@ def test_views_are_not_refused() -> None:
     x = torch.ones(2, 6)
     with torch.inference_mode():
         assert len(recorded(lambda: x[:, 1:].view(2, 5, 1).transpose(0, 1)[0].t().unsqueeze(0).data_ptr())) == 0
+
+
+def test_other_threads_are_not_recorded() -> None:
+    """They may be other ranks of the model, whose steps go on, and may record programs of their own."""
+    table, ids, out, others = torch.randn(5, 8), torch.tensor([4, 0]), torch.zeros(2, 8), torch.zeros(2, 8)
+    programs: list[Program] = []
+
+    def other() -> None:
+        look_up(table, ids, others)
+        programs.append(recorded(lambda: look_up(table, ids, others)))
+
+    def run() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(scaled(20))
+        look_up(table, ids, out)
+
+    program = recorded(run)
+    assert program.names == programs[0].names == ["vllm_lite_look_up"]
+    assert torch.equal(others, table[[4, 0]])
+    assert not out.any()
+    with pytest.raises(RuntimeError, match="being recorded already"):
+        recorded(lambda: recorded(run))
+    look_up(table, ids, out)
+    assert torch.equal(out, others), "recording is over"
 
 
 def test_what_is_no_part_of_a_program() -> None:

@@ -7,8 +7,6 @@ from vllm_lite.errors import RankLostError
 from vllm_lite.kernels.cpu.collectives import DIFFERS, DONE, TAKEN, TIMED_OUT, RankGroup, Waits
 from vllm_lite.runtime.machine import num_cpus
 
-_ALIGNMENT_BYTES = 64
-
 
 class SharedMemoryCommunicator:
     """See Communicator. Calls are native and can be part of a recorded program.
@@ -29,19 +27,18 @@ class SharedMemoryCommunicator:
         """
         self.shard = shard
         self._timeout_s = timeout_s
-        # Logits lie in one half and those of the call before in the other: a rank that is ahead may write the next
-        # ones while another one still reads. It cannot be further ahead, since `gather_columns` waits for all ranks.
-        self._half_bytes = -(-shared_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        # Rows lie in one half of the memory and those of the call before in the other: a rank that is ahead may write
+        # the next ones while another one still reads. It cannot be further ahead, since `gather_columns` waits for all.
         self._half = 0
         self._group = RankGroup(memory, *shard, timeout_s, waits or Waits.among(shard.world, num_cpus()))
-        self._check(self._group.join(2 * self._half_bytes))
+        self._check(self._group.join(shared_bytes))
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self._check(self._group.all_reduce(x))
 
     def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         self._half = 1 - self._half
-        return self._group.rows(self._half * self._half_bytes, (num_rows, num_columns), dtype)
+        return self._group.rows(self._half, num_rows, num_columns, dtype)
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
         if not self._group.holds(x) or x.shape[1] != sum(widths):

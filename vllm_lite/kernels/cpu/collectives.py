@@ -22,6 +22,7 @@ makes another call; there is a rank of this number already."""
 SLOT_BYTES = 1 << 20
 """What one meeting can exchange at most; more goes in pieces. Measured on two cores: 1 MB takes half the time in one
 piece that it takes in four, perhaps because what lies in another core's own cache is slower to get at."""
+_ALIGNMENT_BYTES = 64
 
 
 class Waits(NamedTuple):
@@ -85,16 +86,18 @@ class RankGroup:
         self._barrier = function("vllm_lite_barrier", (pointer,), int64)
 
     def join(self, shared_bytes: int) -> int:
-        """Meet all other ranks and map the rest of the memory, with `shared_bytes` for `rows`. DIFFERS if another rank
-        has another world or other `shared_bytes`."""
-        status = int(self._join(self._group, shared_bytes))
+        """Meet all other ranks and map the rest of the memory, with two halves of `shared_bytes` each for `rows`.
+        DIFFERS if another rank has another world or other `shared_bytes`."""
+        half_bytes = -(-shared_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        status = int(self._join(self._group, half_bytes))
         if status != DONE:
             return status
         # All ranks are known to want the same size, so none makes the file shorter than another one has mapped it.
         world, rank = self._record.world, self._record.rank
         slots_bytes = world * 2 * SLOT_BYTES
-        os.ftruncate(self._memory, CONTROL_BYTES + slots_bytes + shared_bytes)
-        mapped = mmap.mmap(self._memory, CONTROL_BYTES + slots_bytes + shared_bytes)
+        total_bytes = CONTROL_BYTES + slots_bytes + 2 * half_bytes
+        os.ftruncate(self._memory, total_bytes)
+        mapped = mmap.mmap(self._memory, total_bytes)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
         slots = whole[CONTROL_BYTES : CONTROL_BYTES + slots_bytes]
         slots.view(world, -1)[rank].zero_()  # who touches memory first has it on its NUMA node
@@ -102,14 +105,15 @@ class RankGroup:
         self._rows = whole[CONTROL_BYTES + slots_bytes :]
         return DONE
 
-    def rows(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that all ranks share, `offset` bytes behind its beginning."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if offset + num_bytes > len(self._rows):
+    def rows(self, half: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_rows, num_columns] in half 0 or 1 of the memory that all ranks share."""
+        num_bytes, half_bytes = num_rows * num_columns * dtype.itemsize, len(self._rows) // 2
+        if num_bytes > half_bytes:
             raise ValueError(
-                f"{list(shape)} {dtype} do not fit into the {len(self._rows)} bytes that ranks share from {offset} on"
+                f"ranks share {half_bytes} bytes for rows, got [{num_rows}, {num_columns}] of {dtype}: {num_bytes}"
             )
-        return self._rows[offset : offset + num_bytes].view(dtype).view(shape)
+        start = half * half_bytes
+        return self._rows[start : start + num_bytes].view(dtype).view(num_rows, num_columns)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether x lies in memory that all ranks share."""
