@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import as_file, files
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 from vllm_lite.runtime import log
@@ -63,9 +63,11 @@ class Function:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        if _recorders and (recorder := _recorders.get(get_ident())):
-            return recorder(self, args)
-        return self._call(*args)
+        return self._record_or_call(args) if _recording else self._call(*args)
+
+    def _record_or_call(self, args: tuple[Any, ...]) -> Any:
+        recorder = _recorders.get(get_ident())
+        return self._call(*args) if recorder is None else recorder(self, args)
 
 
 @cache
@@ -81,7 +83,10 @@ def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Functio
 
 Recorder = Callable[[Function, tuple[Any, ...]], int]
 _recorders: dict[int, Recorder] = {}
-"""By thread. Empty but while something is recorded, so that a call has only that to look at."""
+"""By thread."""
+_recording = False
+"""Whether there are recorders: all that a call has to look at while there are none."""
+_recorders_change = Lock()
 
 
 @contextmanager
@@ -91,13 +96,18 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
     The calls of other threads, which may be other ranks of the model, are made as ever. RuntimeError if this thread's
     calls are being recorded already.
     """
-    # Global, as with CUDA graphs, because the callers of kernels do not know that they are recorded.
-    if _recorders.setdefault(get_ident(), recorder) is not recorder:
-        raise RuntimeError("calls of this thread are being recorded already")
+    global _recording  # the callers of kernels do not know that they are recorded, as with CUDA graphs
+    with _recorders_change:
+        if get_ident() in _recorders:
+            raise RuntimeError("calls of this thread are being recorded already")
+        _recorders[get_ident()] = recorder
+        _recording = True
     try:
         yield
     finally:
-        del _recorders[get_ident()]
+        with _recorders_change:
+            del _recorders[get_ident()]
+            _recording = bool(_recorders)
 
 
 def isa() -> str:

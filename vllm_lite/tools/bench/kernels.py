@@ -1,7 +1,7 @@
 """`vllm-lite bench kernels`: the native CPU kernels, held against the machine's memory and against torch.
 
 `rows` are what memory bounds: `gb_s` against `limit`, the speed at which as many threads read it, and `share` of it.
-`against_torch` is the rest, held against the same work in plain torch alone.
+`against_torch` is the rest, held against the same work in plain torch alone, or by torch's gloo.
 """
 
 import subprocess
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear
+from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear, kernels_ranks
 from vllm_lite.tools.bench.kernels_timing import Row
 
-PARTS = ("attention", "linear", "fused")
+PARTS = ("attention", "linear", "fused", "ranks")
 
 
 def run(
@@ -48,8 +48,10 @@ def _measure(part: str, num_threads: int) -> Iterator[Row]:
     elif part == "linear":
         for dtype in (torch.bfloat16, torch.float32):
             yield from kernels_linear.measure(num_threads, dtype)
-    else:
+    elif part == "fused":
         yield from kernels_fused.measure()
+    else:
+        yield from kernels_ranks.measure(num_threads)
 
 
 def table(figures: dict[str, Any]) -> str:
