@@ -61,8 +61,14 @@ def connect(memory: int, world: int, timeout_s: float | None = None, waits: Wait
 
 
 def play_in_threads(ranks: Ranks, calls: list[Call], seed: int) -> None:
-    digests = in_threads(len(ranks), lambda rank: play(ranks[rank], calls, seed))
-    assert len(set(digests)) == 1
+    def run(rank: int) -> str:
+        try:
+            return play(ranks[rank], calls, seed)
+        except BaseException:
+            ranks[rank].abort()
+            raise
+
+    assert len(set(in_threads(len(ranks), run))) == 1
 
 
 # ---- results
@@ -360,6 +366,19 @@ def test_a_wait_has_a_deadline(phase: str, memory: int) -> None:
         with pytest.raises(RankLostError, match=r"rank 1 did not come within .* s, rank 0 waited for it"):
             ranks[0].barrier()
     assert ranks[0].lost_rank() == 1
+
+
+def test_a_rank_that_comes_too_late(memory: int) -> None:
+    """It finds that the other one has come, and gone."""
+    ranks = connect(memory, 2)
+    ranks[0]._group._record.timeout_ns = 20_000_000
+    with pytest.raises(RankLostError, match="rank 1 did not come"):
+        ranks[0].barrier()
+    ranks[1].barrier()
+    with waiting(ranks[1], ranks[1].barrier):
+        with pytest.raises(RankLostError, match="rank 1 did not come"):
+            ranks[0].barrier()
+        ranks[0].abort()
 
 
 def test_ranks_that_do_not_come(memory: int) -> None:
