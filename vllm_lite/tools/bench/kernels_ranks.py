@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed
+from torch._C._distributed_c10d import FileStore
 
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
@@ -63,7 +64,7 @@ def main() -> None:
     cpu.set_num_threads(num_threads)
     ours = SharedMemoryCommunicator(Shard(rank, WORLD), memory, shared_bytes=0, timeout_s=LIMIT_S)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.FileStore(str(Path(sys.argv[4]) / "store"), WORLD)
+    store = FileStore(str(Path(sys.argv[4]) / "store"), WORLD)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     rows = [_row(num_kb, ours) for num_kb in NUM_KB]
     if rank == 0:
