@@ -68,7 +68,7 @@ class Recorded:
         config = EngineConfig.check(values | {"record": None if trace is None else str(trace)})
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         groups = tuple(KVGroupInfo("full" if window is None else "sliding", 1, window) for window in windows)
-        ready = Ready(0, num_blocks, 64, groups, 1000, VOCAB, EOS)
+        ready = Ready(0, 1, num_blocks, 64, groups, 1000, VOCAB, EOS)
         max_num_seqs = config.max_num_seqs
         self.worker = SimulatedWorker(num_blocks, config.block_size, max_num_seqs, VOCAB, windows, num_host_blocks)
         self.clock = VirtualClock(1000.0)

@@ -42,7 +42,7 @@ EOS = 7
 def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
     config = EngineConfig.check({"block_size": 4, **settings})
     config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
-    ready = Ready(0, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
+    ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
     return EngineCore(config, ready, worker, Sizes(num_blocks), generation=3)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         config = EngineConfig.check({"block_size": 4, **settings})
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
-        ready = Ready(0, 200, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
+        ready = Ready(0, 1, 200, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
         self.worker = SimulatedWorker(200, 4, vocab_size=VOCAB)
         self.core = EngineCore(config, ready, self, Sizes(200), generation=3, clock=self.clock)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ class Bench:
     def __init__(self, num_blocks: int = 50, num_host_blocks: int = 0, **settings: Any) -> None:
         settings = {"block_size": 4, "async_scheduling": False, "device": "cpu", **settings}
         config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
-        ready = Ready(0, num_blocks, 64, (KVGroupInfo("full", 1),), 100, VOCAB, (7,))
+        ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 100, VOCAB, (7,))
         self.worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB, num_host_blocks=num_host_blocks)
         self.now_s = 0.0
         sizes = Sizes(num_blocks, num_host_blocks)

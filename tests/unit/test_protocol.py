@@ -112,10 +112,10 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.worker_to_engine, step.ModelOutput(7, 8, pack_tokens([1]), None, [LOGPROBS], [(3, "nan")])),
     (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)], drafted=(1, 4))),
     (codec.worker_to_engine, step.StepOutputs([step.ModelOutput(7, 8, b""), step.ModelOutput(7, 9, pack_tokens([1]))])),
-    (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 42)),
-    (codec.worker_to_engine, control.Ready(0, 9, 64, (control.KVGroupInfo("full", 2),), 128, 100, (2,))),
-    (codec.worker_to_engine, control.WorkerHeartbeat(0, 5)),
-    (codec.worker_to_engine, control.Failed(0, "ModelError", "bad", True)),
+    (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 1, 42)),
+    (codec.worker_to_engine, control.Ready(0, 1, 9, 64, (control.KVGroupInfo("full", 2),), 128, 100, (2,))),
+    (codec.worker_to_engine, control.WorkerHeartbeat(0, 1, 5, True)),
+    (codec.worker_to_engine, control.Failed(0, 1, "ModelError", "bad", True, 3)),
 ]
 
 

@@ -28,7 +28,7 @@ class Bench:
     def __init__(self, num_blocks: int, **settings: object) -> None:
         config = EngineConfig.check({"device": "cpu", "max_num_batched_tokens": CHUNK, **settings})
         config = config.resolve(max_position_embeddings=8192, dtype="float32", model_path="m")
-        ready = Ready(0, num_blocks, 1, (KVGroupInfo("full", 1),), 8192, 32_000, ())
+        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 8192, 32_000, ())
         self.clock = VirtualClock(100.0)
         self.executor = SimulatedExecutor(ready, self.clock, COST)
         self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks, 2000, 40_000), 1, self.clock)

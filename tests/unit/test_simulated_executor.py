@@ -17,7 +17,7 @@ from vllm_lite.protocol.step import Continue, Fork, NewRequest, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.tools.bench.simulated import Simulation, run, short_requests
 
-READY = Ready(0, 40, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, EOS)
+READY = Ready(0, 1, 40, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, EOS)
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 
 

@@ -133,3 +133,23 @@ def test_a_thread_can_stand_in_for_the_process(tmp_path: Path) -> None:
     assert int(wait_for(tmp_path / "m")) == os.getpid()
     child.stop(DEADLINE_S)
     assert exits.wait() == "exit status 7"
+
+
+class MeetingChild(supervise.Child):
+    """Its stop() returns when those of all others have been called."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        super().__init__("child", lambda _reason: None)
+        self.meeting = meeting
+
+    def stop(self, grace_s: float) -> None:
+        self.meeting.wait(grace_s)
+        self._reason = "stopped"
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_children_are_stopped_side_by_side(count: int) -> None:
+    meeting = threading.Barrier(count or 1)
+    children = [MeetingChild(meeting) for _ in range(count)]
+    supervise.stop_all(children, DEADLINE_S)
+    assert [child.exited() for child in children] == ["stopped"] * count

@@ -17,4 +17,5 @@ def select(settings: EngineSettings, generation: int) -> Executor:
     """
     own_process = not settings.config.single_process
     address = f"ipc://{settings.run_dir}/workers" if own_process else settings.address + "-workers"
-    return MultiprocExecutor(settings.config, address, generation, settings.worker_module)
+    folder = f"{settings.run_dir}/group-{generation}"
+    return MultiprocExecutor(settings.config, address, generation, settings.worker_module, group_folder=folder)

@@ -2,6 +2,8 @@
 
 worker: WorkerHello -> engine: (refuses another version or model by closing) -> worker: Ready -> engine: Start ->
 worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
+
+Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
 """
 
 from vllm_lite.protocol import Message
@@ -11,6 +13,7 @@ class WorkerHello(Message, tag=30):
     version: int
     model: str
     rank: int
+    generation: int
     pid: int
 
 
@@ -26,6 +29,7 @@ class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included)."""
 
     rank: int
+    generation: int
     num_blocks: int
     block_bytes: int
     groups: tuple[KVGroupInfo, ...]
@@ -49,23 +53,34 @@ class Started(Message, tag=33):
     """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool."""
 
     rank: int
+    generation: int
     swap_blocks_per_s: float = 0.0
 
 
 class WorkerHeartbeat(Message, tag=34):
-    """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still."""
+    """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still.
+
+    `waiting`: at this moment it waits for another rank, or for the engine's next message.
+    """
 
     rank: int
+    generation: int
     progress: int
+    waiting: bool
 
 
 class Failed(Message, tag=35):
-    """The worker cannot go on. `kind` is the error's class; `bad_input`: the user's model or config is at fault."""
+    """The worker cannot go on. `kind` is the error's class; `bad_input`: the user's model or config is at fault.
+
+    `waited_for`: nothing is wrong with this rank, it left a wait because that other one had ended.
+    """
 
     rank: int
+    generation: int
     kind: str
     message: str
     bad_input: bool
+    waited_for: int | None = None
 
 
 class Shutdown(Message, tag=36):

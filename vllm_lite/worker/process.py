@@ -1,9 +1,9 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
-Hello -> load -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput -> (Shutdown). Any error is
-sent to the engine as Failed, and ends the process with status 1. `main` also runs as a thread of a client
-(--single-process), so nothing here touches signals, the log's handlers or the process's end. torch is imported
-late, so that the heartbeat runs meanwhile.
+Hello -> load -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0 -> (Shutdown). Any
+error is sent to the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1.
+`main` also runs as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the
+process's end. torch is imported late, so that the heartbeat runs meanwhile.
 """
 
 import gc
@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_lite.config import WorkerSettings
-from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError
+from vllm_lite.errors import ConfigError, EngineError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Failed, Shutdown, Start, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
+from vllm_lite.worker.membership import Membership
 
 if TYPE_CHECKING:
     from vllm_lite.worker.worker import Worker
@@ -38,20 +39,25 @@ logger = log.get(__name__)
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     """Serve the engine at `settings.address` until it says Shutdown, or `stop` is set. Returns the exit status."""
+    member = Membership(settings)
     try:
         connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
     except (ConfigError, EngineError) as error:
         logger.error("%s", error)
+        member.abort()
+        member.close()
         return 1
     try:
-        WorkerLoop(settings, connection, stop).run()
+        WorkerLoop(settings, connection, stop, member).run()
     except Exception as error:
-        logger.error("%s: %s", type(error).__name__, error)
+        failed = member.failed(error)
+        logger.error("%s: %s", failed.kind, failed.message)
         logger.debug("where it happened", exc_info=True)
-        bad_input = isinstance(error, ModelError | ConfigError)
-        connection.send(worker_to_engine.encode(Failed(settings.rank, type(error).__name__, str(error), bad_input)))
+        connection.send(worker_to_engine.encode(failed))
+        member.abort()  # after the message, so that it precedes those of the ranks that this one leaves
         return 1
     finally:
+        member.close()
         connection.close()
     return 0
 
@@ -64,6 +70,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_idle = False
+        """It waits for the engine's next message."""
 
     def advance(self) -> None:
         self.count += 1
@@ -72,21 +80,24 @@ class Progress:
 class WorkerLoop:
     """Answers the messages of one engine, from the hello to the shutdown."""
 
-    def __init__(self, settings: WorkerSettings, connection: Connection, stop: Wakeup) -> None:
+    def __init__(self, settings: WorkerSettings, connection: Connection, stop: Wakeup, member: Membership) -> None:
         self.settings = settings
         self.connection = connection
         self.stop = stop
+        self.member = member
+        self.progress = Progress()
         self.poller = poller(connection, stop)
 
     def run(self) -> None:
         settings = self.settings
-        self.send(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, os.getpid()))
-        progress = Progress()
-        with _Heartbeat(settings, progress):
+        config, rank, generation = settings.config, settings.rank, settings.generation
+        self.send(WorkerHello(PROTOCOL_VERSION, config.model, rank, generation, os.getpid()))
+        with _Heartbeat(settings, self.progress, self.member):
             kind = _import_worker()
             log.moment("worker", "imports torch")
-            worker = kind(settings.config, settings.rank, progress)
-            self.send(worker.load())
+            worker = kind(config, rank, self.progress, generation=generation)
+            communicator = self.member.connect(worker.device.torch, worker.max_logits_bytes())
+            self.send(worker.load(communicator))
             log.moment("worker", "loads the weights")
             message = self.receive(settings.config.ready_timeout_s)
             if message is None:
@@ -98,7 +109,9 @@ class WorkerLoop:
             self.send(started)
             log.moment("worker", "KV cache, first step")
             while (message := self.receive()) is not None:
-                self.send(_execute(worker, message))
+                answer = _execute(worker, message)
+                if rank == 0:
+                    self.send(answer)
 
     def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
         """The engine's next message; None after Shutdown, or if `stop` is set. Raises EngineError after `timeout_s`."""
@@ -113,7 +126,9 @@ class WorkerLoop:
                 raise EngineError("the engine has gone")
             if left_s <= 0:
                 raise EngineError(f"the engine said nothing for {timeout_s:g} s")
+            self.progress.is_idle = True
             self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))
+        self.progress.is_idle = False
         message = engine_to_worker.decode(payload)
         return None if isinstance(message, Shutdown) else message
 
@@ -133,9 +148,10 @@ def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
 class _Heartbeat:
     """A thread that reports the progress over a connection of its own, also while the worker computes."""
 
-    def __init__(self, settings: WorkerSettings, progress: Progress) -> None:
+    def __init__(self, settings: WorkerSettings, progress: Progress, member: Membership) -> None:
         self.settings = settings
         self.progress = progress
+        self.member = member
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._beat, name=f"worker {settings.rank} heartbeat", daemon=True)
 
@@ -151,7 +167,9 @@ class _Heartbeat:
         connection = connect(self.settings.address, f"worker-{rank}-heartbeat".encode(), self.settings.keys or False)
         try:
             while True:
-                connection.send(worker_to_engine.encode(WorkerHeartbeat(rank, self.progress.count)))
+                waiting = self.progress.is_idle or self.member.is_waiting()
+                message = WorkerHeartbeat(rank, self.settings.generation, self.progress.count, waiting)
+                connection.send(worker_to_engine.encode(message))
                 if self.done.wait(HEARTBEAT_EVERY_S):
                     return
         finally:

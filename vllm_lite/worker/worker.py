@@ -12,6 +12,7 @@ from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
+from vllm_lite.parallel.communicator import Communicator, SingleRank
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
@@ -33,9 +34,13 @@ logger = log.get(__name__)
 class Worker:
     """`load`, then `start`, then `execute` step after step."""
 
-    def __init__(self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None, generation: int = 0
+    ) -> None:
+        """`device`: another one than the configuration's. `generation`: the life of the worker group, for Ready."""
         self.config = config
         self.rank = rank
+        self.generation = generation
         self.progress = progress
         self.spec = ModelSpec.load(config.model)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -44,10 +49,17 @@ class Worker:
         self.limits = _limits(config, self.spec)
         self.block_bytes = self.spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
         self.graph_sizes: tuple[int, ...] = ()
-        self._generation: int | None = None
 
-    def load(self) -> Ready:
-        """Load the weights and report what would fit beside them. Raises ModelError or ConfigError."""
+    def max_logits_bytes(self) -> int:
+        """The most that a step's logits take, over the whole vocabulary."""
+        return 4 * self.limits.max_num_tokens * self.spec.vocab_size
+
+    def load(self, communicator: Communicator | None = None) -> Ready:
+        """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
+
+        `communicator`: the connection to the ranks that share the model; None if this one has it to itself.
+        """
+        self.communicator = communicator or SingleRank(self.device.torch)
         on_cpu = self.device.torch.type == "cpu"
         num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if on_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
@@ -74,6 +86,7 @@ class Worker:
         warn_if_short(num_blocks, self.block_bytes, self.spec.kv_groups, self.config)
         return Ready(
             rank=self.rank,
+            generation=self.generation,
             num_blocks=num_blocks,
             block_bytes=self.block_bytes,
             groups=tuple(KVGroupInfo(group.kind, len(group.layers), group.window) for group in self.spec.kv_groups),
@@ -145,8 +158,8 @@ class Worker:
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes)
-        self._generation = start.generation
-        return Started(self.rank, swap_blocks_per_s)
+        self.generation = start.generation
+        return Started(self.rank, start.generation, swap_blocks_per_s)
 
     def _allocate(self, start: Start) -> CacheEngine:
         """Raises ConfigError, with the flags, if the memory is not there."""
@@ -163,8 +176,8 @@ class Worker:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Run one step. Raises ProtocolError for a step of another generation, or one that cannot be run."""
-        if step.generation != self._generation:
-            other = f"generation {step.generation}, this worker's is {self._generation}"
+        if step.generation != self.generation:
+            other = f"generation {step.generation}, this worker's is {self.generation}"
             raise ProtocolError(f"step {step.step} is of {other}")
         output = self.runner.execute(step)
         self.progress.advance()
@@ -184,10 +197,10 @@ class Worker:
         config, limits, capture = self.config, self.limits, self.device.capture
         if capture is None:
             return ()
-        if not self.backend.graph_safe:
-            backend = type(self.backend).__name__
-            logger.warning("decode steps run without graphs: the attention backend %s is not graph-safe", backend)
-            return ()
+        for part in (self.backend, self.communicator):
+            if not part.graph_safe:
+                logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
+                return ()
         max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
         return bucket_sizes(max_rows, sizes, largest, every=capture.on_demand)

@@ -28,7 +28,7 @@ class Simulation:
         config = EngineConfig.check(values).resolve(
             max_position_embeddings=4096, dtype="float32", model_path="simulated"
         )
-        ready = Ready(0, num_blocks, 1, (KVGroupInfo("full", 1),), 4096, VOCAB_SIZE, ())
+        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 4096, VOCAB_SIZE, ())
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(ready, self.clock, cost)
         self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks), 1, self.clock)

@@ -18,12 +18,13 @@ VOCAB_SIZE = 1000
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     """Serve like a real worker. Every scheduled sequence is assumed to need a sample."""
-    connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
+    rank, generation = settings.rank, settings.generation
+    connection = connect(settings.address, f"worker-{rank}".encode(), settings.keys or False)
     watched = poller(connection, stop)
     send = connection.send
-    send(worker_to_engine.encode(WorkerHello(PROTOCOL_VERSION, settings.config.model, settings.rank, 0)))
+    send(worker_to_engine.encode(WorkerHello(PROTOCOL_VERSION, settings.config.model, rank, generation, 0)))
     groups = (KVGroupInfo("full", 1),)
-    send(worker_to_engine.encode(Ready(settings.rank, 4096, 1, groups, 4096, VOCAB_SIZE, ())))
+    send(worker_to_engine.encode(Ready(rank, generation, 4096, 1, groups, 4096, VOCAB_SIZE, ())))
     while not stop.is_set():
         spin_until = perf_counter() + SPIN_S
         while (payload := connection.recv()) is None:
@@ -37,8 +38,10 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         if isinstance(message, Shutdown):
             break
         if isinstance(message, Start):
-            send(worker_to_engine.encode(Started(settings.rank)))
+            send(worker_to_engine.encode(Started(rank, generation)))
             continue
+        if rank:
+            continue  # only rank 0 answers
         if isinstance(message, Steps):
             send(worker_to_engine.encode(StepOutputs([_answer(step) for step in message.steps])))
         else:
