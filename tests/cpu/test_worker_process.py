@@ -134,9 +134,12 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
     hello = engine.receive(WorkerHello)
     assert (hello.version, hello.model, hello.rank) == (PROTOCOL_VERSION, settings.config.model, 0)
     assert hello.pid == os.getpid()
-    assert engine.receive(Ready).num_blocks == 20
+    ready = engine.receive(Ready)
+    assert (ready.generation, ready.num_blocks) == (GENERATION, 20)
     engine.send(Start(GENERATION, 20, 6))
-    assert engine.receive(Started).swap_blocks_per_s > 100
+    started = engine.receive(Started)
+    assert started.generation == GENERATION
+    assert started.swap_blocks_per_s > 100
 
     engine.send(prompt_step(1))
     first = engine.receive(ModelOutput)
@@ -155,7 +158,7 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
 def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.start_up()
-    engine.next(lambda message: isinstance(message, WorkerHeartbeat))
+    engine.next(lambda message: isinstance(message, WorkerHeartbeat) and message.waiting)  # for the engine
     before = engine.heartbeats[-1].progress
     engine.send(prompt_step(1))
     engine.receive(ModelOutput)
@@ -182,7 +185,8 @@ def test_a_bad_model_is_the_users_fault(engine: Engine, tmp_path: Path) -> None:
     worker = WorkerThread(settings_for(tmp_path, engine.listener.address))
     engine.receive(WorkerHello)
     failed = engine.receive(Failed)
-    assert (failed.rank, failed.kind, failed.bad_input) == (0, "ModelError", True)
+    assert (failed.rank, failed.generation) == (0, GENERATION)
+    assert (failed.kind, failed.bad_input, failed.waited_for) == ("ModelError", True, None)
     assert "config.json" in failed.message
     assert worker.join() == 1
 

@@ -7,6 +7,7 @@ import torch
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
@@ -47,7 +48,9 @@ class Worker:
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
-        self.block_bytes = self.spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
+        self.own_spec = self.spec.per_rank(Shard(rank, config.tensor_parallel_size))
+        """The model with the heads that this rank holds, for attention and the KV cache."""
+        self.block_bytes = self.own_spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
         self.graph_sizes: tuple[int, ...] = ()
 
     def max_logits_bytes(self) -> int:
@@ -99,7 +102,8 @@ class Worker:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits = self.device.memory, self.limits
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens)
-        self.model = build(self.spec, self.dtype, self.device.torch, sizes, self.config.quantization)
+        parts = (self.config.quantization, self.communicator)
+        self.model = build(self.spec, self.dtype, self.device.torch, sizes, *parts)
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,
@@ -141,7 +145,7 @@ class Worker:
     def _run_largest_step(self) -> None:
         """All slots are padding and all tables name the null block, the only one there is yet."""
         device = self.device.torch
-        cache = CacheEngine(self.spec, self.config.block_size, 1, 0, self.kv_dtype, device)
+        cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
         forward = EagerForward(self.model, cache.layer_views(), self.backend, device, self.progress.advance)
         warm_up_step(forward, Sampler(self.spec.vocab_size, device), self.limits, self.limits.max_num_tokens)
 
@@ -165,7 +169,7 @@ class Worker:
         """Raises ConfigError, with the flags, if the memory is not there."""
         sizes, device = (start.num_blocks, start.num_host_blocks), self.device.torch
         try:
-            return CacheEngine(self.spec, self.config.block_size, *sizes, self.kv_dtype, device)
+            return CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
         except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
             pool, swap = (self.block_bytes * count / GIB for count in sizes)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -185,7 +189,7 @@ class Worker:
 
     def _attention_shape(self) -> AttentionShape:
         return AttentionShape(
-            groups=tuple(group.attention for group in self.spec.kv_groups),
+            groups=tuple(group.attention for group in self.own_spec.kv_groups),
             block_size=self.config.block_size,
             dtype=self.dtype,
             device=self.device.torch,

@@ -1,0 +1,77 @@
+"""A worker process of which one rank fails as a test wants: FAILURE="RANK WHEN HOW", for example "1 step raise".
+
+WHEN is "start", before it meets the others, or "step", inside the third message of steps. Without FAILURE it is a worker
+like any other.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_lite.config import WorkerSettings
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.worker import process
+
+STEPS_BEFORE = 2
+
+
+def fail_by_raising() -> None:
+    raise ValueError("injected")
+
+
+def spin() -> None:
+    """In Python: other threads still get to run, the heartbeat's too."""
+    while True:
+        pass
+
+
+def hold() -> None:
+    """In native code that keeps the interpreter's lock: no other thread runs any more."""
+    ctypes.PyDLL(None).pause()
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "raise": fail_by_raising,
+    "exit": lambda: sys.exit(0),
+    "spin": spin,
+    "hold": hold,
+}
+
+
+def fail_in_a_step(fail: Callable[[], None]) -> None:
+    """In the middle of a step if its layers are run one by one, otherwise at its end."""
+    execute, advance, num_messages = process._execute, process.Progress.advance, 0
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal num_messages
+        num_messages += 1
+        return execute(*arguments)
+
+    def failing(progress: process.Progress) -> None:
+        if num_messages > STEPS_BEFORE:
+            fail()
+        advance(progress)
+
+    process._execute = counting
+    process.Progress.advance = failing  # type: ignore[method-assign]
+
+
+def fail_at_the_start(fail: Callable[[], None]) -> None:
+    def failing() -> Any:
+        fail()
+
+    process._import_worker = failing
+
+
+def main(settings: WorkerSettings, stop: Wakeup) -> int:
+    rank, when, how = os.environ.get("FAILURE", "-1 step raise").split()
+    if settings.rank == int(rank):
+        (fail_in_a_step if when == "step" else fail_at_the_start)(WAYS[how])
+    return process.process_main(settings, stop)
+
+
+if __name__ == "__main__":
+    run_child(main, WorkerSettings)
