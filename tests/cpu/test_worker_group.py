@@ -146,7 +146,7 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
         return load(worker, communicator)
 
     monkeypatch.setattr(Worker, "load", failing)
-    with pytest.raises(ModelError, match="^a tensor is damaged$"):
+    with pytest.raises(ModelError, match="a tensor is damaged"):
         make_group().start()
     assert_no_worker_left()
 

@@ -1,7 +1,7 @@
 """A worker process of which one rank fails as a test wants: FAILURE="RANK WHEN HOW", for example "1 step raise".
 
-WHEN is "start", before it meets the others, or "step", inside the third message of steps. Without FAILURE it is a worker
-like any other.
+WHEN is "start", before it meets the others, or "step", inside the third message of steps. Without FAILURE it serves
+like any other worker.
 """
 
 import ctypes
@@ -50,12 +50,12 @@ def fail_in_a_step(fail: Callable[[], None]) -> None:
         num_messages += 1
         return execute(*arguments)
 
-    def failing(progress: process.Progress) -> None:
+    def failing(self: process.Progress) -> None:
         if num_messages > STEPS_BEFORE:
             fail()
-        advance(progress)
+        advance(self)
 
-    process._execute = counting
+    process._execute = counting  # type: ignore[assignment]
     process.Progress.advance = failing  # type: ignore[method-assign]
 
 

@@ -15,6 +15,8 @@ LONGEST_S = 60.0
 def main(settings: Settings, stop: Wakeup) -> int:
     if settings.mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if settings.mode == "default":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(settings.marker).write_text(f"{os.getpid()}\n")
     if settings.mode == "raise":
         raise RuntimeError("asked to")

@@ -1,9 +1,9 @@
 """What a worker says when it fails: whether it began, or was left alone by another rank. Without torch."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -51,11 +51,12 @@ def member(memory: int) -> Iterator[Membership]:
     made.close()
 
 
-def connect(member: Membership, communicator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    select = SimpleNamespace(connect=lambda *_: communicator)
-    monkeypatch.setitem(__import__("sys").modules, "vllm_lite.parallel.select", select)
+def connect(member: Membership, meet: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meet` makes the communicator."""
+    select = SimpleNamespace(connect=lambda *_: meet())
+    monkeypatch.setitem(sys.modules, "vllm_lite.parallel.select", select)
     monkeypatch.setattr("vllm_lite.parallel.select", select, raising=False)
-    assert member.connect(None, 0) is communicator  # type: ignore[arg-type]
+    member.connect(None, 0)  # type: ignore[arg-type]
 
 
 def test_an_error_of_its_own_is_reported_as_it_is(member: Membership) -> None:
@@ -86,7 +87,7 @@ def test_after_the_engine_has_ended_the_group_it_is_not_the_cause(member: Member
 def test_the_communicator_may_know_of_a_loss_that_the_memory_does_not_show(
     member: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect(member, FakeCommunicator(lost=3), monkeypatch)
+    connect(member, lambda: FakeCommunicator(lost=3), monkeypatch)
     assert member.failed(OSError("connection reset")).waited_for == 3
 
 
@@ -105,7 +106,7 @@ def test_the_first_rank_to_end_the_group_stays_in_the_memory(member: Membership,
 def test_it_waits_when_its_communicator_does(member: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = FakeCommunicator()
     assert not member.is_waiting()
-    connect(member, communicator, monkeypatch)
+    connect(member, lambda: communicator, monkeypatch)
     assert not member.is_waiting()
     communicator.waits = True
     assert member.is_waiting()
@@ -119,10 +120,7 @@ def test_it_waits_while_it_meets_the_others(member: Membership, monkeypatch: pyt
             super().__init__()
             seen.append(member.is_waiting())
 
-    select = SimpleNamespace(connect=lambda *_: Meeting())
-    monkeypatch.setitem(__import__("sys").modules, "vllm_lite.parallel.select", select)
-    monkeypatch.setattr("vllm_lite.parallel.select", select, raising=False)
-    member.connect(None, 0)  # type: ignore[arg-type]
+    connect(member, Meeting, monkeypatch)
     assert (seen, member.is_waiting()) == ([True], False)
 
 
@@ -132,7 +130,7 @@ def test_closing_leaves_the_group_and_keeps_the_engines_descriptor(
     own = os.dup(memory)
     member = Membership(WorkerSettings(CONFIG, "ipc:///nowhere", RANK, GENERATION, None, WorkerGroup(own, "/nowhere")))
     communicator = FakeCommunicator()
-    connect(member, communicator, monkeypatch)
+    connect(member, lambda: communicator, monkeypatch)
     member.abort()
     member.close()
     member.close()

@@ -135,6 +135,14 @@ def test_a_thread_can_stand_in_for_the_process(tmp_path: Path) -> None:
     assert exits.wait() == "exit status 7"
 
 
+def test_a_stopped_child_is_ended_without_being_killed(tmp_path: Path) -> None:
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "default"), "child", exits)
+    os.kill(int(wait_for(tmp_path / "m")), signal.SIGSTOP)
+    child.stop(DEADLINE_S)
+    assert exits.wait() == "killed by SIGTERM"
+
+
 class MeetingChild(supervise.Child):
     """Its stop() returns when those of all others have been called."""
 

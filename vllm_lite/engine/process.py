@@ -12,7 +12,7 @@ from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ProtocolError, RequestError, VllmLiteError
+from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION, api
@@ -129,7 +129,7 @@ class EngineProcess:
                 self._serve_once(core, executor)
                 if events is not None:
                     events.serve(time.time())
-        except (EngineDeadError, ProtocolError) as error:
+        except (EngineError, ModelError, ProtocolError) as error:  # the two first are what workers end with
             logger.error("%s", error)
             self._port.say_dying(str(error))  # the end of every request
             return 1

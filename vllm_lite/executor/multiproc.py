@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig, WorkerSettings
 from vllm_lite.errors import EngineError, ProtocolError
 from vllm_lite.executor.health import Failure, RankHealth, first_failure, slowest
-from vllm_lite.executor.rendezvous import Rendezvous
+from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
@@ -77,7 +77,7 @@ class MultiprocExecutor:
         self._worker_keys = tcp and tcp.worker_keys
         self._workers = [WorkerState(rank) for rank in range(config.tensor_parallel_size)]
         self._ranks = [worker.health for worker in self._workers]
-        self._rendezvous = Rendezvous(config.tensor_parallel_size, group_folder)
+        self._meeting_place = MeetingPlace(config.tensor_parallel_size, group_folder)
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
         self._malformed = 0
@@ -96,14 +96,14 @@ class MultiprocExecutor:
 
     def _spawn(self, rank: int) -> supervise.Child:
         in_thread = self._config.single_process
-        group = self._rendezvous.invite(in_thread=in_thread)
+        group = self._meeting_place.invite(in_thread=in_thread)
         return supervise.spawn(
             self._worker_module,
             WorkerSettings(self._config, self._worker_address, rank, self._generation, self._worker_keys, group),
             f"worker {rank}",
             lambda _reason: self._exits.set(),
             in_thread=in_thread,
-            fds=self._rendezvous.fds,
+            fds=self._meeting_place.fds,
         )
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
@@ -209,7 +209,7 @@ class MultiprocExecutor:
         failure = self._judge()
         if failure is None:
             return
-        self._rendezvous.end()
+        self._meeting_place.end()
         deadline_s = time.monotonic() + LATE_MESSAGE_S
         while not failure.is_certain and (left_s := deadline_s - time.monotonic()) > 0:
             self._exits.clear()
@@ -227,20 +227,20 @@ class MultiprocExecutor:
         limit_s, has_work = self._config.heartbeat_timeout_s, self._num_in_flight > 0
         if all(rank.is_well(now_s, limit_s) for rank in self._ranks):
             return None
-        aborted = self._rendezvous.first_to_abort()
+        aborted = self._meeting_place.first_to_abort()
         return first_failure(self._ranks, now_s, limit_s, has_work=has_work, first_to_abort=aborted)
 
     # ---- end
 
     def close(self) -> None:
-        self._rendezvous.end()
+        self._meeting_place.end()
         payload = engine_to_worker.encode(Shutdown())
         for worker in self._workers:
             self._listener.send(worker.peer, payload)
         supervise.stop_all([worker.child for worker in self._workers if worker.child is not None], STOP_GRACE_S)
         self._listener.close()
         self._exits.close()
-        self._rendezvous.close()
+        self._meeting_place.close()
 
 
 def _agreed(answers: list[Ready]) -> Ready:

@@ -113,6 +113,7 @@ class ChildProcess(Child):
                 return
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+                os.kill(self.pid, signal.SIGCONT)  # one that was stopped gets SIGTERM no sooner
             self._ended.wait(patience_s)
 
 

@@ -10,7 +10,7 @@ from vllm_lite.runtime.group_memory import create_group_memory, end_group, ended
 from vllm_lite.runtime.supervise import remove_dir
 
 
-class Rendezvous:
+class MeetingPlace:
     """The engine's end of a group's memory, which it holds open until close()."""
 
     def __init__(self, world: int, folder: str) -> None:
