@@ -103,7 +103,9 @@ def prompt() -> NewRequest:
     return NewRequest(0, pack_tokens(PROMPT), len(PROMPT), GREEDY, 0, 0, len(PROMPT), [[1]])
 
 
-def test_ranks_serve_together_and_one_answers(make_group: Callable[..., Group]) -> None:
+def test_ranks_serve_together_and_one_answers(
+    make_group: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
     group = make_group()
     group.start()
     assert len(group.step(1, prompt()).tokens) == 4
@@ -111,6 +113,7 @@ def test_ranks_serve_together_and_one_answers(make_group: Callable[..., Group]) 
         output = group.step(number, Continue(0, 1, []))
         assert (output.step, len(output.tokens)) == (number, 4)
     assert group.executor.poll() is None
+    assert "dropped" not in caplog.text, "the other one answered too"
 
 
 @pytest.mark.parametrize("culprit", range(WORLD))

@@ -31,6 +31,7 @@ from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 from vllm_lite.worker import process
+from vllm_lite.worker.membership import Membership
 
 DEADLINE_S = scaled(60.0)
 """Of every wait; nothing here takes a tenth of it on an idle machine."""
@@ -165,6 +166,37 @@ def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) ->
     engine.next(lambda message: isinstance(message, WorkerHeartbeat) and message.progress > before)
     engine.send(Shutdown())
     assert worker.join() == 0
+
+
+def test_hearts_say_whether_it_waits_for_another_rank(
+    engine: Engine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, import_worker = threading.Event(), process._import_worker
+
+    def importing() -> object:
+        assert let_go.wait(DEADLINE_S)
+        return import_worker()
+
+    monkeypatch.setattr(process, "_import_worker", importing)
+    worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
+    engine.receive(WorkerHello)
+    for waits in (True, False):
+        monkeypatch.setattr(Membership, "is_waiting", lambda _, waits=waits: waits)
+        engine.next(lambda message, waits=waits: isinstance(message, WorkerHeartbeat) and message.waiting is waits)
+    let_go.set()
+    engine.receive(Ready)
+    engine.send(Shutdown())
+    assert worker.join() == 0
+
+
+def test_the_reason_is_on_its_way_before_the_others_are_let_go(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise those that it leaves would often be heard first."""
+    monkeypatch.setattr(Membership, "abort", lambda _: engine.receive(Failed))
+    worker = WorkerThread(settings_for(tmp_path, engine.listener.address))
+    engine.receive(WorkerHello)
+    assert worker.join() == 1
 
 
 def test_it_ends_when_told_to_stop(engine: Engine, tiny_checkpoint: Path) -> None:

@@ -153,6 +153,12 @@ def test_those_that_only_waited_are_not_blamed(evidence: Change, culprit: int) -
         assert_named(judge(group(*changes)), culprit, evidence)
 
 
+def test_a_rank_that_names_another_one_is_not_the_cause_whatever_its_error_is() -> None:
+    ranks = group(well, died)
+    ranks[0].on_failed(Failed(0, 1, "OSError", "connection reset", False, 1), NOW_S - 1)
+    assert_named(judge(ranks), 1, died)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("evidence", [silent, stuck], ids=lambda change: change.__name__)
 def test_a_hung_rank_is_named_and_not_the_one_that_waits_for_it(evidence: Change, reverse: bool) -> None:
