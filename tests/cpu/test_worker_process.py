@@ -182,7 +182,8 @@ def test_hearts_say_whether_it_waits_for_another_rank(
     engine.receive(WorkerHello)
     for waits in (True, False):
         monkeypatch.setattr(Membership, "is_waiting", lambda _, waits=waits: waits)
-        engine.next(lambda message, waits=waits: isinstance(message, WorkerHeartbeat) and message.waiting is waits)
+        heartbeat = engine.next(lambda message: isinstance(message, WorkerHeartbeat) and message.waiting is waits)  # noqa: B023
+        assert isinstance(heartbeat, WorkerHeartbeat)
     let_go.set()
     engine.receive(Ready)
     engine.send(Shutdown())

@@ -21,7 +21,7 @@ from vllm_lite.errors import EngineDeadError, EngineError
 __all__ = ["run_root"]
 
 WORLD, NUM_STREAMS = 2, 12
-SILENCE_S = scaled(2.0)
+SILENCE_S = scaled(1.5)
 HUNG_S = SILENCE_S + scaled(2.0)
 """A rank that hangs is found within the limit, and one heartbeat and one look at it later at most."""
 
