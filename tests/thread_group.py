@@ -45,9 +45,8 @@ class ThreadCommunicator:
         if self.shares_memory:
             self.barrier()
             return
-        start = sum(widths[: self.shard.rank])
-        parts = self._exchange("gather_columns", x[:, start : start + widths[self.shard.rank]])
-        torch.cat(parts, 1, out=x)
+        whole = self._exchange("gather_columns", x)
+        torch.cat([columns[rank] for rank, columns in enumerate(part.split(widths, 1) for part in whole)], 1, out=x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange("all_gather", x))

@@ -45,6 +45,16 @@ def test_the_sampler_of_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, em
     assert on_gpu.pick(logits, draws).tokens.tolist() == plain.pick_plainly(logits, draws).tokens.tolist()
 
 
+@pytest.mark.parametrize("columns", [slice(64, 1000), slice(7, 512), slice(0, 1)])
+def test_some_columns_of_each_row(columns: slice, emulated: EmulatorLauncher) -> None:
+    """What a rank asks for that has made these columns, whether or not they start where vectors are aligned."""
+    logits, draws = cases.normal(5, 1000, 3.0), cases.make_draws(5, 1000)
+    draws["temperature"] = 0
+    picked = sampler.pick(emulated, logits[:, columns], draws)
+    assert picked.tokens.tolist() == logits[:, columns].argmax(1).tolist()
+    np.testing.assert_array_equal(picked.best, logits[:, columns].amax(1).numpy())
+
+
 def test_wrong_arguments_are_refused(emulated: EmulatorLauncher) -> None:
     logits, draws = torch.zeros(2, 8), cases.make_draws(2, 8)
     for wrong in (logits.half(), logits.t(), logits[0], torch.empty(2, 0)):

@@ -27,6 +27,7 @@ class Model(Protocol):
     """What the worker needs of a model. Shapes and lifetimes as in `llama.Llama`."""
 
     spec: ModelSpec
+    communicator: Communicator
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""
 

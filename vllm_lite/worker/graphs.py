@@ -217,7 +217,7 @@ class DecodeGraphs:
         self.num_replays = 0
         num_groups = len(spec.kv_groups)
         self._inputs = DecodeInputs(self.sizes[-1], -(-max_model_len // block_size), num_groups, eager.device)
-        self._logits = torch.zeros(self.sizes[-1], spec.vocab_size, dtype=torch.float32, device=eager.device)
+        self._logits = eager.model.empty_logits(self.sizes[-1])
         self._buckets: dict[int, _Bucket] = {}
         self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
 
@@ -269,5 +269,12 @@ class DecodeGraphs:
         self.num_replays += 1
         logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]
         if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
-            return logits[to_device(inputs.sampling, self.eager.device)]
+            return self._select(logits, inputs.sampling)
         return logits
+
+    def _select(self, logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:  # [len(rows), vocab_size]
+        """Move these rows to the front. They stay where `empty_logits` made them, so that other ranks can complete
+        them, and of each row this rank moves what it has made."""
+        own, selected = logits[:, self.eager.model.own_columns], logits[: len(rows)]
+        own[: len(rows)] = own[to_device(rows, self.eager.device)]
+        return selected

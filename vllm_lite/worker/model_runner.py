@@ -24,7 +24,8 @@ from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
 from vllm_lite.worker.sampling.logprobs import score
-from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, Sampler, row_params
+from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
@@ -72,12 +73,15 @@ class ModelRunner:
             num_blocks=cache_engine.num_blocks,
             windows=[group.window for group in model.spec.kv_groups],
         )
-        self.sampler = Sampler(model.spec.vocab_size, device)
+        self.sampler = sampler_of(model, device)
         self.drafter = drafter
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step. Raises ProtocolError for one that does not fit this worker's state or limits."""
+        """Run one step, as all ranks do. Their answers are equal, but for logprobs, which only rank 0 reports.
+
+        Raises ProtocolError for a step that does not fit this worker's state or limits.
+        """
         if step.block_ops:
             self.cache_engine.execute(step.block_ops)
         self.batch.apply(step.entries)
@@ -135,7 +139,7 @@ class ModelRunner:
 
 
 def warm_up_step(
-    forward: Forward, sampler: Sampler, limits: StepLimits, num_tokens: int, *, num_sampling: int | None = None
+    forward: Forward, sampler: TokenSampler, limits: StepLimits, num_tokens: int, *, num_sampling: int | None = None
 ) -> None:
     """A step of `num_tokens` tokens over as many sequences as there may be, which writes nothing. `num_sampling` of the
     sequences (None: all) draw a token, with all filters on.

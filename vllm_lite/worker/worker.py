@@ -25,7 +25,7 @@ from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, 
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
-from vllm_lite.worker.sampling.sampler import Sampler
+from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 
 LOG_EVERY_S = 5.0
 
@@ -147,7 +147,7 @@ class Worker:
         device = self.device.torch
         cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
         forward = EagerForward(self.model, cache.layer_views(), self.backend, device, self.progress.advance)
-        warm_up_step(forward, Sampler(self.spec.vocab_size, device), self.limits, self.limits.max_num_tokens)
+        warm_up_step(forward, sampler_of(self.model, device), self.limits, self.limits.max_num_tokens)
 
     def start(self, start: Start) -> Started:
         """Allocate the KV cache that the engine decided on, and run once so that the first request is quick.

@@ -16,6 +16,7 @@ from vllm_lite.errors import ProtocolError
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.sampling.row_share import RowShare
 
 Int64s = NDArray[np.int64]
 
@@ -23,20 +24,37 @@ LOGITS_AT_ONCE = 1 << 22
 """Entries of logits that are made at a time: 16 MiB."""
 
 
-def report(
+def record_of(num_top: int) -> np.dtype[np.void]:
+    """The dtype of what is found of one token: its logprob and rank, and the likeliest tokens with their logprobs."""
+    top = (num_top,)
+    return np.dtype([("logprob", np.float32), ("rank", np.int32), ("ids", np.int32, top), ("values", np.float32, top)])
+
+
+def find(
     logprobs: torch.Tensor,  # float32 [num_wanted, vocab], log-softmax of the raw logits
     tokens: torch.Tensor,  # int64 [num_wanted]
+    num_top: int,  # at most vocab
+) -> NDArray[np.void]:  # record_of(num_top) [num_wanted]
+    """Find each token's logprob and rank, and the `num_top` most likely tokens at its position, likeliest first."""
+    found = np.empty(len(tokens), record_of(num_top))
+    chosen = logprobs.gather(1, tokens[:, None])
+    values, ids = logprobs.topk(num_top, dim=1)
+    found["logprob"] = chosen.squeeze(1).numpy(force=True)
+    found["rank"] = (logprobs > chosen).sum(1).numpy(force=True) + 1
+    found["ids"], found["values"] = ids.numpy(force=True), values.numpy(force=True)
+    return found
+
+
+def report(
+    found: NDArray[np.void],  # record_of(...) [num_wanted]
     num_top: NDArray[Any],  # int [num_wanted]
 ) -> list[TokenLogprobs]:
-    """Report each token's logprob and rank, and the `num_top` most likely tokens at its position, likeliest first."""
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = ((logprobs > chosen).sum(1) + 1).tolist()
-    values, ids = logprobs.topk(min(int(num_top.max()), logprobs.shape[1]), dim=1)
+    """Report each token's logprob and rank, and of the likeliest tokens as many as are wanted of it."""
     top = [
-        tuple(zip(row_ids[:count], row_values[:count], strict=True))
-        for row_ids, row_values, count in zip(ids.tolist(), values.tolist(), num_top.tolist(), strict=True)
+        tuple(zip(ids[:count], values[:count], strict=True))
+        for ids, values, count in zip(found["ids"].tolist(), found["values"].tolist(), num_top.tolist(), strict=True)
     ]
-    return [TokenLogprobs(*row) for row in zip(chosen.squeeze(1).tolist(), ranks, top, strict=True)]
+    return [TokenLogprobs(*row) for row in zip(found["logprob"].tolist(), found["rank"].tolist(), top, strict=True)]
 
 
 # ---- prompts
@@ -111,16 +129,30 @@ def score(
     hidden: torch.Tensor,  # [num_scored, hidden_size]
     scoring: StepScoring,
 ) -> list[tuple[Handle, PromptLogprobs]]:
-    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model."""
-    vocab_size = model.spec.vocab_size
+    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model.
+
+    All ranks make logits and each looks at a share of the rows. Rank 0 reports, the others return nothing.
+    """
+    vocab_size, communicator = model.spec.vocab_size, model.communicator
+    is_first = communicator.shard.rank == 0
     targets = torch.from_numpy(scoring.targets).to(hidden.device)
     counts = [piece.num_tokens for piece in scoring.pieces]
     num_top = np.repeat([piece.scoring.num_top for piece in scoring.pieces], counts)
+    most_top = min(int(num_top.max()), vocab_size)
     at_once = max(1, LOGITS_AT_ONCE // vocab_size)
     entries: list[TokenLogprobs] = []
     for first in range(0, len(targets), at_once):
         rows = slice(first, first + at_once)
-        entries += report(model.logits(hidden[rows]).log_softmax(1), targets[rows], num_top[rows])
+        logits = model.logits(hidden[rows])
+        model.gather_logits(logits)
+        share = RowShare.of(len(logits), communicator.shard)
+        found = find(logits[share.own].log_softmax(1), targets[rows][share.own], most_top)
+        # Behind the exchange no rank reads these logits any more, and all may write the next ones into their memory.
+        found = share.exchange(communicator, found)
+        if is_first:
+            entries += report(found, num_top[rows])
+    if not is_first:
+        return []
     ends = np.cumsum(counts).tolist()
     return [
         (piece.handle, PromptLogprobs(piece.scoring.num_scored, entries[end - piece.num_tokens : end]))

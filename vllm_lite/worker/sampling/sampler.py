@@ -62,10 +62,11 @@ from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.worker.sampling.logit_rules import LogitEdits
-from vllm_lite.worker.sampling.logprobs import report
+from vllm_lite.worker.sampling.logprobs import find, record_of, report
 from vllm_lite.worker.sampling.masks import NEVER
 
 NO_LOGPROBS = -1
+ALL_COLUMNS = slice(None)
 ROW_PARAMS = np.dtype(
     [
         ("temperature", np.float32),  # 0 = greedy
@@ -117,6 +118,7 @@ class Sampler:
         self.device = device
         self._launcher = default_launcher() if device.type == "cuda" else None
         self._best_of: native.BestOf | None = None
+        self._best_logits: torch.Tensor | None = None  # whose columns it reads
         tokens = np.arange(vocab_size, dtype=np.uint32)
         self._token_keys = torch.from_numpy(scramble(tokens).view(np.int32)).to(device)  # int32 [vocab]
 
@@ -128,28 +130,56 @@ class Sampler:
         """Sample one token per row. A row whose logits are not finite is reported as failed; no other row notices."""
         params = inputs.params
         if inputs.plain:
-            picked = self._pick_best(logits)
-            return Sampled(picked.tokens, _failures(picked.best), None)
-        (wanted,) = (params["logprobs"] != NO_LOGPROBS).nonzero()
-        raw = logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
+            picked = self.pick_best(logits)
+            return Sampled(picked.tokens, failures(picked.best), None)
+        raw = self.raw_logprobs(logits, params)
         if inputs.edits is not None:
             inputs.edits.apply(logits)
         picked = self.pick(logits, draw_records(params, inputs.positions, self.vocab_size))
-        failed = _failures(picked.best)
+        failed = failures(picked.best)
         if raw is None:
             return Sampled(picked.tokens, failed, None)
-        logprobs: list[TokenLogprobs | None] = [None] * len(params)
-        reports = report(raw, self._index(picked.tokens[wanted]), params["logprobs"][wanted])
-        for sample, entry in zip(wanted.tolist(), reports, strict=True):
-            logprobs[sample] = None if sample in failed else entry
-        return Sampled(picked.tokens, failed, logprobs)
+        found = self.find_logprobs(raw, picked.tokens, params, self.most_top(params))
+        return Sampled(picked.tokens, failed, listed(found, params, failed))
 
-    def _pick_best(self, logits: torch.Tensor) -> Picked:
-        """Take each row's best token. The next call with the same logits overwrites the result."""
+    def raw_logprobs(
+        self,
+        logits: torch.Tensor,  # float32 [num_samples, vocab], before any rule
+        params: NDArray[np.void],  # ROW_PARAMS [num_samples]
+    ) -> torch.Tensor | None:  # float32 [num_wanted, vocab]
+        """Compute the logprobs of the rows that want some, in memory of their own; None if no row does."""
+        wanted = wants_logprobs(params)
+        return logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
+
+    def most_top(self, params: NDArray[np.void]) -> int:
+        """How many of the most likely tokens are reported of some row."""
+        return min(int(params["logprobs"].max(initial=0)), self.vocab_size)
+
+    def find_logprobs(
+        self,
+        raw: torch.Tensor | None,  # as from raw_logprobs
+        tokens: NDArray[np.int64],  # [num_samples], what was sampled
+        params: NDArray[np.void],  # ROW_PARAMS [num_samples]
+        num_top: int,
+    ) -> NDArray[np.void]:  # record_of(num_top) [num_samples]
+        """Find what is to be reported of each row; zeros of a row that wants nothing."""
+        records = np.zeros(len(params), record_of(num_top))
+        if raw is not None:
+            wanted = wants_logprobs(params)
+            records[wanted] = find(raw, self._index(tokens[wanted]), num_top)
+        return records
+
+    def pick_best(
+        self,
+        logits: torch.Tensor,  # float32 [num_rows, vocab]
+        columns: slice = ALL_COLUMNS,
+    ) -> Picked:
+        """Take the best of these columns in each row; its token is counted from the first of them. The next call with
+        the same logits overwrites the result."""
         if self.device.type != "cpu" or not cpu.available():
-            return self.pick(logits, np.zeros(len(logits), DRAW))
-        if self._best_of is None or self._best_of.logits is not logits:  # decode steps reuse the same memory
-            self._best_of = native.BestOf(logits)
+            return self.pick(logits[:, columns], np.zeros(len(logits), DRAW))
+        if self._best_of is None or self._best_logits is not logits:  # decode steps reuse the same memory
+            self._best_of, self._best_logits = native.BestOf(logits[:, columns]), logits
         return self._best_of()
 
     def pick(
@@ -237,6 +267,24 @@ def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
 def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
     """Whether every row takes its best token, and no row wants logprobs."""
     return bool((params["temperature"] == 0).all() and (params["logprobs"] == NO_LOGPROBS).all())
+
+
+def wants_logprobs(params: NDArray[np.void]) -> NDArray[np.int64]:  # ROW_PARAMS [num_samples] -> [num_wanted]
+    """Find the rows that want logprobs."""
+    return np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
+
+
+def listed(
+    found: NDArray[np.void],  # as from find_logprobs, [num_samples]
+    params: NDArray[np.void],  # ROW_PARAMS [num_samples]
+    failed: dict[int, str],
+) -> list[TokenLogprobs | None]:  # [num_samples]
+    """List what was found as Sampled has it."""
+    wanted = wants_logprobs(params)
+    logprobs: list[TokenLogprobs | None] = [None] * len(params)
+    for sample, entry in zip(wanted.tolist(), report(found[wanted], params["logprobs"][wanted]), strict=True):
+        logprobs[sample] = None if sample in failed else entry
+    return logprobs
 
 
 def draw_records(
@@ -352,7 +400,7 @@ def _smallest(scores: torch.Tensor, count: int) -> torch.Tensor:  # [n, vocab] -
     return torch.from_numpy(np.sort(values, axis=1))
 
 
-def _failures(best: NDArray[np.float32]) -> dict[int, str]:
+def failures(best: NDArray[np.float32]) -> dict[int, str]:
     """Find the rows that cannot be sampled, by their largest logit."""
     if np.isfinite(best).all():
         return {}
