@@ -214,7 +214,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
 
     cpu_threads: Annotated[
-        Count | None, Section("processes"), about("threads of one CPU worker (default: all physical cores)")
+        Count | None,
+        Section("processes"),
+        about("threads of one CPU worker (default: all physical cores, or its share of them)"),
     ] = None
     tensor_parallel_size: Annotated[
         int, about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=64)
@@ -225,7 +227,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "auto"
     cpu_bind: Annotated[
         str,
-        about("cores of CPU workers: auto, none, or a list for each of them, like 0-15|16-31"),
+        about("cores of CPU workers: auto (each of several has its own), none, or a list for each, like 0-15|16-31"),
     ] = "auto"
     single_process: Annotated[bool, about("run engine and worker as threads of the client, to debug")] = False
     address: Annotated[str | None, about("ipc://PATH that clients connect to (default: a private folder)")] = None

@@ -30,6 +30,7 @@ from vllm_lite.config import (
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.cpu_binding import check_binding
 from vllm_lite.runtime.machine import memory_limit_bytes
 from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
@@ -186,6 +187,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size)
     check_sizes(resolved, block_bytes, memory_limit_bytes())
+    check_binding(resolved.cpu_bind, resolved.tensor_parallel_size, resolved.device)
     return resolved
 
 

@@ -1,6 +1,8 @@
 """What this machine has, found without importing torch: memory, cores, and a GPU that workers could use."""
 
 import os
+import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +10,11 @@ from typing import NamedTuple
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
+SYS = Path("/sys")
+"""Where the kernel describes the machine; tests give a tree of their own."""
+NO_QUOTA = 1 << 30
+MAX_CPU = 1 << 16
+"""The kernel itself ends at 8192; the bound keeps a typing error from becoming a set of a billion numbers."""
 
 
 def memory_limit_bytes() -> int:
@@ -19,32 +26,63 @@ def memory_limit_bytes() -> int:
     return limit
 
 
-def num_physical_cores() -> int:
+def num_physical_cores(sys: Path = SYS, allowed: Collection[int] | None = None) -> int:
     """Physical cores that this process may use: its affinity mask without hyper-threads, and the container's share."""
-    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
-    return max(1, min(len(cores), _quota()))
+    cores = {siblings(cpu, sys) for cpu in (os.sched_getaffinity(0) if allowed is None else allowed)}
+    return max(1, min(len(cores), cpu_quota(sys)))
 
 
 def num_cpus() -> int:
     """Hardware threads of this machine, or the container's share if that is less: no affinity mask changes it."""
-    return max(1, min(os.cpu_count() or 1, _quota()))
+    return max(1, min(os.cpu_count() or 1, cpu_quota()))
 
 
-def _siblings(cpu: int) -> str:
-    """The hardware threads of `cpu`'s core, as the kernel lists them; a CPU that it does not list is its own core."""
+def siblings(cpu: int, sys: Path = SYS) -> tuple[int, ...]:
+    """The hardware threads of `cpu`'s core, ascending; a CPU of which the kernel says nothing is its own core."""
     try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return str(cpu)
-
-
-def _quota() -> int:
-    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return -(-int(quota) // int(period))
+        return parse_cpu_list((sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
     except (OSError, ValueError):
-        return 1 << 30
+        return (cpu,)
+
+
+def cpu_quota(sys: Path = SYS) -> int:
+    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit.
+
+    It is version 2's cpu.max, or what version 1 has in two files; each has its own word for "no limit".
+    """
+    group = sys / "fs/cgroup"
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        return -(-int(quota) // int(period))
+    with suppress(OSError, ValueError):
+        quota_us, period_us = (int((group / f"cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return -(-quota_us // period_us) if quota_us > 0 else NO_QUOTA
+    return NO_QUOTA
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """ "0-3,8" as the kernel writes it, ascending and each once. Raises ValueError for anything else."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        if match is None:
+            raise ValueError(f"expected numbers of CPUs like 0-3,8, got {part.strip()!r}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not low <= high <= MAX_CPU:
+            raise ValueError(f"expected a rising range of CPUs up to {MAX_CPU}, got {part.strip()!r}")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def format_cpu_list(cpus: Iterable[int]) -> str:
+    """Inverse of parse_cpu_list: (0, 1, 2, 3, 8) becomes "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 class Gpu(NamedTuple):

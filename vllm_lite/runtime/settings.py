@@ -163,7 +163,10 @@ def _description(hint: Any) -> str:
 
 
 def _plain(name: str, value: Any, hint: Any) -> Any:
-    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through."""
+    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through.
+
+    A setting that is a text and nothing else cannot be unset: there "none" is a word.
+    """
     kinds = _types(hint)
     if tuple in kinds and value not in (None, [], ()) and not "".join(map(str, value)).strip():
         raise ConfigError(f"{name} is empty; give a value, or leave it out")
@@ -171,7 +174,8 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
         value = " ".join(map(str, value))
     if not isinstance(value, str):
         return value
-    if value.lower() in ("none", "null") or (name == "max_model_len" and value == "auto"):
+    is_unset = value.lower() in ("none", "null") and kinds != (str,)
+    if is_unset or (name == "max_model_len" and value == "auto"):
         return None  # auto: the engine serves what its KV cache holds
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
     if match and str not in kinds and tuple not in kinds:

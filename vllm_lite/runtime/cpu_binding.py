@@ -1,0 +1,253 @@
+"""Which cores, threads and memory the workers of one CPU machine get: `--cpu-bind auto|none|LIST`. No torch.
+
+Ranks that share a model wait for each other several times in each layer, so the slowest of them sets the speed of all:
+two ranks on the same core, or a rank whose memory belongs to another socket, slow the whole group down. `auto`
+therefore gives each rank cores of its own, and of one NUMA node where that costs it few of them.
+"""
+
+import ctypes
+import os
+import platform
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
+from vllm_lite.runtime.machine import SYS, cpu_quota, format_cpu_list, parse_cpu_list, siblings
+
+AUTO, NONE = "auto", "none"
+LEAST_SHARE = 0.75
+"""A rank stays within one node as long as it has at least this part of the cores of an even share. A choice, not a
+measurement: it takes a machine with several nodes to measure it."""
+MPOL_PREFERRED = 1
+MAX_NODES = 1024
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the system call, by architecture."""
+
+logger = log.get(__name__)
+
+
+class Core(NamedTuple):
+    """A physical core: one of its hardware threads that this process may use, and its NUMA node."""
+
+    cpu: int
+    node: int
+
+
+class Topology(NamedTuple):
+    """What of this machine the process may use."""
+
+    cores: tuple[Core, ...]
+    """Ordered by node, then by number."""
+    allowed: Mapping[int, int]
+    """The NUMA node of every hardware thread, also of the second ones of a core."""
+    online: frozenset[int]
+    """Those that the machine has."""
+    quota: int
+    """CPUs that the container may use at a time; NO_QUOTA if there is no limit."""
+
+    @property
+    def num_cores(self) -> int:
+        """Physical cores that can be busy at the same time."""
+        return max(1, min(len(self.cores), self.quota))
+
+    @property
+    def num_nodes(self) -> int:
+        return len({core.node for core in self.cores})
+
+
+class Binding(NamedTuple):
+    """What one worker gets."""
+
+    cpus: tuple[int, ...]
+    """Hardware threads that its threads may run on, ascending; none: it is not bound."""
+    num_threads: int
+    node: int | None
+    """The NUMA node that its memory should come from, where the machine has several and `cpus` are of one."""
+
+    def __str__(self) -> str:
+        threads = f"{self.num_threads} thread{'s' * (self.num_threads > 1)}"
+        if not self.cpus:
+            return f"{threads}, not bound"
+        where = "" if self.node is None else f" of node {self.node}"
+        return f"{threads} on CPUs {format_cpu_list(self.cpus)}{where}"
+
+
+def read_topology(sys: Path = SYS, allowed: Collection[int] | None = None) -> Topology:
+    """`allowed`: what the affinity mask of this process lets it use, unless another mask is asked about."""
+    usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    nodes = numa_nodes(sys)
+    cores: dict[tuple[int, ...], int] = {}
+    for cpu in sorted(usable):
+        cores.setdefault(siblings(cpu, sys), cpu)
+    ordered = sorted((Core(cpu, nodes.get(cpu, 0)) for cpu in cores.values()), key=lambda core: (core.node, core.cpu))
+    allowed_nodes = {cpu: nodes.get(cpu, 0) for cpu in usable}
+    return Topology(tuple(ordered), allowed_nodes, usable | _online(sys), cpu_quota(sys))
+
+
+def plan_binding(
+    cpu_bind: str, rank: int, world: int, cpu_threads: int | None, topology: Topology | None = None
+) -> Binding:
+    """What worker `rank` of `world` on this machine gets. `cpu_threads` is what the user says of its threads.
+
+    Raises ConfigError for a list that does not fit the workers or the machine.
+    """
+    topology = topology or read_topology()
+    shared_out = Binding((), cpu_threads or max(1, topology.num_cores // world), None)
+    if cpu_bind == NONE:
+        return shared_out
+    if cpu_bind != AUTO:
+        cpus = _parse(cpu_bind, world, topology)[rank]
+        return Binding(cpus, cpu_threads or len(cpus), _node_of(cpus, topology))
+    num_cores = len(topology.cores)
+    if world == 1 or num_cores < world or topology.quota < num_cores:
+        return shared_out  # with a quota no core is a rank's own: the kernel stops all of them when it is used up
+    share = _shares(topology.cores, world)[rank]
+    cpus = tuple(sorted(core.cpu for core in share))
+    return Binding(cpus, cpu_threads or len(cpus), _node_of(cpus, topology))
+
+
+def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | None = None) -> None:
+    """Refuse a list that cannot be followed, before any process starts. Raises ConfigError."""
+    if cpu_bind in (AUTO, NONE):
+        return
+    if device != "cpu":
+        raise ConfigError(f"cpu_bind {cpu_bind!r} is for CPU workers, and this engine's run on GPUs; leave it out")
+    _parse(cpu_bind, world, topology or read_topology())
+
+
+def apply(binding: Binding) -> None:
+    """Bind the calling thread, and with it all that it starts; to be called before torch is imported.
+
+    A machine or a container that does not let it leaves the worker slower, not wrong: that is only logged.
+    """
+    if not binding.cpus:
+        return
+    try:
+        os.sched_setaffinity(0, binding.cpus)
+    except OSError as error:
+        logger.warning("cannot be bound to CPUs %s: %s", format_cpu_list(binding.cpus), error.strerror)
+        return
+    if binding.node is not None:
+        _prefer_memory_of(binding.node)
+    logger.info("%s", binding)
+
+
+# ---- a list
+
+
+def _parse(cpu_bind: str, world: int, topology: Topology) -> list[tuple[int, ...]]:
+    """The CPUs of every rank from "0-15|16-31". Raises ConfigError."""
+    parts = cpu_bind.split("|")
+    if len(parts) != world:
+        lists = "one list of CPUs" if world == 1 else f"{world} lists of CPUs, one for each rank,"
+        raise ConfigError(
+            f"cpu_bind must be auto, none, or {lists} like {_example(topology, world)}; got {len(parts)}: {cpu_bind!r}"
+        )
+    try:
+        lists = [parse_cpu_list(part) for part in parts]
+    except ValueError as error:
+        raise ConfigError(f"cpu_bind: {error}; it looks like {_example(topology, world)}") from error
+    for rank, cpus in enumerate(lists):
+        _check_part(rank, set(cpus), lists[:rank], topology)
+    return lists
+
+
+def _check_part(rank: int, cpus: set[int], earlier: Sequence[Collection[int]], topology: Topology) -> None:
+    usable = format_cpu_list(topology.allowed)
+    if missing := cpus - topology.online:
+        raise ConfigError(
+            f"cpu_bind names CPUs {format_cpu_list(missing)} for worker {rank}, which this machine does not have; "
+            f"it may use {usable}"
+        )
+    if refused := cpus.difference(topology.allowed):
+        raise ConfigError(
+            f"cpu_bind names CPUs {format_cpu_list(refused)} for worker {rank}, which this process may not use; "
+            f"it may use {usable}"
+        )
+    for other, taken in enumerate(earlier):
+        if both := cpus.intersection(taken):
+            raise ConfigError(
+                f"cpu_bind gives CPUs {format_cpu_list(both)} to worker {other} and to worker {rank}; "
+                "each may have a CPU of its own only"
+            )
+
+
+def _example(topology: Topology, world: int) -> str:
+    """A list that would be right here, if there are cores enough; otherwise one that shows the form."""
+    if len(topology.cores) < world:
+        return "|".join(f"{4 * rank}-{4 * rank + 3}" for rank in range(min(world, 4)))
+    shares = _shares(topology.cores, world)
+    return "|".join(format_cpu_list(core.cpu for core in share) for share in shares)
+
+
+# ---- shares
+
+
+def _shares(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
+    """The cores of every rank, disjoint and contiguous in the order of nodes; there are at least as many as ranks."""
+    within = _within_nodes(cores, world)
+    if min(map(len, within)) >= LEAST_SHARE * (len(cores) // world):
+        return within
+    return _even(cores, world)
+
+
+def _within_nodes(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
+    """Every rank has cores of one node. The next rank goes where the ranks of a node then have most cores each."""
+    sizes = Counter(core.node for core in cores)
+    ranks = Counter[int]()
+    for _ in range(world):
+        ranks[max(sizes, key=lambda node: (sizes[node] // (ranks[node] + 1), -node))] += 1
+    shares: list[Sequence[Core]] = []
+    for node in sorted(ranks):
+        shares += _even([core for core in cores if core.node == node], ranks[node])
+    return shares
+
+
+def _even(cores: Sequence[Core], count: int) -> list[Sequence[Core]]:
+    """`count` parts of nearly the same size."""
+    ends = [len(cores) * part // count for part in range(count + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
+
+
+# ---- nodes
+
+
+def numa_nodes(sys: Path = SYS) -> dict[int, int]:
+    """The NUMA node of every CPU that the kernel lists under one."""
+    found: dict[int, int] = {}
+    for folder in (sys / "devices/system/node").glob("node[0-9]*"):
+        with suppress(OSError, ValueError):
+            found |= dict.fromkeys(parse_cpu_list((folder / "cpulist").read_text()), int(folder.name[4:]))
+    return found
+
+
+def _online(sys: Path) -> frozenset[int]:
+    try:
+        return frozenset(parse_cpu_list((sys / "devices/system/cpu/online").read_text()))
+    except (OSError, ValueError):
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def _node_of(cpus: Collection[int], topology: Topology) -> int | None:
+    """The one node that `cpus` belong to, on a machine that has several."""
+    nodes = {topology.allowed[cpu] for cpu in cpus}
+    return nodes.pop() if len(nodes) == 1 and topology.num_nodes > 1 else None
+
+
+def _prefer_memory_of(node: int) -> None:
+    """Take memory from `node` while it has some. A bound thread does so anyway, unless a policy was inherited, such as
+    numactl's. Containers often forbid the
+    call."""
+    number = SET_MEMPOLICY.get(platform.machine())
+    if number is None or node >= MAX_NODES:
+        return
+    mask = (ctypes.c_ulong * (MAX_NODES // 64))()
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), MPOL_PREFERRED, mask, ctypes.c_ulong(MAX_NODES + 1)) != 0:
+        logger.info("memory is not bound to node %d: %s", node, os.strerror(ctypes.get_errno()))
