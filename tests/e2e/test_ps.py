@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.deadlines import scaled
@@ -37,6 +38,12 @@ def test_a_server_is_listed_with_what_it_does_and_ended(place: dict[str, str]) -
         assert row["url"] == server.url
         assert (row["running"], row["waiting"]) == (0, 0)
         assert row["memory_bytes"] > 100 * 2**20, "torch in the worker is part of it"
+        (worker,) = row["workers"]
+        assert worker["rank"] == 0
+        assert row["memory_bytes"] > worker["memory_bytes"] > 100 * 2**20
+        assert psutil.Process(psutil.Process(worker["pid"]).ppid()).ppid() == row["pid"], (
+            "a child of the engine, which is the server's"
+        )
         body = {"prompt": "Once", "max_tokens": 2000, "n": 64, "stream": True, "ignore_eos": True}
         with client(server) as http, http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from tests.deadlines import scaled
+from tests.fake_sys import make_sys
 from tests.unit.test_import_time import loaded_by
-from vllm_lite.runtime import machine
+from vllm_lite.runtime import cpu_binding, machine
+from vllm_lite.runtime.cpu_binding import read_topology
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.doctor import checks
 from vllm_lite.tools.doctor.bundle import HIDDEN, Redactor, write_bundle
@@ -132,7 +134,7 @@ def test_every_check_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, error="nothing works")
     report = checks.examine(0)
     names = {line.name for line in report}
-    assert {"python", "torch", "native kernels", "cpu", "memory", "gpu", "port", "open files"} <= names
+    assert {"python", "torch", "native kernels", "cpu", "cores", "memory", "gpu", "port", "open files"} <= names
     assert {"shared memory", "TMPDIR", "model hub", "settings", "instances"} <= names
 
 
@@ -189,8 +191,68 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.level for line in checks.gpu()] == ["OK", "FAIL"]
     answering(monkeypatch, cupy="14.0", nvrtc="13.0", ran=1, runtime=13000)
     assert [line.level for line in checks.gpu()] == ["OK", "OK"]
-    answering(monkeypatch, version="2.13", cuda="13.0", names=["H200 sm_90"], peers=[[0, 1]], threads=1)
-    assert [line.level for line in checks.torch_build()] == ["OK", "OK", "WARN"]
+
+
+def test_what_is_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"version": "2.13", "cuda": "13.0", "names": ["H200"] * 2, "threads": 1}
+    answering(monkeypatch, **found, peers=[], nccl=[2, 27, 3])
+    lines = list(checks.torch_build())
+    assert [line.level for line in lines] == ["OK"] * 5
+    assert [(line.name, line.text) for line in lines[3:]] == [
+        ("peer access", "between all 2 GPUs"),
+        ("nccl", "2.27.3"),
+    ]
+    answering(monkeypatch, **found, peers=[[0, 1], [1, 0]], nccl=[])
+    peers, nccl = list(checks.torch_build())[3:]
+    assert (peers.level, peers.text) == ("WARN", "not between GPUs 0-1, 1-0")
+    assert nccl.level == "WARN"
+    assert nccl.advice.endswith("--tensor-parallel-backend gloo works without, much slower")
+    answering(monkeypatch, **found | {"names": ["H200"]}, peers=[], nccl=[])
+    assert len(list(checks.torch_build())) == 2, "one GPU is alone"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threads", "cpu_max", "text"),
+    [
+        (
+            [4, 4],
+            2,
+            None,
+            "2 NUMA nodes; workers of -tp 2 get 0: 4 threads on CPUs 0-3 of node 0; 1: 4 threads on CPUs 4-7 of node 1",
+        ),
+        ([2], 1, None, "1 NUMA node; workers of -tp 2 get 0: 1 thread on CPUs 0; 1: 1 thread on CPUs 1"),
+        ([1], 1, None, "1 NUMA node; workers of -tp 2 get 1 thread, not bound: too few cores"),
+        (
+            [8],
+            1,
+            "400000 100000",
+            "1 NUMA node; workers of -tp 2 get 2 threads, not bound: the container may use 4 CPUs",
+        ),
+    ],
+)
+def test_nodes_and_what_workers_get_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: list[int], threads: int, cpu_max: str | None, text: str
+) -> None:
+    topology = read_topology(make_sys(tmp_path, nodes, threads, cpu_max), range(sum(nodes) * threads))
+    monkeypatch.setattr(cpu_binding, "read_topology", lambda: topology)
+    (line,) = checks.cores()
+    assert (line.level, line.text) == ("OK", text)
+
+
+def test_memory_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")  # noqa: PYI024
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(64 << 20))
+    assert [line.level for line in checks.shared_memory()] == ["OK"], "nothing needs /dev/shm"
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("H200", 141 * 2**30, "580.1")] * 2)
+    (line,) = checks.shared_memory()
+    assert (line.level, line.advice) == ("WARN", "give a container --shm-size 1g, or --ipc host")
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    *_, line = checks.shared_memory()
+    assert (line.level, line.text) == ("WARN", "workers cannot share memory (memfd_create: Operation not permitted)")
 
 
 def test_a_port_that_is_taken() -> None:
@@ -210,8 +272,7 @@ def test_limits_that_are_low(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert line.advice.startswith("ulimit -n 1024;")
     usage = namedtuple("usage", "free")  # noqa: PYI024
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1 << 20))
-    for check in (checks.shared_memory, checks.temporary_files):
-        assert [line.level for line in check()] == ["WARN"]
+    assert [line.level for line in checks.temporary_files()] == ["WARN"]
     monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 1 << 30)
     assert [line.level for line in checks.memory()] == ["WARN"]
     monkeypatch.setattr(machine, "num_physical_cores", lambda: 8)

@@ -172,3 +172,29 @@ def test_another_users_are_not(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("os.getuid", lambda: me + 1)
     assert instances.find() == []
     shutil.rmtree(folder)
+
+
+def test_workers_are_the_engines_children_of_that_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This process is the engine. Only the main thread's name counts, and only a name as workers give it themselves."""
+    program = "import sys\nfrom vllm_lite.runtime.supervise import name_process\nname_process(sys.argv[1])\ninput()"
+    names = ("vl-worker 1", "vl-worker 10", "vl-worker 0", "vl-worker x", "python")
+    children = [subprocess.Popen([sys.executable, "-c", program, name], stdin=subprocess.PIPE) for name in names]
+    folder = leave(place, Process.of(os.getpid()))
+    try:
+        until(
+            lambda: all(
+                Path(f"/proc/{c.pid}/comm").read_text() == n + "\n" for c, n in zip(children, names, strict=True)
+            ),
+            "names",
+        )
+        (row,) = ps(capsys)
+        found = [(worker["rank"], worker["pid"]) for worker in row["workers"]]
+        assert found == [(0, children[2].pid), (1, children[0].pid), (10, children[1].pid)]
+        assert all(worker["memory_bytes"] > 2**20 for worker in row["workers"])
+        assert main(["ps"]) == 0
+        heading, line = capsys.readouterr().out.splitlines()
+        assert line[: heading.index("workers") + len("workers")].split()[-1] == "3"
+    finally:
+        for child in children:
+            child.communicate(b"\n")
+        shutil.rmtree(folder)

@@ -25,6 +25,7 @@ from msgspec import Meta
 from vllm_lite.client.session import Session
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
+from vllm_lite.runtime.supervise import WORKER_NAME
 from vllm_lite.transport.zmq import answers
 
 RECORD = "instance.json"
@@ -87,6 +88,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 State = Literal["serving", "starting", "not answering", "stopped", "stale"]
 
 
+class WorkerProcess(NamedTuple):
+    """A worker of an engine that runs, and what it has in memory; what several have in common counts for each."""
+
+    rank: int
+    pid: int
+    memory_bytes: int
+
+
 class Instance(NamedTuple):
     """A record, and the state in which its processes were found."""
 
@@ -95,6 +104,8 @@ class Instance(NamedTuple):
     state: State
     memory_bytes: int
     stats: Stats | None
+    workers: tuple[WorkerProcess, ...] = ()
+    """By rank. A worker is there once its process has begun to run."""
 
 
 def write(run_dir: str, record: Record) -> None:
@@ -190,11 +201,12 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
     if not any(letters):
         return Instance(folder, record, "stale", 0, None)
     size = _tree_bytes(record.main.pid, sizes)
+    workers = () if letters[0] is None else _workers(record.engine.pid, sizes)
     if "T" in letters:
-        return Instance(folder, record, "stopped", size, None)
+        return Instance(folder, record, "stopped", size, None, workers)
     stats = _ask(record.address)
     state: State = "serving" if stats is not None else "not answering" if record.ready else "starting"
-    return Instance(folder, record, state, size, stats)
+    return Instance(folder, record, state, size, stats, workers)
 
 
 def _ask(address: str) -> Stats | None:
@@ -225,6 +237,19 @@ def _memory() -> dict[int, tuple[int, int]]:
                 fields = _stat(int(entry.name))
                 found[int(entry.name)] = int(fields[1]), int(fields[21]) * page
     return found
+
+
+def _workers(engine: int, sizes: dict[int, tuple[int, int]]) -> tuple[WorkerProcess, ...]:
+    """Those of the engine's children that have a worker's name, which each gives itself (worker/process.py)."""
+    found = []
+    for pid, (parent, num_bytes) in sizes.items():
+        if parent == engine:
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
+                prefix, rank = name[: len(WORKER_NAME)], name[len(WORKER_NAME) :]
+                if prefix == WORKER_NAME and rank.isdecimal():
+                    found.append(WorkerProcess(int(rank), pid, num_bytes))
+    return tuple(sorted(found))
 
 
 def _tree_bytes(root: int, sizes: dict[int, tuple[int, int]]) -> int:

@@ -144,9 +144,9 @@ def _parse(cpu_bind: str, world: int, topology: Topology) -> list[tuple[int, ...
     """The CPUs of every rank from "0-15|16-31". Raises ConfigError."""
     parts = cpu_bind.split("|")
     if len(parts) != world:
-        lists = "one list of CPUs" if world == 1 else f"{world} lists of CPUs, one for each rank,"
+        wanted = "one list of CPUs" if world == 1 else f"{world} lists of CPUs, one for each rank,"
         raise ConfigError(
-            f"cpu_bind must be auto, none, or {lists} like {_example(topology, world)}; got {len(parts)}: {cpu_bind!r}"
+            f"cpu_bind must be auto, none, or {wanted} like {_example(topology, world)}; got {len(parts)}: {cpu_bind!r}"
         )
     try:
         lists = [parse_cpu_list(part) for part in parts]

@@ -28,7 +28,9 @@ from vllm_lite.runtime.wakeup import Wakeup
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+WORKER_NAME = "vl-worker "
+"""The name of a worker's process is this and its rank, by which `vllm-lite ps` finds it."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
 _STOP_REQUEST = b"t"
@@ -213,6 +215,11 @@ def run_child(
     if stop.is_set() and not stop_requested.is_set():  # the kernel's signal may precede the end of file
         watch.join(_EOF_S)
     sys.exit(status)
+
+
+def name_process(name: str) -> None:
+    """Set the name that top and /proc/PID/comm show: at most 15 bytes. Only the main thread's name is the process'."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def open_standard_files() -> None:

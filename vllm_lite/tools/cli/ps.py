@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_lite.client.instances import Instance, clean, find
 
-COLUMNS = ("pid", "kind", "model", "state", "up", "memory", "running", "waiting", "address")
-NUMBERS = ("pid", "up", "memory", "running", "waiting")
+COLUMNS = ("pid", "kind", "model", "state", "up", "workers", "memory", "running", "waiting", "address")
+NUMBERS = ("pid", "up", "workers", "memory", "running", "waiting")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,7 @@ def row(instance: Instance) -> dict[str, Any]:
         "address": record.address,
         "state": instance.state,
         "uptime_s": round(max(0.0, time.time() - record.started_s), 1),
+        "workers": [worker._asdict() for worker in instance.workers],
         "memory_bytes": instance.memory_bytes,
         "running": None if stats is None else stats.num_running,
         "waiting": None if stats is None else stats.num_waiting,
@@ -66,7 +67,8 @@ def _words(values: dict[str, Any]) -> tuple[str, ...]:
     counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
     memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
     names = (str(values["pid"]), values["kind"], values["model"], values["state"])
-    return (*names, _span(values["uptime_s"]), memory, *counts, values["url"] or values["address"])
+    workers = str(len(values["workers"]) or "")
+    return (*names, _span(values["uptime_s"]), workers, memory, *counts, values["url"] or values["address"])
 
 
 def _span(seconds: float) -> str:

@@ -25,7 +25,8 @@ MODULES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 """Distributions whose module has another name."""
 OTHER_VARIABLES = {"VLLM_LITE_ISA", "VLLM_LITE_CACHE"}
 """Variables that are read and have no setting of that name."""
-MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 64 << 20, 256 << 20
+MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 512 << 20, 256 << 20
+"""MIN_SHM is what several GPUs need of /dev/shm; a container has 64 MiB of it unless it is given more."""
 PROBE_S = 60.0
 IPC_BYTES = 107
 ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
@@ -54,6 +55,7 @@ def examine(port: int = 8000) -> list[Line]:
         ("torch", torch_build),
         ("native kernels", native_kernels),
         ("cpu", cpu),
+        ("cores", cores),
         ("memory", memory),
         ("gpu", gpu),
         ("port", lambda: ports(port)),
@@ -138,8 +140,9 @@ def torch_build() -> Iterator[Line]:
         "         if i != j and not torch.cuda.can_device_access_peer(i, j)]\n"
         "names = [f'{torch.cuda.get_device_name(i)} sm_%d%d' % torch.cuda.get_device_capability(i)\n"
         "         for i in range(count)]\n"
+        "nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else ()\n"
         "print(json.dumps(dict(version=torch.__version__, cuda=torch.version.cuda, available=cuda, peers=peers,\n"
-        "                      names=names, threads=torch.get_num_threads())))"
+        "                      names=names, threads=torch.get_num_threads(), nccl=nccl)))"
     )
     if "error" in found:
         yield Line("FAIL", "torch", f"cannot be imported: {found['error']}", "install it again")
@@ -148,9 +151,22 @@ def torch_build() -> Iterator[Line]:
     yield Line("OK", "torch build", f"{found['version']} {built}, {found['threads']} threads")
     for name in found["names"]:
         yield Line("OK", "torch sees", name)
+    if len(found["names"]) > 1:
+        yield from _between_gpus(found)
+
+
+def _between_gpus(found: dict[str, Any]) -> Iterator[Line]:
+    """What several GPUs need to hold a model together."""
     if found["peers"]:
         pairs = ", ".join(f"{first}-{second}" for first, second in found["peers"])
-        yield Line("WARN", "peer access", f"not between GPUs {pairs}", "copies between them go through host memory")
+        yield Line("WARN", "peer access", f"not between GPUs {pairs}", "what they exchange goes through host memory")
+    else:
+        yield Line("OK", "peer access", f"between all {len(found['names'])} GPUs")
+    if found["nccl"]:
+        yield Line("OK", "nccl", ".".join(map(str, found["nccl"])))
+    else:
+        advice = "install a torch with it; --tensor-parallel-backend gloo works without, much slower"
+        yield Line("WARN", "nccl", "this torch is built without it", advice)
 
 
 def native_kernels() -> Iterator[Line]:
@@ -182,6 +198,22 @@ def cpu() -> Iterator[Line]:
         yield Line("WARN", "cpu", f"{text}; OMP_NUM_THREADS is {threads}", "unset it, or give --cpu-threads")
     else:
         yield Line("OK", "cpu", text)
+
+
+def cores() -> Iterator[Line]:
+    """The NUMA nodes, and what --cpu-bind auto makes of them for as many workers as there are nodes, but at least 2."""
+    from vllm_lite.runtime.cpu_binding import plan_binding, read_topology
+
+    topology = read_topology()
+    world = max(2, topology.num_nodes)
+    nodes = f"{topology.num_nodes} NUMA node{'s' * (topology.num_nodes > 1)}"
+    plans = [plan_binding("auto", rank, world, None, topology) for rank in range(world)]
+    if all(plan.cpus for plan in plans):
+        bound = "; ".join(f"{rank}: {plan}" for rank, plan in enumerate(plans))
+        yield Line("OK", "cores", f"{nodes}; workers of -tp {world} get {bound}")
+    else:
+        why = "too few cores" if len(topology.cores) < world else f"the container may use {topology.quota} CPUs"
+        yield Line("OK", "cores", f"{nodes}; workers of -tp {world} get {plans[0]}: {why}")
 
 
 def memory() -> Iterator[Line]:
@@ -239,10 +271,19 @@ def open_files() -> Iterator[Line]:
 
 
 def shared_memory() -> Iterator[Line]:
+    """NCCL needs /dev/shm between GPUs. Workers on a CPU meet in an anonymous file, which has no limit of its own."""
+    from vllm_lite.runtime.group_memory import create_group_memory
+
     place = "/dev/shm"  # noqa: S108 - looked at, not written
-    free = shutil.disk_usage(place).free
-    advice = "give a container --shm-size 1g, or --ipc host"
-    yield ok_or_warn("shared memory", f"{place} has {_gib(free)} free", advice if free < MIN_SHM else None)
+    free, several = shutil.disk_usage(place).free, len(machine.gpus()) > 1
+    text = f"{place} has {_gib(free)} free, which NCCL needs between GPUs and nothing else does"
+    advice = "give a container --shm-size 1g, or --ipc host" if several and free < MIN_SHM else None
+    yield ok_or_warn("shared memory", text, advice)
+    try:
+        os.close(create_group_memory())
+    except OSError as error:
+        what = f"workers cannot share memory (memfd_create: {error.strerror})"
+        yield Line("WARN", "shared memory", what, "-tp does not work here; let the container make that call")
 
 
 def temporary_files() -> Iterator[Line]:
