@@ -45,6 +45,17 @@ def test_replay_decides_what_was_decided(seed: int, configuration: dict[str, Any
         agrees(trace, recorded)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_are_named_and_decide_nothing(tmp_path: Path, ranks: int) -> None:
+    recorded = Recorded(tmp_path / "trace", 14, tensor_parallel_size=ranks)
+    recorded.random_work(random.Random(5), 20)
+    recorded.core.close()
+    replay = Replay(str(tmp_path / "trace")).run()
+    assert replay.reader.header.tensor_parallel_size == ranks
+    named = "recorded with 4 ranks, each with a part of every block" in replay.report()
+    assert (named, replay.divergence) == (ranks > 1, None)
+
+
 @pytest.fixture
 def busy(tmp_path: Path) -> tuple[Path, Recorded]:
     """A trace with preemptions, swaps, demotions and hits."""

@@ -52,12 +52,12 @@ async def not_found(_: Any, __: Any, send: Any) -> None:
 async def ignore(*_: Any) -> Any: ...
 
 
-def look(stats: Stats | None) -> str:
+def look(stats: Stats | None, **settings: int) -> str:
     async def main() -> str:
         dispatcher = Dispatcher(cast(Session, Engine(stats)), asyncio.get_running_loop())
         calls = Calls(dispatcher, QueueLimits(1, 1, 1))
         calls.is_draining = True  # one that shuts down can still be watched
-        config = EngineConfig.check({}).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
+        config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, welcome(), "name", server="3")
         await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
         answer = await metrics.get(Request({"type": "http", "headers": []}))
@@ -107,6 +107,11 @@ def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
         assert f'{name}_sum{{engine="0",model_name="name"}} {number}.0' in with_blocks
     assert "kv_block_" not in without
     assert without == "".join(line for line in with_blocks.splitlines(keepends=True) if "vllm:kv_block_" not in line)
+
+
+def test_the_ranks_of_the_engine() -> None:
+    assert 'vllm_lite:workers{engine="0",model_name="name"} 1.0' in look(full())
+    assert 'vllm_lite:workers{engine="0",model_name="name"} 4.0' in look(full(), tensor_parallel_size=4)
 
 
 def test_no_pool_is_no_fault() -> None:

@@ -351,6 +351,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, generation: int,
         watermark=config.kv_watermark,
         max_swap_blocks_per_step=config.max_swap_blocks_per_step,
         swap_blocks_per_s=sizes.swap_blocks_per_s,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

@@ -190,6 +190,7 @@ _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
+_WORKERS = "Ranks that hold the model together; each has a part of every KV block."
 _LOAD = "HTTP requests under way that generate."
 
 METRICS: tuple[Definition, ...] = (
@@ -199,6 +200,7 @@ METRICS: tuple[Definition, ...] = (
     Definition(
         "vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, tuple(_CACHE_CONFIG)
     ),
+    Definition("vllm_lite:workers", "gauge", _WORKERS, attrgetter("config.tensor_parallel_size")),
     Definition(
         "vllm:lora_requests_info", "gauge", "There are no LoRAs; 1.", lambda _: {("0", "", ""): 1}, _LORA_LABELS
     ),

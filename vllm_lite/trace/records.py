@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x04"
+MAGIC = b"vltrace\x05"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -57,7 +57,10 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Header(_Record, frozen=True, tag=0):
-    """Everything that determines a scheduler, its policy and its pools. `wall_s` is the time of day at `clock_s`."""
+    """Everything that determines a scheduler, its policy and its pools. `wall_s` is the time of day at `clock_s`.
+
+    `tensor_parallel_size` is for the reader: each rank has a part of every block, and no decision depends on how many.
+    """
 
     engine_version: str
     clock_s: float
@@ -72,6 +75,7 @@ class Header(_Record, frozen=True, tag=0):
     watermark: float
     max_swap_blocks_per_step: int
     swap_blocks_per_s: float
+    tensor_parallel_size: int
 
 
 class Params(_Record, frozen=True):

@@ -120,6 +120,8 @@ class Replay:
         queues = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting"
         blocks = f"{pool.num_used} of {pool.num_usable} blocks in use, {pool.num_cached} cached"
         lines = [f"{done}, {counters.preemptions} preemptions ({counters.swaps} by swap)", f"{queues}, {blocks}"]
+        if (ranks := self.reader.header.tensor_parallel_size) > 1:
+            lines.append(f"recorded with {ranks} ranks, each with a part of every block")
         if self.reader.cut_off:
             lines.append("the trace ends within a record; its writer did not end in peace")
         if self.divergence is not None:
