@@ -14,9 +14,14 @@ from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
-from vllm_lite.config import GIB, demo_folder
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.sizing import configured_num_blocks
+from vllm_lite.client import launch
+from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.runtime.machine import Gpu
 from vllm_lite.tools import cli
+from vllm_lite.tools import plan as planning
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.plan import Checkpoint, PlanConfig, load, make_plan, parse_bytes, weights_bytes
 
@@ -93,8 +98,78 @@ def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:
     kv = sum(tensor.num_elements for name, tensor in model.tensors.items() if ".k_proj" in name or ".v_proj" in name)
     vectors = sum(tensor.num_elements for tensor in model.tensors.values() if len(tensor.shape) == 1)
     others = model.spec.num_parameters() - kv - vectors
-    assert weights_bytes(model, 2, tp=2) == others + kv + 2 * vectors
-    assert weights_bytes(model, 2, tp=2 * heads) == others // heads + 2 * kv // heads + 2 * vectors
+    assert weights_bytes(model, 2, shard=Shard(0, 2)) == others + kv + 2 * vectors
+    assert weights_bytes(model, 2, shard=Shard(0, 2 * heads)) == others // heads + 2 * kv // heads + 2 * vectors
+
+
+def test_ranks_on_one_machine_share_its_memory(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, tie_word_embeddings=False)
+    heads = model.spec.layers[0].attention
+    asked: dict[str, Any] = {"memory": "200GiB", "max_model_len": 4096}
+    one, two = (make_plan(config(**asked, tensor_parallel_size=tp), model) for tp in (1, 2))
+    vectors = 2 * sum(tensor.num_elements for tensor in model.tensors.values() if len(tensor.shape) == 1)
+    assert two.weights_bytes == one.weights_bytes + vectors == sum(rank.weights_bytes for rank in two.ranks)
+    assert (two.num_blocks, two.block_bytes) == (one.num_blocks, one.block_bytes)
+    assert sum(rank.kv_cache_bytes for rank in two.ranks) == two.kv_cache_bytes == one.kv_cache_bytes
+    assert [rank.num_kv_heads for rank in two.ranks] == [heads.num_kv_heads // 2] * 2
+    assert two.outside_bytes > one.outside_bytes
+    assert one.ranks == ()
+    assert two.command == "vllm-lite serve m --max-model-len 4096 --tensor-parallel-size 2"
+    many = make_plan(config(**asked, tensor_parallel_size=2 * heads.num_kv_heads), model)
+    assert many.block_bytes == 2 * one.block_bytes, "each KV head is held twice"
+    assert many.num_blocks < one.num_blocks, "in the same memory"
+
+
+def test_a_cache_of_each_worker_is_what_the_plan_gives_it(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    asked: dict[str, Any] = {"memory": "200GiB", "max_model_len": 4096, "concurrency": 100}
+    plan = make_plan(config(**asked, tensor_parallel_size=2), model)
+    given = plan.ranks[0].kv_cache_bytes
+    assert given > 2 * GIB
+    assert f"--kv-cache-memory-bytes {given}" in plan.command
+    again = make_plan(config(**asked, tensor_parallel_size=2, kv_cache_memory_bytes=given), model)
+    assert again.num_blocks == plan.num_blocks
+    assert again.fits
+    swapping = make_plan(config(**asked, tensor_parallel_size=2, swap_space=1), model)
+    assert swapping.num_host_blocks == 2 * GIB // plan.block_bytes
+    assert swapping.needed_bytes - plan.needed_bytes == swapping.num_host_blocks * plan.block_bytes
+
+
+def test_ranks_that_hold_different_parts(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 1000}
+    plan = make_plan(config(gpu="24GiB", tensor_parallel_size=2), checkpoint(tmp_path, **changes))
+    assert [(rank.num_heads, rank.num_kv_heads, rank.vocabulary) for rank in plan.ranks] == [
+        (3, 1, (0, 512)),
+        (2, 1, (512, 1000)),
+    ]
+    assert plan.weights_bytes == plan.ranks[0].weights_bytes > plan.ranks[1].weights_bytes, "the plan is the first's"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_the_plans_blocks_are_those_that_the_engine_resolves(tp: int) -> None:
+    """With KV heads split, and held by several ranks."""
+    settings = {"device": "cpu", "tensor_parallel_size": tp, "cpu_kvcache_space": 0.01}
+    plan = make_plan(PlanConfig.load(settings, env={}), load(PlanConfig()))
+    resolved = launch.resolve(EngineConfig.load(settings, env={}))
+    rank_block_bytes = ModelSpec.load(demo_folder()).kv_block_bytes(16, 2, tp)
+    assert plan.num_blocks == configured_num_blocks(resolved, rank_block_bytes)
+    assert plan.block_bytes == tp * rank_block_bytes
+
+
+def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["plan", "-tp", "3", "--memory", "8GiB"]) == 2
+    assert "tensor_parallel_size 3 does not fit this model, whose 8 heads with 2 KV heads" in capsys.readouterr().err
+    monkeypatch.setattr(PlanConfig, "resolve_device", lambda _: "cuda")
+    monkeypatch.setattr(planning, "gpus", lambda: [Gpu("H200", 141 * GIB, "580.1"), Gpu("A100", 40 * GIB, "580.1")])
+    assert main(["plan", "-tp", "4"]) == 2
+    assert "tensor_parallel_size 4 needs a GPU for each rank, and this machine has 2; give --gpu" in (
+        capsys.readouterr().err
+    )
+    assert main(["plan", "-tp", "4", "--tensor-parallel-backend", "gloo"]) == 0
+    assert main(["plan", "-tp", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"memory +40.00 GiB  of a GPU of 2, 36.00 GiB to use", printed)
+    assert re.search(r"rank 1 +2.63 MiB  weights, KV cache .*; 4 heads with 1 KV, tokens 1,024 to 2,047\n", printed)
 
 
 def test_what_a_token_takes_with_sliding_windows(tmp_path: Path) -> None:

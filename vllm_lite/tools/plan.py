@@ -18,7 +18,7 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
 from vllm_lite.checkpoint.rank_shapes import rank_shape
-from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
@@ -28,6 +28,8 @@ from vllm_lite.runtime.settings import Section
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
 """What the processes themselves take: torch and three interpreters, or a GPU's context and kernels. Estimates."""
+FURTHER_WORKER_BYTES = 200 << 20
+"""What each further worker of a CPU machine adds to that. Measured: 154 MiB are its own once torch is there."""
 LEAST_TOKENS = 512
 """A request that is worth serving, where no length is asked for."""
 MAX_SPLITS, SPLIT_TOKENS = 64, 512
@@ -46,7 +48,6 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")
     ] = None
     concurrency: Annotated[Count | None, Meta(description="requests of max_model_len that must fit at once")] = None
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="GPUs that share the model")] = 1
 
     def engine_values(self) -> dict[str, Any]:
         """The engine's settings that were given."""
@@ -55,8 +56,22 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several ranks holds. Sizes in bytes; what is not here is about the same for all."""
+
+    rank: int
+    num_heads: int
+    """Of the layers that have most."""
+    num_kv_heads: int
+    vocabulary: tuple[int, int]
+    """The first of its tokens, and the one behind its last."""
+    weights_bytes: int
+    kv_cache_bytes: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed and what fits, for one device. Sizes in bytes."""
+    """What is needed and what fits, for one device: a GPU, which has one rank, or a CPU machine with all ranks. Of
+    several GPUs it is the first, which has most to hold. Sizes in bytes."""
 
     model: str
     architecture: str
@@ -96,6 +111,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     advice: tuple[str, ...] = ()
     """Flags, each of which alone would make it possible."""
     command: str = ""
+    ranks: tuple[RankPlan, ...] = ()
+    """Empty unless several share the model."""
 
     @property
     def fits(self) -> bool:
@@ -166,28 +183,38 @@ class _Sizes:
         self.length = self.config.max_model_len
         self.chunk = self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
-        self.block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
-        self.weights = weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, tp)
-        self.activations = self._activations(DTYPE_BYTES[dtype])
+        num_ranks = tp if device == "cpu" else 1  # on the device that is planned for
+        self.rank_block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
+        self.block_bytes = self.rank_block_bytes * num_ranks
+        self.rank_weights = [
+            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard)
+            for shard in Shard(0, tp).all_ranks
+        ]
+        self.weights = sum(self.rank_weights[:num_ranks])
+        self.activations = num_ranks * self._buffers(DTYPE_BYTES[dtype]) + self._logits()
         self.graphs = self._graphs()
+        self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
-        self.num_host_blocks = num_host_blocks(self.config.swap_space, self.block_bytes)
-        self.fixed = self.weights + self.activations + self.graphs + OUTSIDE_BYTES[device]
+        self.num_host_blocks = num_host_blocks(self.config.swap_space, self.rank_block_bytes)
+        self.fixed = self.weights + self.activations + self.graphs + self.outside
         if device == "cpu":  # there swap space is the same memory
             self.fixed += self.num_host_blocks * self.block_bytes
 
-    def _activations(self, dtype_bytes: int) -> int:
-        """Buffers of the largest step, tables of rotary embedding, logits and what sampling makes of them, scratch."""
+    def _logits(self) -> int:
+        """Logits and what sampling makes of them. Ranks on a CPU have them in common."""
+        return 3 * 4 * self.num_seqs * self.spec.vocab_size
+
+    def _buffers(self, dtype_bytes: int) -> int:
+        """One rank's buffers of the largest step, tables of rotary embedding, and scratch."""
         spec, tp = self.spec, self.tp
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         heads = max((layer.attention for layer in largest.layers), key=lambda own: own.qkv_size)
         row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
         row += 3 * (spec.intermediate_size // tp)
         tables = 2 * self.length * heads.head_size
-        logits = 3 * 4 * self.num_seqs * spec.vocab_size
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
         scratch = 4 * self.num_seqs * heads.num_heads * splits * (heads.head_size + 1) if splits > 1 else 0
-        return (self.chunk * row + tables) * dtype_bytes + logits + scratch
+        return (self.chunk * row + tables) * dtype_bytes + scratch
 
     def _graphs(self) -> int:
         config = self.config
@@ -199,7 +226,7 @@ class _Sizes:
 
     def num_blocks(self) -> int:
         """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""
-        configured = configured_num_blocks(self.config, self.block_bytes)
+        configured = configured_num_blocks(self.config, self.rank_block_bytes)
         enough = self.config.enough_blocks(len(self.groups))
         return min(self.possible_blocks(), enough) if configured is None else configured
 
@@ -254,7 +281,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         weights_bytes=sizes.weights,
         activations_bytes=sizes.activations,
         graph_bytes=sizes.graphs,
-        outside_bytes=OUTSIDE_BYTES[sizes.device],
+        outside_bytes=sizes.outside,
         block_bytes=sizes.block_bytes,
         kv_bytes_per_token=per_token * len(sizes.groups),
         kv_bytes_per_token_beyond_windows=per_token * sum(group.window is None for group in sizes.groups),
@@ -270,8 +297,23 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         concurrent_requests=min(room // each, sizes.num_seqs) if served else 0,
         needed_bytes=ceil(needed / (config.gpu_memory_utilization if sizes.device == "cuda" else 1)),
         problems=(),
+        ranks=tuple(_ranks(sizes, num_blocks)) if sizes.tp > 1 else (),
     )
     return msgspec.structs.replace(plan, problems=tuple(_problems(config, sizes, plan)))
+
+
+def _ranks(sizes: _Sizes, num_blocks: int) -> Iterator[RankPlan]:
+    for shard in Shard(0, sizes.tp).all_ranks:
+        own = max((layer.attention for layer in sizes.spec.per_rank(shard).layers), key=lambda heads: heads.num_heads)
+        vocabulary = Split.vocabulary(sizes.spec.vocab_size, shard)
+        yield RankPlan(
+            rank=shard.rank,
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            vocabulary=(vocabulary.start, vocabulary.end),
+            weights_bytes=sizes.rank_weights[shard.rank],
+            kv_cache_bytes=num_blocks * sizes.rank_block_bytes,
+        )
 
 
 def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
@@ -302,14 +344,16 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
         yield f"the KV cache holds {held}, not {config.concurrency}"
 
 
-def weights_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, tp: int = 1) -> int:
-    """Bytes of the first rank's weights, no rank has more: every tensor that the model takes; a matrix of int8 has a
-    scale for each row."""
+def weights_bytes(
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, shard: Shard = SINGLE
+) -> int:
+    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes; a matrix of int8 has
+    a scale for each row."""
     spec, total = checkpoint.spec, 0
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
             continue
-        shape = rank_shape(name, tensor.shape, spec, Shard(0, tp))
+        shape = rank_shape(name, tensor.shape, spec, shard)
         count, embeds = prod(shape), name == "model.embed_tokens.weight"
         if quantization == "int8" and len(shape) == 2:
             quantized = count + 4 * shape[0]
@@ -333,7 +377,13 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
     found = gpus()
     if not found:
         raise ConfigError("nvidia-smi does not tell how much memory the GPU has; give --gpu, like --gpu 24GiB")
-    return "cuda", min(gpu.memory_bytes for gpu in found)
+    tp = config.tensor_parallel_size
+    if tp > len(found) and config.tensor_parallel_backend != "gloo":  # which lets ranks share a GPU
+        raise ConfigError(
+            f"tensor_parallel_size {tp} needs a GPU for each rank, and this machine has {len(found)}; give --gpu with "
+            "the memory of each, like --gpu 24GiB, to plan for another"
+        )
+    return "cuda", min(gpu.memory_bytes for gpu in found[:tp])
 
 
 # ---- what to do
@@ -369,22 +419,10 @@ def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[
         yield "--gpu-memory-utilization 0.95"
     for tp in (2, 4, 8) if is_gpu else ():
         if tp > config.tensor_parallel_size and _works(config, checkpoint, {"tensor_parallel_size": tp}):
-            yield f"--tensor-parallel-size {tp}, on {tp} such GPUs{'' if serves_ranks(tp) else NOT_YET}"
+            yield f"--tensor-parallel-size {tp}, on {tp} such GPUs"
             break
     if plan.needed_bytes > plan.memory_bytes:
         yield f"{'a GPU' if is_gpu else 'a machine'} with {ceil(plan.needed_bytes / GIB * 10) / 10:.1f} GiB of memory"
-
-
-NOT_YET = " (this version of vllm-lite runs on one only)"
-
-
-def serves_ranks(tp: int) -> bool:
-    """Whether an engine takes that tensor_parallel_size."""
-    try:
-        EngineConfig.check({"tensor_parallel_size": tp})
-    except ConfigError:
-        return False
-    return True
 
 
 def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -> bool:
@@ -398,15 +436,13 @@ def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
     """The command that serves what was planned."""
     values = config.engine_values()
     values.pop("model", None)
-    if config.tensor_parallel_size > 1:
-        values["tensor_parallel_size"] = config.tensor_parallel_size
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len
     default = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"].max_num_seqs
     if config.max_num_seqs is None and plan.max_num_seqs > default:
         values["max_num_seqs"] = plan.max_num_seqs
     if plan.device == "cpu" and plan.num_blocks != _Sizes(config, checkpoint).num_blocks():
-        values["kv_cache_memory_bytes"] = plan.kv_cache_bytes
+        values["kv_cache_memory_bytes"] = plan.kv_cache_bytes // plan.tensor_parallel_size  # of each worker
     flags = [_flag(name, value) for name, value in values.items()]
     return " ".join(["vllm-lite serve", *([] if config.model == DEMO_MODEL else [config.model]), *flags])
 

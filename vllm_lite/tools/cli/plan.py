@@ -2,13 +2,12 @@
 weights alone. Exit status 1 if what is asked is impossible, with what would make it possible."""
 
 import argparse
-import sys
 
 import msgspec
 
 from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
-from vllm_lite.tools.plan import NOT_YET, Plan, PlanConfig, load, make_plan, serves_ranks
+from vllm_lite.tools.plan import Plan, PlanConfig, RankPlan, load, make_plan
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,26 +38,28 @@ def _print(plan: Plan) -> None:
         print("\nIt does not fit: " + "; ".join(plan.problems) + ".")
         if plan.advice:
             print("Possible with one of\n" + "\n".join(f"  {line}" for line in plan.advice))
-    if not serves_ranks(plan.tensor_parallel_size):
-        print(f"{plan.tensor_parallel_size} GPUs{NOT_YET}", file=sys.stderr)
 
 
 def _rows(plan: Plan) -> list[tuple[str, str, str]]:
-    gpus = f" of {plan.tensor_parallel_size}" if plan.tensor_parallel_size > 1 else ""
-    is_gpu = plan.device == "cuda"
+    is_gpu, tp = plan.device == "cuda", plan.tensor_parallel_size
+    of_ranks = "" if tp == 1 else ", of the first rank" if is_gpu else f", of {tp} ranks"
     per_token = f"{plan.kv_bytes_per_token_beyond_windows / 1024:.1f} KiB beyond its windows"
     windowed = plan.kv_bytes_per_token_beyond_windows != plan.kv_bytes_per_token
     rows = [
         ("model", plan.model, f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters"),
-        ("memory", _size(plan.memory_bytes), f"of a GPU{gpus}, {_size(plan.usable_bytes)} to use" if is_gpu else ""),
-        ("weights", _size(plan.weights_bytes), plan.quantization or plan.dtype),
+        ("memory", _size(plan.memory_bytes), _memory(plan)),
+        ("weights", _size(plan.weights_bytes), f"{plan.quantization or plan.dtype}{of_ranks}"),
         ("activations", _size(plan.activations_bytes), f"estimate, {plan.max_num_batched_tokens} tokens in a step"),
     ]
     if plan.graph_bytes:
         rows.append(("CUDA graphs", _size(plan.graph_bytes), f"up to {plan.max_num_seqs} sequences"))
     rows += [
         ("processes", _size(plan.outside_bytes), "estimate"),
-        ("KV cache", _size(plan.kv_cache_bytes), f"{plan.num_blocks:,} blocks of {plan.block_size} tokens"),
+        (
+            "KV cache",
+            _size(plan.kv_cache_bytes),
+            f"{plan.num_blocks:,} blocks of {plan.block_size} tokens{of_ranks}",
+        ),
         ("  of one token", f"{plan.kv_bytes_per_token / 1024:.1f} KiB", per_token if windowed else plan.kv_cache_dtype),
         ("  tokens", f"{plan.kv_tokens:,}", ""),
         ("longest request", f"{plan.max_model_len:,}", f"tokens, of the model's {plan.max_position_embeddings:,}"),
@@ -67,7 +68,25 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     ]
     if plan.num_host_blocks:
         rows.append(("swap space", _size(plan.num_host_blocks * plan.block_bytes), f"{plan.num_host_blocks:,} blocks"))
-    return rows
+    return rows + [_rank_row(rank) for rank in plan.ranks]
+
+
+def _memory(plan: Plan) -> str:
+    if plan.device == "cpu":
+        return "of the machine, for all ranks" if plan.ranks else ""
+    gpus = f" of {plan.tensor_parallel_size}" if plan.ranks else ""
+    return f"of a GPU{gpus}, {_size(plan.usable_bytes)} to use"
+
+
+def _rank_row(rank: RankPlan) -> tuple[str, str, str]:
+    """Weights and KV cache of one rank, and what of the model they are."""
+    heads = f"{rank.num_heads} head{'s' * (rank.num_heads > 1)} with {rank.num_kv_heads} KV"
+    tokens = f"tokens {rank.vocabulary[0]:,} to {rank.vocabulary[1] - 1:,}"
+    return (
+        f"rank {rank.rank}",
+        _size(rank.weights_bytes),
+        f"weights, KV cache {_size(rank.kv_cache_bytes)}; {heads}, {tokens}",
+    )
 
 
 def _size(num_bytes: float) -> str:
