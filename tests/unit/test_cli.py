@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from msgspec import Meta
@@ -114,7 +114,15 @@ def test_a_reader_that_has_gone(command: str) -> None:
 def test_a_table_of_what_runs_has_a_line_for_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = {"pid": 7, "kind": "server", "model": "m" * 40, "state": "serving", "uptime_s": 61.0, "memory_bytes": None}
+    values: dict[str, Any] = {
+        "pid": 7,
+        "kind": "server",
+        "model": "m" * 40,
+        "state": "serving",
+        "uptime_s": 61.0,
+        "memory_bytes": None,
+    }
+    values["workers"] = [{"rank": 0}, {"rank": 1}]
     server = {**values, "running": 3, "waiting": None, "url": "http://127.0.0.1:8000", "address": "ipc:///x"}
     monkeypatch.setattr("vllm_lite.tools.cli.ps.find", lambda: [server, {**server, "url": None, "pid": 12345}])
     monkeypatch.setattr("vllm_lite.tools.cli.ps.row", lambda instance: instance)
@@ -124,7 +132,7 @@ def test_a_table_of_what_runs_has_a_line_for_each(
     assert head.split() == list(COLUMNS)
     assert set(NUMBERS) < set(COLUMNS)
     assert [line.split() for line in lines] == [
-        ["7", "server", "m" * 40, "serving", "1m", "3", "http://127.0.0.1:8000"],
-        ["12345", "server", "m" * 40, "serving", "1m", "3", "ipc:///x"],
+        ["7", "server", "m" * 40, "serving", "1m", "2", "3", "http://127.0.0.1:8000"],
+        ["12345", "server", "m" * 40, "serving", "1m", "2", "3", "ipc:///x"],
     ]
     assert lines[0].startswith("    7  server")

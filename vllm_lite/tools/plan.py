@@ -61,7 +61,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     num_heads: int
-    """Of the layers that have most."""
+    """Query heads, in the layers that have most."""
     num_kv_heads: int
     vocabulary: tuple[int, int]
     """The first of its tokens, and the one behind its last."""
