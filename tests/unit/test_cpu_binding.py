@@ -3,8 +3,8 @@
 import ctypes
 import logging
 import os
-import tempfile
 import threading
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.fake_sys import make_sys
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import cpu_binding
-from vllm_lite.runtime.cpu_binding import Binding, Topology, check_binding, plan_binding, read_topology
+from vllm_lite.runtime.cpu_binding import Binding, Core, Topology, check_binding, plan_binding, read_topology
 from vllm_lite.runtime.machine import (
     NO_QUOTA,
     cpu_quota,
@@ -158,9 +158,9 @@ def test_threads_that_are_given_are_those_of_one_worker(large: Topology) -> None
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), data=st.data())
 def test_shares_are_disjoint_and_within_nodes_where_possible(sizes: list[int], data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        root = make_sys(Path(folder), sizes, threads=data.draw(st.integers(1, 2)))
-        topology = read_topology(root, range(sum(sizes)))
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    allowed = dict(enumerate(nodes))
+    topology = Topology(tuple(starmap(Core, allowed.items())), allowed, frozenset(allowed), NO_QUOTA)
     world = data.draw(st.integers(2, len(topology.cores) + 1).filter(lambda n: n <= len(topology.cores) or n > 2))
     found = plans(topology, world)
     if world > len(topology.cores):
@@ -256,6 +256,20 @@ def in_thread(*bindings: Binding) -> set[int]:
     thread.start()
     thread.join(scaled(10))
     return seen
+
+
+@pytest.fixture(autouse=True)
+def no_threads_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "to be restored")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+
+
+def test_torch_makes_as_many_threads_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_binding.apply(Binding((), 3, None))
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    cpu_binding.apply(Binding((), 3, None))
+    assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_worker_is_bound_with_what_it_starts() -> None:

@@ -121,10 +121,12 @@ def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | N
 
 
 def apply(binding: Binding) -> None:
-    """Bind the calling thread, and with it all that it starts; to be called before torch is imported.
+    """Bind the calling thread, and with it all that it starts. To be called before torch is imported, which makes as
+    many threads as OMP_NUM_THREADS says; a number of the user's own is kept.
 
     A machine or a container that does not let it leaves the worker slower, not wrong: that is only logged.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(binding.num_threads))
     if not binding.cpus:
         return
     try:

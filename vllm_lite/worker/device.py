@@ -46,9 +46,9 @@ def open_device(config: EngineConfig, rank: int) -> Device:
 
 
 def set_threads(cpu_threads: int | None, num_cores: int) -> int:
-    """Let torch and the native kernels use `cpu_threads` threads; by default OMP_NUM_THREADS, or all physical cores.
+    """Let torch and the native kernels use `cpu_threads` threads; by default OMP_NUM_THREADS, or `num_cores`.
 
-    Returns the number.
+    A worker's process has that variable: runtime/cpu_binding.py sets it. Returns the number.
     """
     if cpu_threads is not None or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpu_threads or num_cores)

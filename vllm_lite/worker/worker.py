@@ -64,7 +64,8 @@ class Worker:
         """
         self.communicator = communicator or SingleRank(self.device.torch)
         on_cpu = self.device.torch.type == "cpu"
-        num_threads = set_threads(self.config.cpu_threads, num_physical_cores()) if on_cpu else 0
+        share = max(1, num_physical_cores() // self.config.tensor_parallel_size)
+        num_threads = set_threads(self.config.cpu_threads, share) if on_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:
