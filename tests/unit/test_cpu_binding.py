@@ -116,6 +116,15 @@ def test_two_sockets(large: Topology) -> None:
     assert [plan.num_threads for plan in three] == [2, 2, 4]
 
 
+def test_sockets_that_are_numbered_in_turn(tmp_path: Path) -> None:
+    root = make_sys(tmp_path, [2, 2, 2, 2])
+    for node in range(4):
+        (root / f"devices/system/node/node{node}/cpulist").write_text(f"{node},{node + 4}\n")
+    in_turn = read_topology(root, range(8))
+    assert plans(in_turn, 4) == [Binding((node, node + 4), 2, node) for node in range(4)]
+    assert plans(in_turn, 2) == [Binding((0, 1, 4, 5), 4, None), Binding((2, 3, 6, 7), 4, None)], "two nodes each"
+
+
 def test_few_ranks_get_whole_nodes(tmp_path: Path) -> None:
     four = read_topology(make_sys(tmp_path / "4", [2, 2, 2, 2]), range(8))
     assert [plan.cpus for plan in plans(four, 2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]

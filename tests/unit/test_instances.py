@@ -187,6 +187,9 @@ def test_workers_are_the_engines_children_of_that_name(place: Path, capsys: pyte
             ),
             "names",
         )
+        other = leave(place, Process.of(children[-1].pid), "vl-other")
+        assert [bool(row["workers"]) for row in ps(capsys)] == [True, False], "not the workers of every engine"
+        shutil.rmtree(other)
         (row,) = ps(capsys)
         found = [(worker["rank"], worker["pid"]) for worker in row["workers"]]
         assert found == [(0, children[2].pid), (1, children[0].pid), (10, children[1].pid)]

@@ -149,6 +149,8 @@ def test_an_address_of_ones_own(place: Path) -> None:
             ConfigError,
             "max_model_len must be at most the model's 2048 positions, got 1000000",
         ),
+        ({"cpu_bind": "0|0", "device": "cpu"}, ConfigError, r"^cpu_bind must be auto, none, or one list of CPUs like "),
+        ({"tensor_parallel_size": 3}, ConfigError, r"^tensor_parallel_size 3 does not fit this model, whose 8 heads "),
     ],
 )
 def test_bad_input_starts_nothing(

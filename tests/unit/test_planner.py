@@ -143,6 +143,8 @@ def test_ranks_that_hold_different_parts(tmp_path: Path) -> None:
         (2, 1, (512, 1000)),
     ]
     assert plan.weights_bytes == plan.ranks[0].weights_bytes > plan.ranks[1].weights_bytes, "the plan is the first's"
+    machine = make_plan(config(memory="24GiB", tensor_parallel_size=2), checkpoint(tmp_path, **changes))
+    assert machine.weights_bytes == sum(rank.weights_bytes for rank in plan.ranks), "not twice the first's"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -160,9 +162,10 @@ def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main(["plan", "-tp", "3", "--memory", "8GiB"]) == 2
     assert "tensor_parallel_size 3 does not fit this model, whose 8 heads with 2 KV heads" in capsys.readouterr().err
     monkeypatch.setattr(PlanConfig, "resolve_device", lambda _: "cuda")
-    monkeypatch.setattr(planning, "gpus", lambda: [Gpu("H200", 141 * GIB, "580.1"), Gpu("A100", 40 * GIB, "580.1")])
+    found = [Gpu("H200", 141 * GIB, "580.1"), Gpu("A100", 40 * GIB, "580.1"), Gpu("T4", 16 * GIB, "580.1")]
+    monkeypatch.setattr(planning, "gpus", lambda: found)
     assert main(["plan", "-tp", "4"]) == 2
-    assert "tensor_parallel_size 4 needs a GPU for each rank, and this machine has 2; give --gpu" in (
+    assert "tensor_parallel_size 4 needs a GPU for each rank, and this machine has 3; give --gpu" in (
         capsys.readouterr().err
     )
     assert main(["plan", "-tp", "4", "--tensor-parallel-backend", "gloo"]) == 0
