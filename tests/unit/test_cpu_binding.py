@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import threading
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def test_a_node_of_which_little_is_left_is_left_out(tmp_path: Path) -> None:
 
 def test_the_affinity_mask_bounds_the_shares(tmp_path: Path) -> None:
     masked = read_topology(make_sys(tmp_path, [4, 4], threads=2), [2, 10, 3, 14, 15])
-    assert [core.cpu for core in masked.cores] == [2, 3, 14, 15]
+    assert [core.cpus for core in masked.cores] == [(2, 10), (3,), (14,), (15,)]
     assert plans(masked, 2) == [Binding((2, 3), 2, 0), Binding((14, 15), 2, 1)]
 
 
@@ -161,6 +160,8 @@ def test_none_shares_out_the_threads(large: Topology) -> None:
 
 def test_threads_that_are_given_are_those_of_one_worker(large: Topology) -> None:
     assert plans(large, 2, threads=3) == [Binding((0, 1, 2, 3), 3, 0), Binding((4, 5, 6, 7), 3, 1)]
+    both = Binding((0, 1, 2, 3, 8, 9, 10, 11), 5, 0)
+    assert plans(large, 2, threads=5)[0] == both, "more threads than cores take the cores' second threads"
     assert plans(large, 2, "none", threads=3) == [Binding((), 3, None)] * 2
     assert plans(large, 2, "0-3|4", threads=2)[1] == Binding((4,), 2, 1)
 
@@ -169,7 +170,9 @@ def test_threads_that_are_given_are_those_of_one_worker(large: Topology) -> None
 def test_shares_are_disjoint_and_within_nodes_where_possible(sizes: list[int], data: st.DataObject) -> None:
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
     allowed = dict(enumerate(nodes))
-    topology = Topology(tuple(starmap(Core, allowed.items())), allowed, frozenset(allowed), NO_QUOTA)
+    topology = Topology(
+        tuple(Core((cpu,), node) for cpu, node in allowed.items()), allowed, frozenset(allowed), NO_QUOTA
+    )
     world = data.draw(st.integers(2, len(topology.cores) + 1).filter(lambda n: n <= len(topology.cores) or n > 2))
     found = plans(topology, world)
     if world > len(topology.cores):

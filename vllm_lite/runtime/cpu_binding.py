@@ -32,9 +32,9 @@ logger = log.get(__name__)
 
 
 class Core(NamedTuple):
-    """A physical core: one of its hardware threads that this process may use, and its NUMA node."""
+    """A physical core: those of its hardware threads that this process may use, ascending, and its NUMA node."""
 
-    cpu: int
+    cpus: tuple[int, ...]
     node: int
 
 
@@ -81,10 +81,11 @@ def read_topology(sys: Path = SYS, allowed: Collection[int] | None = None) -> To
     """`allowed`: what the affinity mask of this process lets it use, unless another mask is asked about."""
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = numa_nodes(sys)
-    cores: dict[tuple[int, ...], int] = {}
+    cores: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(usable):
-        cores.setdefault(siblings(cpu, sys), cpu)
-    ordered = sorted((Core(cpu, nodes.get(cpu, 0)) for cpu in cores.values()), key=lambda core: (core.node, core.cpu))
+        cores.setdefault(siblings(cpu, sys), []).append(cpu)
+    found = [Core(tuple(cpus), nodes.get(cpus[0], 0)) for cpus in cores.values()]
+    ordered = sorted(found, key=lambda core: (core.node, core.cpus))
     allowed_nodes = {cpu: nodes.get(cpu, 0) for cpu in usable}
     return Topology(tuple(ordered), allowed_nodes, usable | _online(sys), cpu_quota(sys))
 
@@ -107,8 +108,10 @@ def plan_binding(
     if world == 1 or num_cores < world or topology.quota < num_cores:
         return shared_out  # with a quota no core is a rank's own: the kernel stops all of them when it is used up
     share = _shares(topology.cores, world)[rank]
-    cpus = tuple(sorted(core.cpu for core in share))
-    return Binding(cpus, cpu_threads or len(cpus), _node_of(cpus, topology))
+    num_threads = cpu_threads or len(share)
+    per_core = 1 if num_threads <= len(share) else None  # the user wants more threads than cores, so use all there are
+    cpus = tuple(sorted(cpu for core in share for cpu in core.cpus[:per_core]))
+    return Binding(cpus, num_threads, _node_of(cpus, topology))
 
 
 def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | None = None) -> None:
@@ -184,7 +187,7 @@ def _example(topology: Topology, world: int) -> str:
     if len(topology.cores) < world:
         return "|".join(f"{4 * rank}-{4 * rank + 3}" for rank in range(min(world, 4)))
     shares = _shares(topology.cores, world)
-    return "|".join(format_cpu_list(core.cpu for core in share) for share in shares)
+    return "|".join(format_cpu_list(core.cpus[0] for core in share) for share in shares)
 
 
 # ---- shares
@@ -243,8 +246,7 @@ def _node_of(cpus: Collection[int], topology: Topology) -> int | None:
 
 def _prefer_memory_of(node: int) -> None:
     """Take memory from `node` while it has some. A bound thread does so anyway, unless a policy was inherited, such as
-    numactl's. Containers often forbid the
-    call."""
+    numactl's. Containers often forbid that call."""
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None or node >= MAX_NODES:
         return
