@@ -300,6 +300,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"max_model_len must be at most the model's {max_position_embeddings} positions, got {max_model_len}"
             )
         device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
+        self._check_parallel_backend(device)
         max_num_seqs, budget = self._step_sizes(DEVICE_DEFAULTS[device], max_model_len)
         chosen = ResolvedConfig.__annotations__
         kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in chosen}
@@ -340,6 +341,18 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"step, got {budget}"
             )
         return max_num_seqs, budget
+
+    def _check_parallel_backend(self, device: str) -> None:
+        """Raises ConfigError if workers on `device` cannot exchange anything in the way that was asked for."""
+        if (self.tensor_parallel_backend, device) == ("nccl", "cpu"):
+            raise ConfigError(
+                "tensor_parallel_backend nccl is for workers on GPUs, but device is cpu; give auto, shared-memory or gloo"
+            )
+        if (self.tensor_parallel_backend, device) == ("shared-memory", "cuda"):
+            raise ConfigError(
+                "tensor_parallel_backend shared-memory is for workers on a CPU, but device is cuda; give auto, nccl or "
+                "gloo"
+            )
 
     def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""

@@ -1,6 +1,7 @@
 """Where a worker runs: the device it opens, and the threads it computes with."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,22 +35,44 @@ def test_a_cpu_has_no_memory_to_profile_and_records_native_calls(
     assert device.torch.type == "cpu"
 
 
-@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 1)])
-def test_a_gpu_that_torch_does_not_see_is_refused(available: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+def see_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let torch see so many GPUs. Returns the devices that are made current."""
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(ConfigError, match=rf"sees {count} CUDA devices and worker 1 needs one"):
-        open_device(EngineConfig(device="cuda"), 1)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return made
+
+
+def test_no_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_devices(0, monkeypatch)
+    with pytest.raises(ConfigError, match="sees no CUDA device; give --device cpu"):
+        open_device(EngineConfig(device="cuda"), 0)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_too_few_gpus_are_refused_alike_by_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = see_devices(2, monkeypatch)
+    with pytest.raises(ConfigError, match=r"size is 3, but torch sees 2 CUDA devices.*--tensor-parallel-backend gloo"):
+        open_device(EngineConfig(device="cuda", tensor_parallel_size=3), rank)
+    assert made == []
+
+
+@pytest.mark.parametrize(("backend", "count", "indices"), [("auto", 3, [0, 1, 2]), ("gloo", 2, [0, 1, 0])])
+def test_ranks_take_the_visible_gpus_in_order(
+    backend: Any, count: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = see_devices(count, monkeypatch)
+    config = EngineConfig(device="cuda", tensor_parallel_size=3, tensor_parallel_backend=backend)
+    opened = [open_device(config, rank).torch for rank in range(3)]
+    assert opened == made == [torch.device("cuda", index) for index in indices]
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_gpu_has_both_unless_graphs_are_off(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    made = see_devices(2, monkeypatch)
     device = open_device(EngineConfig(device="cuda", enforce_eager=eager), 1)
     assert made == [torch.device("cuda", 1)] == [device.torch]
     assert isinstance(device.memory, CudaMemory)

@@ -5,19 +5,18 @@ import torch
 
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.config import ResolvedConfig, WorkerGroup
+from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 
 def backend_of(config: ResolvedConfig) -> str:
-    """ "none", "shared-memory", "nccl" or "gloo"."""
+    """ "none", "shared-memory", "nccl" or "gloo". That it fits the device was checked when `config` was resolved."""
     if config.tensor_parallel_size == 1:
         return "none"
     if config.tensor_parallel_backend != "auto":
         return config.tensor_parallel_backend
-    if config.device == "cuda":
-        return "nccl"
-    return "shared-memory" if cpu.available() else "gloo"
+    return "nccl" if config.device == "cuda" else _on_the_cpu()
 
 
 def connect(
@@ -31,10 +30,37 @@ def connect(
         return SingleRank(device)
     if group is None:
         raise RuntimeError("a worker that shares a model must be started with the group that it belongs to")
-    if backend == "shared-memory":
-        from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
+    if backend != "nccl":
+        return _connect_on_the_cpu(backend, shard, group, (device, shared_bytes), config.ready_timeout_s)
+    from vllm_lite.parallel.nccl import connect_nccl
 
-        return SharedMemoryCommunicator(shard, group.memory, shared_bytes, config.ready_timeout_s)
-    from vllm_lite.parallel.torch_distributed import TorchCommunicator
+    cpu_device = torch.device("cpu")
+    host = _connect_on_the_cpu(_on_the_cpu(), shard, group, (cpu_device, 0), config.ready_timeout_s)
+    try:
+        return connect_nccl(host, group, device, config.ready_timeout_s)
+    except BaseException:
+        host.close()
+        raise
 
-    return TorchCommunicator(backend, shard, group, device, config.ready_timeout_s)
+
+def _on_the_cpu() -> str:
+    return "shared-memory" if cpu.available() else "gloo"
+
+
+def _connect_on_the_cpu(
+    backend: str, shard: Shard, group: WorkerGroup, rows: tuple[torch.device, int], timeout_s: float
+) -> Communicator:
+    """`rows`: where the memory of `shared_rows` is, and how much of it is needed."""
+    device, shared_bytes = rows
+    if backend == "gloo":
+        from vllm_lite.parallel.gloo import GlooCommunicator
+
+        return GlooCommunicator(shard, group, device, timeout_s)
+    if not cpu.available():
+        raise ConfigError(
+            "tensor_parallel_backend is shared-memory, but the native library is not there; reinstall the package with "
+            "a C++ compiler, or give gloo"
+        )
+    from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
+
+    return SharedMemoryCommunicator(shard, group.memory, shared_bytes, timeout_s)

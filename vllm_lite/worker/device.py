@@ -35,14 +35,28 @@ def open_device(config: EngineConfig, rank: int) -> Device:
     if config.device == "cpu":
         recordable = cpu.available() and not config.enforce_eager
         return Device(torch.device("cpu"), capture=CpuCapture() if recordable else None)
-    if not torch.cuda.is_available() or rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is cuda, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices and worker "
-            f"{rank} needs one of its own; give --device cpu, or install a torch with CUDA that fits the driver"
-        )
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", _device_of(config, rank))
     torch.cuda.set_device(device)
     return Device(device, CudaMemory(device), None if config.enforce_eager else CudaCapture(device))
+
+
+def _device_of(config: EngineConfig, rank: int) -> int:
+    """The index of the visible device of `rank`: one for each rank, shared only where they meet through gloo."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ConfigError(
+            f"device is cuda, but torch {torch.__version__} sees no CUDA device; give --device cpu, or install a torch "
+            "with CUDA that fits the driver"
+        )
+    if config.tensor_parallel_backend == "gloo":
+        return rank % count
+    if config.tensor_parallel_size > count:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {count} CUDA devices, and every "
+            "worker needs one of its own; give a smaller size, make more devices visible (CUDA_VISIBLE_DEVICES), or "
+            "let workers share them with --tensor-parallel-backend gloo, which is slow"
+        )
+    return rank
 
 
 def set_threads(cpu_threads: int | None, num_cores: int) -> int:

@@ -1,0 +1,143 @@
+"""Ranks that meet through NCCL, each with a GPU of its own. All are on one host.
+
+NCCL adds up and gathers what is in the memory of the GPUs. What is in the memory of the CPU goes through another
+communicator, shared memory or gloo: over NCCL a handful of tokens would be copied to the GPU and back, behind all that
+is queued there.
+
+What torch's sources (2.13, ProcessGroupNCCL.cpp) and NCCL's (2.30) say about the calls made here:
+
+- With `asyncOp` false a call is one kernel on torch's current stream and returns no Work. There is no second stream,
+  nothing to wait for, and a CUDA graph captures that one kernel.
+- NCCL connects when its communicator is made and sets up channels at the first collective. Both allocate, which a
+  capture must not, so both are done at the start.
+- With TORCH_NCCL_BLOCKING_WAIT torch starts no watchdog. Its watchdog would query events, and end the process a minute
+  after a call has failed, without a word to the engine. `_watch` takes its place.
+- The flight recorder would take a Python stack trace at every call; nobody would read them.
+- NCCL listens on NCCL_SOCKET_IFNAME, by default on an interface of the network, and from 2.24 its RAS listens as well.
+- `abort` first makes running kernels leave, then waits until no CUDA graph with a call of this communicator is left.
+  So a thread does it that nobody waits for longer than CLOSE_S. `shutdown` would wait in the same way, and for the
+  other ranks as well.
+- After an abort, kernels leave with wrong numbers. Every step ends in a call of the CPU's communicator, which raises
+  RankLostError then, so such numbers do not become tokens.
+- A graph that holds calls must be captured and launched by all ranks in the same order. They are, since all ranks
+  execute the same steps.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+
+from vllm_lite.config import WorkerGroup
+from vllm_lite.errors import ConfigError, RankLostError
+from vllm_lite.parallel.columns import own_part, place_parts
+from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.parallel.process_group import ProcessGroup, check_nccl, nccl_group
+from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
+from vllm_lite.runtime import log
+
+WATCH_EVERY_S = 0.05
+CLOSE_S = 2.0
+
+logger = log.get(__name__)
+
+
+class NcclCommunicator:
+    """See Communicator."""
+
+    graph_safe = True
+    shares_memory = False
+
+    def __init__(self, host: Communicator, group: ProcessGroup, device: torch.device, end: GroupEnd) -> None:
+        """`host` is the communicator for what is in the memory of the CPU; it is closed with this one."""
+        self.shard = host.shard
+        self._host = host
+        self._group = group
+        self._device = device
+        self._end = end
+        self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
+        self._sum.asyncOp = self._gather.asyncOp = False
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="nccl watch", daemon=True)
+        self._watcher.start()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """NCCL chooses the order of the sum. All ranks get the same bits, which depend on the number of rows."""
+        self._call(lambda: self._group.allreduce([x], self._sum))
+
+    def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, num_columns, dtype=dtype, device=self._device)
+
+    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
+        part = own_part(x, widths, self.shard.rank)
+        parts = torch.empty(self.shard.world, *part.shape, dtype=x.dtype, device=x.device)
+        self._call(lambda: self._group._allgather_base(parts, part, self._gather))  # noqa: SLF001
+        place_parts(parts, x, widths)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._host.all_gather(x)
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
+        self._host.broadcast(x, source)
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def is_waiting(self) -> bool:
+        """Whether the CPU waits. When a kernel waits on the GPU, this rank looks busy like every other."""
+        return self._host.is_waiting()
+
+    def abort(self) -> None:
+        self._host.abort()
+        self._stop.set()
+
+    def lost_rank(self) -> int | None:
+        return self._host.lost_rank()
+
+    def close(self) -> None:
+        """Disconnect. What the GPU still computes for this group is lost."""
+        self._stop.set()
+        self._watcher.join(CLOSE_S)
+        self._host.close()
+
+    def _call(self, put_on_stream: Callable[[], object]) -> None:
+        """Raises RankLostError if the group has ended: NCCL's own error only says that it was aborted."""
+        self._end.check()
+        try:
+            put_on_stream()
+        except RuntimeError as error:
+            self._end.check(error)
+            raise
+
+    def _watch(self) -> None:
+        """Make NCCL's kernels leave when the group ends, or at `close`."""
+        while not self._stop.wait(WATCH_EVERY_S) and not self._end.has_come():
+            pass
+        try:
+            self._group.abort()
+        except Exception as error:
+            logger.warning("NCCL could not be aborted: %s", error)
+
+
+def connect_nccl(host: Communicator, group: WorkerGroup, device: torch.device, timeout_s: float) -> NcclCommunicator:
+    """Returns when NCCL is connected and has made its first collective.
+
+    Raises ConfigError if torch has no NCCL or NCCL refuses these devices, RankLostError if a rank ends.
+    """
+    check_nccl()
+    end = GroupEnd(host.shard, group.memory)
+    rendezvous = Rendezvous("nccl", host.shard, group)
+    try:
+        connected = nccl_group(rendezvous.meet(end, timeout_s), host.shard, device, timeout_s)
+        communicator = NcclCommunicator(host, connected, device, end)
+        communicator.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    except RankLostError:
+        raise
+    except RuntimeError as error:
+        end.check(error)
+        raise ConfigError(f"NCCL cannot connect {device} to the GPUs of the other ranks: {error}") from error
+    host.barrier()
+    rendezvous.remove()
+    return communicator

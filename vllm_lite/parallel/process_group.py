@@ -1,0 +1,68 @@
+"""The two process groups of torch.distributed, made for one host: what they listen on is the loopback interface.
+
+They are made without torch's default group, of which a process has one, so ranks may be threads of one process.
+"""
+
+import os
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch._C._distributed_c10d import FileStore
+from torch.distributed import ProcessGroupGloo, Work, is_nccl_available
+
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+NCCL_ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "=lo",
+    "NCCL_RAS_ENABLE": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+}
+"""What NCCL and torch read when the first communicator is made. A user's own settings are kept."""
+
+
+class ProcessGroup(Protocol):
+    """What is used of torch's process groups. Their calls begin something; the Work that they return is waited for."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work | None: ...
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: object = ...) -> Work | None: ...  # noqa: A002
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work | None: ...
+
+    def abort(self) -> None: ...
+
+
+def gloo_group(store: FileStore, shard: Shard, timeout_s: float) -> ProcessGroup:
+    """Connect to all other ranks. Raises RuntimeError if that fails."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    options._threads = 1  # noqa: SLF001  (there is one call at a time)
+    return cast("ProcessGroup", ProcessGroupGloo(store, shard.rank, shard.world, options))
+
+
+def check_nccl() -> None:
+    """Raises ConfigError if this torch has no NCCL."""
+    if not is_nccl_available():
+        raise ConfigError(
+            f"torch {torch.__version__} has no NCCL, which adds up what several GPUs compute; install a torch with "
+            "CUDA, or give --tensor-parallel-backend gloo"
+        )
+
+
+def nccl_group(store: FileStore, shard: Shard, device: torch.device, timeout_s: float) -> ProcessGroup:
+    """Connect `device` to those of all other ranks. Raises RuntimeError if that fails."""
+    from torch.distributed import ProcessGroupNCCL  # not there in a torch without NCCL
+
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    group = ProcessGroupNCCL(store, shard.rank, shard.world, options)
+    group.eager_connect_single_device(device)
+    return cast("ProcessGroup", group)
