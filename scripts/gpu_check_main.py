@@ -4,10 +4,11 @@
 2. every case of tests/kernels/*_cases.py on the device, each file in a process of its own: a kernel that writes where
    it must not takes its CUDA context with it, so the process is started again behind the case that did
 3. decode attention and RoPE with cache write: captured in a CUDA graph, replayed, compared bit for bit
-4. measurements of the kernels (scripts/gpu_check_bench.py)
-5. tests/gpu with pytest, and tokens per second of a random Llama with graphs and without, where the packages are there
+4. ranks that share a model: world 1 over NCCL, world 2 over gloo on one device (scripts/gpu_check_parallel.py)
+5. measurements of the kernels (scripts/gpu_check_bench.py)
+6. tests/gpu with pytest, and tokens per second of a random Llama with graphs and without, where the packages are there
 
-A part that exceeds its time is stopped and what it had found is kept. `--emulate` runs parts 2 to 4 with the emulator
+A part that exceeds its time is stopped and what it had found is kept. `--emulate` runs parts 2 to 5 with the emulator
 on the CPU, to test this script; its figures mean nothing.
 """
 
@@ -29,7 +30,7 @@ from gpu_check_parts import Part, python_path, run_cases, run_part
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 480.0
-CASES_S, GRAPHS_S, BENCH_S, TESTS_S, THROUGHPUT_S = 200.0, 60.0, 150.0, 120.0, 120.0
+CASES_S, GRAPHS_S, PARALLEL_S, BENCH_S, TESTS_S, THROUGHPUT_S = 200.0, 60.0, 90.0, 150.0, 120.0, 120.0
 """The most that each part may take; it is less when the time left is less."""
 END_TO_END_MODEL = "random-500m"
 CASES_AS_TESTS = "tests/gpu/test_kernels_on_device.py"
@@ -60,7 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names = ["cases", "graphs", "bench", "tests", "throughput"]
+    names = ["cases", "graphs", "parallel", "bench", "tests", "throughput"]
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder for the JSON files [$OUT, or here]")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"time for everything, in seconds [{LIMIT_S:g}]")
     parser.add_argument("--parts", default="", help=f"only these, separated by commas: {', '.join(names)}")
@@ -68,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-cases", type=int, default=0, help="only so many cases of each file")
     parser.add_argument("--emulate", action="store_true", help="run kernels on the CPU, to test this script")
     arguments = parser.parse_args(argv)
-    arguments.parts = [part for part in arguments.parts.split(",") if part] or names[: 3 if arguments.emulate else 5]
+    arguments.parts = [part for part in arguments.parts.split(",") if part] or names[: 4 if arguments.emulate else 6]
     if strangers := set(arguments.parts) - set(names):
         parser.error(f"unknown parts {', '.join(sorted(strangers))}; there are {', '.join(names)}")
     return arguments
@@ -140,6 +141,12 @@ class Check:
 
     def graphs(self) -> None:
         self._events("graphs", "gpu_check_graphs.py", GRAPHS_S)
+
+    def parallel(self) -> None:
+        if lacking := self._lacking():
+            self.skip("parallel", f"ranks need {lacking}")
+            return
+        self._events("parallel", "gpu_check_parallel.py", PARALLEL_S)
 
     def bench(self) -> None:
         self._events("bench", "gpu_check_bench.py", BENCH_S)

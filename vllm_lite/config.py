@@ -346,7 +346,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Raises ConfigError if workers on `device` cannot exchange anything in the way that was asked for."""
         if (self.tensor_parallel_backend, device) == ("nccl", "cpu"):
             raise ConfigError(
-                "tensor_parallel_backend nccl is for workers on GPUs, but device is cpu; give auto, shared-memory or gloo"
+                "tensor_parallel_backend nccl is for workers on GPUs, but device is cpu; give auto, shared-memory or "
+                "gloo"
             )
         if (self.tensor_parallel_backend, device) == ("shared-memory", "cuda"):
             raise ConfigError(

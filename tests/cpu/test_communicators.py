@@ -86,6 +86,18 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
+def all_reduced(ranks: list[Communicator], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    results = [part.clone() for part in parts]
+    in_threads(len(ranks), lambda rank: ranks[rank].all_reduce(results[rank]))
+    return results
+
+
+def broadcasted(ranks: list[Communicator], parts: list[torch.Tensor], source: int) -> list[torch.Tensor]:
+    results = [part.clone() for part in parts]
+    in_threads(len(ranks), lambda rank: ranks[rank].broadcast(results[rank], source))
+    return results
+
+
 @pytest.mark.parametrize("connect", EXACT)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sums_have_the_same_bits_on_all_ranks(connect: Connect, world: int, tmp_path: Path) -> None:
@@ -93,18 +105,14 @@ def test_sums_have_the_same_bits_on_all_ranks(connect: Connect, world: int, tmp_
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
             for shape in ((1, 1), (1, 576), (3, 65), (40, 1000), (0, 8)):
                 parts = [random(*shape, dtype=dtype, seed=10 * seed + rank) for rank in range(world)]
-                results = [part.clone() for part in parts]
-                in_threads(world, lambda rank, results=results: ranks[rank].all_reduce(results[rank]))
-                for result in results:
+                for result in all_reduced(ranks, parts):
                     assert torch.equal(result, summed(parts)), (dtype, shape)
 
 
 def test_sums_that_a_gpu_makes_reach_all_ranks(tmp_path: Path) -> None:
     with connected(connect_like_nccl, 3, tmp_path) as ranks:
         parts = [random(5, 64, dtype=torch.float32, seed=rank) for rank in range(3)]
-        results = [part.clone() for part in parts]
-        in_threads(3, lambda rank: ranks[rank].all_reduce(results[rank]))
-        for result in results:
+        for result in all_reduced(ranks, parts):
             torch.testing.assert_close(result, summed(parts))
 
 
@@ -138,11 +146,7 @@ def test_small_tensors_are_gathered_and_broadcast(connect: Connect, dtype: torch
             assert torch.equal(gathered, torch.stack(parts))
         assert in_threads(world, lambda rank: ranks[rank].all_gather(torch.empty(0, 3))) != []
         for source in range(world):
-            received = [part.clone() for part in parts]
-            in_threads(
-                world, lambda rank, received=received, source=source: ranks[rank].broadcast(received[rank], source)
-            )
-            for x in received:
+            for x in broadcasted(ranks, parts, source):
                 assert torch.equal(x, parts[source])
 
 

@@ -7,19 +7,25 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.deadlines import scaled
 from tests.kernels import emulator
+from tests.ranks import connected, in_threads
+from vllm_lite.parallel.gloo import GlooCommunicator
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
+CPU = torch.device("cpu")
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_check_main as main  # noqa: E402
+import gpu_check_parallel as parallel  # noqa: E402
 import gpu_check_parts as parts  # noqa: E402
 
 
@@ -59,6 +65,30 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
     assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
 
 
+@pytest.mark.skipif(find_spec("vllm_lite.worker.sampling.ranked_sampler") is None, reason="ranks cannot sample yet")
+def test_emulated_ranks_share_a_model(tmp_path: Path) -> None:
+    done = run("--emulate", "--parts", "parallel", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "emulator-check.json").read_text())
+    assert found["parallel"] == dict.fromkeys(parallel.CHECKS, "equal")
+
+
+@pytest.mark.parametrize("name", ["world 1 over nccl", "world 2 over gloo"])
+def test_emulated_ranks_do_all_calls(name: str) -> None:
+    assert parallel.CHECKS[name](CPU) is None
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "gather_columns", "broadcast"])
+def test_a_call_of_a_rank_that_does_nothing_is_named(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlooCommunicator, call, lambda *_: None)
+    with connected(lambda shard, group: GlooCommunicator(shard, group, CPU, scaled(20)), 2, tmp_path) as ranks:
+        problems = in_threads(2, lambda rank: parallel.check_calls(ranks[rank], CPU))
+    assert problems[0] is not None
+    assert problems[0].startswith(call)
+
+
 def test_no_gpu_is_one_line(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
@@ -76,7 +106,7 @@ def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path) -> None:
 def test_unknown_parts_are_refused() -> None:
     done = run("--parts", "kernels")
     assert done.returncode == 2
-    assert "there are cases, graphs, bench, tests, throughput" in done.stderr
+    assert "there are cases, graphs, parallel, bench, tests, throughput" in done.stderr
 
 
 def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None:
