@@ -201,6 +201,21 @@ def test_a_rank_that_aborts_sets_the_others_free_and_is_named(connect: Connect, 
 
 
 @pytest.mark.parametrize("connect", ALL)
+def test_no_call_begins_once_the_group_has_ended(connect: Connect, tmp_path: Path) -> None:
+    with connected(connect, 2, tmp_path) as ranks:
+        ranks[1].abort()
+
+        def call(rank: int) -> bool:
+            try:
+                ranks[rank].all_gather(torch.zeros(4))
+            except RankLostError:
+                return False
+            return True
+
+        assert not in_threads(2, call)[0]
+
+
+@pytest.mark.parametrize("connect", ALL)
 def test_the_engine_ends_a_group(connect: Connect, tmp_path: Path) -> None:
     with worker_group(tmp_path) as group:
         ranks = in_threads(2, lambda rank: connect(Shard(rank, 2), group))
@@ -210,8 +225,7 @@ def test_the_engine_ends_a_group(connect: Connect, tmp_path: Path) -> None:
             ranks[0].broadcast(torch.zeros(3), 1)
         assert ranks[0].lost_rank() is None
         waiting.join()
-        for rank in ranks:
-            rank.close()
+        in_threads(2, lambda rank: ranks[rank].close())
 
 
 def end_when(waiting: Communicator, group: WorkerGroup) -> None:
