@@ -210,6 +210,8 @@ def test_no_call_begins_once_the_group_has_ended(connect: Connect, tmp_path: Pat
                 ranks[rank].all_gather(torch.zeros(4))
             except RankLostError:
                 return False
+            except RuntimeError:  # rank 1 may also be refused for what it did itself
+                return rank != 1
             return True
 
         assert not in_threads(2, call)[0]
@@ -223,7 +225,7 @@ def test_the_engine_ends_a_group(connect: Connect, tmp_path: Path) -> None:
         waiting.start()
         with pytest.raises(RankLostError, match="the engine"):
             ranks[0].broadcast(torch.zeros(3), 1)
-        assert ranks[0].lost_rank() is None
+        assert ranks[0].lost_rank() in (None, 1), "at most the rank that it was waiting for"
         waiting.join()
         in_threads(2, lambda rank: ranks[rank].close())
 
