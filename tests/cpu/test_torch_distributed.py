@@ -393,9 +393,24 @@ def test_how_ranks_meet(
     assert select.backend_of(config) == chosen
 
 
-def resolved(**settings: Any) -> Any:
+def resolved(device: Any = "cpu", **settings: Any) -> Any:
     config = EngineConfig(**settings)
-    return config.resolve(max_position_embeddings=64, dtype="float32", model_path="m", machine=("cpu", 1 << 30))
+    return config.resolve(max_position_embeddings=64, dtype="float32", model_path="m", machine=(device, 1 << 30))
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("shared-memory", "cuda")])
+def test_workers_cannot_exchange_over_what_their_device_lacks(backend: Any, device: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^tensor_parallel_backend {backend} .* but device is {device}; give auto, "):
+        resolved(device, tensor_parallel_backend=backend, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"), ("shared-memory", "cpu"), ("auto", "cuda")],
+)
+def test_other_ways_to_exchange_are_kept(backend: Any, device: Any) -> None:
+    kept = resolved(device, tensor_parallel_backend=backend, tensor_parallel_size=2)
+    assert kept.tensor_parallel_backend == backend
 
 
 def test_ranks_are_connected_as_configured(tmp_path: Path) -> None:

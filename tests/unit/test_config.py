@@ -230,23 +230,6 @@ def test_configs_are_frozen() -> None:
         EngineConfig().block_size = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("shared-memory", "cuda")])
-def test_workers_cannot_exchange_over_what_their_device_lacks(backend: Any, device: Any) -> None:
-    config = EngineConfig(tensor_parallel_backend=backend, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=f"^tensor_parallel_backend {backend} .* but device is {device}; give auto, "):
-        config.resolve(max_position_embeddings=9, dtype="float32", model_path="/m", machine=(device, 1 << 30))
-
-
-@pytest.mark.parametrize(
-    ("backend", "device"),
-    [("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"), ("shared-memory", "cpu"), ("auto", "cuda")],
-)
-def test_other_ways_to_exchange_are_kept(backend: Any, device: Any) -> None:
-    config = EngineConfig(tensor_parallel_backend=backend, tensor_parallel_size=2)
-    kept = config.resolve(max_position_embeddings=9, dtype="float32", model_path="/m", machine=(device, 1 << 30))
-    assert kept.tensor_parallel_backend == backend
-
-
 # ---- addresses
 
 

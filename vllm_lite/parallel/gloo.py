@@ -38,7 +38,10 @@ class GlooCommunicator:
     shares_memory = False
 
     def __init__(self, shard: Shard, group: WorkerGroup, device: torch.device, timeout_s: float) -> None:
-        """Returns when all ranks are connected. `timeout_s` bounds that and every later wait for another rank."""
+        """Returns when all ranks are connected. `timeout_s` bounds that and every later wait for another rank.
+
+        Raises RankLostError if a rank ends or does not come.
+        """
         self.shard = shard
         self._device = device
         self._timeout_s = timeout_s
@@ -46,6 +49,7 @@ class GlooCommunicator:
         self._end = GroupEnd(shard, group.memory)
         self._groups: list[ProcessGroup] = []
         self._disconnect = weakref.finalize(self, _disconnect, self._groups)
+        self._disconnect.atexit = False  # a thread cannot be started then
         rendezvous = Rendezvous("gloo", shard, group)
         try:
             self._groups.append(gloo_group(rendezvous.meet(self._end, timeout_s), shard, timeout_s))
@@ -111,7 +115,7 @@ class GlooCommunicator:
 
     def _is_done(self, work: Work) -> bool:
         """Wait a moment. Raises RankLostError if the exchange has failed."""
-        with suppress(RuntimeError):  # that of the time out, or that of the failure, which the next wait has as well
+        with suppress(RuntimeError):  # of a wait that was too short, or of a failure, which the next wait has as well
             return work.wait(LOOK_EVERY)
         if not work.is_completed():
             return False

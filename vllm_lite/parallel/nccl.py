@@ -4,7 +4,7 @@ NCCL adds up and gathers what is in the memory of the GPUs. What is in the memor
 communicator, shared memory or gloo: over NCCL a handful of tokens would be copied to the GPU and back, behind all that
 is queued there.
 
-What torch's sources (2.13, ProcessGroupNCCL.cpp) and NCCL's (2.30) say about the calls made here:
+What the sources of torch (ProcessGroupNCCL.cpp, 2026) and NCCL (2.30) say about the calls made here:
 
 - With `asyncOp` false a call is one kernel on torch's current stream and returns no Work. There is no second stream,
   nothing to wait for, and a CUDA graph captures that one kernel.

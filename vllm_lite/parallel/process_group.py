@@ -22,7 +22,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
 }
-"""What NCCL and torch read when the first communicator is made. A user's own settings are kept."""
+"""What NCCL and torch read when the first communicator is made; nccl.py says why. A user's own settings are kept."""
 
 
 class ProcessGroup(Protocol):

@@ -54,7 +54,7 @@ class Rendezvous:
     """A store that all ranks of a group share until they are connected."""
 
     def __init__(self, name: str, shard: Shard, group: WorkerGroup) -> None:
-        """`name` tells what connects over it from another use of the same folder."""
+        """`name` keeps what connects over it apart from other uses of the same folder."""
         self._shard = shard
         self._path = Path(group.folder) / f"{name}-{os.fstat(group.memory).st_ino}"
 
