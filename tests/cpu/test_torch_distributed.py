@@ -358,15 +358,18 @@ def test_nccl_is_connected_and_used_once_before_anything_is_captured(
     assert host.calls == ["barrier", "close"]
 
 
-def test_what_nccl_refuses_is_one_sentence(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("Duplicate GPU detected"), ValueError("no GPUs found!")])
+def test_what_nccl_refuses_is_one_sentence(
+    error: Exception, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
-        raise RuntimeError("Duplicate GPU detected")
+        raise error
 
     monkeypatch.setattr(process_group, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "nccl_group", refuse)
     host: Any = FakeHost(group.memory)
     host.shard = Shard(0, 1)
-    with pytest.raises(ConfigError, match="NCCL cannot connect cpu to the GPUs of the other ranks: Duplicate GPU"):
+    with pytest.raises(ConfigError, match=f"NCCL cannot connect cpu to the GPUs of the other ranks: {error}"):
         connect_nccl(host, group, CPU, 7)
 
 

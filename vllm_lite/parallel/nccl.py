@@ -4,7 +4,8 @@ NCCL adds up and gathers what is in the memory of the GPUs. What is in the memor
 communicator, shared memory or gloo: over NCCL a handful of tokens would be copied to the GPU and back, behind all that
 is queued there.
 
-What the sources of torch (ProcessGroupNCCL.cpp, 2026) and NCCL (2.30) say about the calls made here:
+What the sources of torch (ProcessGroupNCCL.cpp, 2026) and NCCL (2.30) say about the calls made here; the settings
+and arguments are in torch 2.11 and 2.13 alike:
 
 - With `asyncOp` false a call is one kernel on torch's current stream and returns no Work. There is no second stream,
   nothing to wait for, and a CUDA graph captures that one kernel.
@@ -135,7 +136,7 @@ def connect_nccl(host: Communicator, group: WorkerGroup, device: torch.device, t
         torch.cuda.synchronize(device)
     except RankLostError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         end.check(error)
         raise ConfigError(f"NCCL cannot connect {device} to the GPUs of the other ranks: {error}") from error
     host.barrier()
