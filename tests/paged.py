@@ -64,7 +64,7 @@ class Paged:
     def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128, model: Model | None = None) -> None:
         """`model`: a rank's part of it; its results are complete when all ranks take the same steps."""
         self.model = model = model or oracle.model
-        spec = oracle.spec.per_rank(model.communicator.shard)  # type: ignore[attr-defined]
+        spec = oracle.spec.per_rank(model.communicator.shard)
         self.groups = spec.kv_groups
         self.dtype = model.embedding.dtype  # type: ignore[attr-defined]
         self.cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, self.dtype, torch.device("cpu"))

@@ -125,7 +125,7 @@ def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
     path = checkpoints[name]
     checkpoint = Checkpoint(ModelSpec.load(path), read_headers(path))
     held = [weights_of(model, quantization) for model in ranks_of(checkpoint.spec, world, quantization)]
-    assert held[0] == weights_bytes(checkpoint, 4, quantization, world)
+    assert held[0] == weights_bytes(checkpoint, 4, quantization, Shard(0, world))
     assert max(held) == held[0]
 
 

@@ -281,7 +281,6 @@ class KeptPrograms(CpuCapture):
 @pytest.mark.skipif(not cpu.available(), reason="no compiled library")
 @pytest.mark.parametrize("world", [2, 4])
 def test_decode_steps_over_shared_memory_are_one_native_call(tiny_checkpoint: Path, world: int) -> None:
-    pytest.importorskip("vllm_lite.kernels.cpu.collectives")
     recorded = record(tiny_checkpoint, decoding)
     memory = create_group_memory()
 

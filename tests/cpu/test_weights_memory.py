@@ -15,6 +15,7 @@ from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.matmul import Quantization
@@ -280,5 +281,5 @@ def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.
             patch.setattr("vllm_lite.kernels.cpu.linear.zeros", live.watch(zeros))
             patch.setattr(WeightStack, "empty", live.watch(WeightStack.empty))
             load_weights(model, large)
-        assert live.num_bytes == weights_bytes(checkpoint, 2, tp=world)
+        assert live.num_bytes == weights_bytes(checkpoint, 2, shard=Shard(0, world))
         assert live.most <= live.num_bytes + 2 * largest, "beside the weights there is the one that is being packed"

@@ -46,15 +46,23 @@ class Row:
     tiny_pool: bool = False
     alone: bool = False  # every prompt by itself as well
     chunked: bool = True
+    world: int = 1  # ranks that share the model
 
     def __str__(self) -> str:
-        parts = [self.family, f"budget{self.budget}", f"block{self.block_size}", "cache" if self.caching else "nocache"]
+        parts = [
+            self.family,
+            *[f"tp{self.world}"] * (self.world > 1),
+            f"budget{self.budget}",
+            f"block{self.block_size}",
+            "cache" if self.caching else "nocache",
+        ]
         return "-".join(parts + ["tiny"] * self.tiny_pool)
 
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(LENGTHS) + NUM_TOKENS
         return {
+            "tensor_parallel_size": self.world,
             "max_num_batched_tokens": self.budget,
             "enable_prefix_caching": self.caching,
             "block_size": self.block_size,
@@ -79,6 +87,11 @@ ROWS = [
     Row("qwen3", 64, caching=True, block_size=8, tiny_pool=True),
     Row("qwen3", 7, caching=False, block_size=8),
     Row("qwen3", 1, caching=False, block_size=16),
+    Row("llama", UNLIMITED, caching=False, block_size=8, tiny_pool=True, chunked=False, world=2),
+    Row("llama", 64, caching=True, block_size=8, tiny_pool=True, world=4),
+    Row("llama", 7, caching=False, block_size=16, world=2),
+    Row("qwen3", UNLIMITED, caching=True, block_size=16, alone=True, world=2),
+    Row("qwen3", 64, caching=True, block_size=8, tiny_pool=True, world=4),
 ]
 
 

@@ -24,6 +24,8 @@ WINDOWS: dict[str, Any] = {
         (None, {"block_size": 32, "quantization": "int8", "cpu_kvcache_space": 0.1}),
         (None, {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 1_000_000, "dtype": "float32"}),
         (None, {"num_gpu_blocks_override": 50, "kv_watermark": 0.1, "max_num_batched_tokens": 64}),
+        (None, {"tensor_parallel_size": 2, "single_process": True, "cpu_kvcache_space": 0.01, "swap_space": 0.001}),
+        (None, {"tensor_parallel_size": 4, "single_process": True, "kv_cache_memory_bytes": 500_000}),
         ("qwen3", {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 32}),
     ],
 )

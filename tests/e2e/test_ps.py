@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.http_server import client, serving, until
+from vllm_lite.runtime.cpu_binding import plan_binding
+from vllm_lite.runtime.machine import format_cpu_list
 
 
 @pytest.fixture
@@ -53,6 +56,22 @@ def test_a_server_is_listed_with_what_it_does_and_ended(place: dict[str, str]) -
         assert server.wait() == 0
         assert list(Path(place["TMPDIR"]).iterdir()) == []
         assert run(place, "ps") == "no engine of yours is running\n"
+
+
+def test_ranks_are_listed_and_have_cores_of_their_own(place: dict[str, str]) -> None:
+    with serving("--tensor-parallel-size", "2", env=place) as server:
+        (row,) = json.loads(run(place, "ps", "--json"))
+        assert [worker["rank"] for worker in row["workers"]] == [0, 1]
+        for rank, worker in enumerate(row["workers"]):
+            status = Path(f"/proc/{worker['pid']}/status").read_text()
+            expected = plan_binding("auto", rank, 2, None).cpus or os.sched_getaffinity(0)
+            assert f"Cpus_allowed_list:\t{format_cpu_list(expected)}\n" in status
+        with client(server) as http:
+            assert re.search(r"^vllm_lite:workers\{.*\} 2.0$", http.get("/metrics").text, re.MULTILINE)
+        assert run(place, "kill", "all") == f"{server.process.pid} demo_model: ended\n"
+        assert server.wait() == 0
+        assert not any(psutil.pid_exists(worker["pid"]) for worker in row["workers"])
+        assert list(Path(place["TMPDIR"]).iterdir()) == []
 
 
 def test_force_ends_a_server_that_is_stopped(place: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
     assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
 
 
-@pytest.mark.skipif(find_spec("vllm_lite.worker.sampling.ranked_sampler") is None, reason="ranks cannot sample yet")
 def test_emulated_ranks_share_a_model(tmp_path: Path) -> None:
     done = run("--emulate", "--parts", "parallel", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
     assert done.returncode == 0, done.stdout + done.stderr

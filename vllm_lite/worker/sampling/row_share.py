@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.parallel.communicator import Communicator
 
 Records = NDArray[Any]
-"""Of any dtype without pointers, also a structured one: one record a row."""
+"""One record a row, in any dtype without pointers, also a structured one."""
 
 
 class RowShare(NamedTuple):
