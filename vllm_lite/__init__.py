@@ -5,7 +5,7 @@
     tokenize, detokenize, stops       no torch, no tokenizer            no scheduling decision
           |   Generate / Abort               |   SchedulerOutput (diffs)        |
           +----- DEALER -> ROUTER -----------+----- ROUTER -> DEALER -----------+
-          |   OutputBatch                    |   ModelOutput, Ready             |
+          |   OutputBatch                    |   ModelOutput (rank 0), Ready    |
 
 Names are imported on first use, so that `import vllm_lite` costs a few milliseconds and no torch.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_lite.config import EngineConfig
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "LLM": "vllm_lite.client.llm",

@@ -13,6 +13,7 @@ from vllm_lite.transport.interface import poller
 from vllm_lite.worker import process
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs
+from vllm_lite.worker.sampling.ranked_sampler import RankedSampler
 from vllm_lite.worker.sampling.sampler import Sampler
 from vllm_lite.worker.worker import Worker
 
@@ -27,15 +28,17 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     ledger.watch(InputBatch, dict.fromkeys(("apply", "build", "sample_inputs", "commit"), "batch"))
     ledger.watch(DecodeInputs, {"load": "batch"})
     ledger.watch(DecodeGraphs, {"logits": "graph"})
-    ledger.watch(Sampler, {"sample": "sampler"})
+    for sampler in (Sampler, RankedSampler):
+        ledger.watch(sampler, {"sample": "sampler"})
     ledger.watch(Worker, {"execute": "runner"})
     profiles = _Profiles(ledger)
     _end_steps(ledger)
     try:
         return process.process_main(settings, stop)
     finally:
-        profiles.enter()
-        ledger.save("worker")
+        if settings.rank == 0:  # which answers the engine, so that its step is the whole one
+            profiles.enter()
+            ledger.save("worker")
 
 
 class _Profiles:
