@@ -11,9 +11,11 @@ from vllm_lite.tools.bench.step_worker import call_names
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
-def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "step", "--streams", "3", "--context", "40", "--steps", "24", "--cpu-threads", "2"]
-    assert cli.main([*arguments, "--json"]) == 0
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several workers the first is shown: it answers, and samples like the others."""
+    arguments = ["bench", "step", "--streams", "3", "--context", "40", "--steps", "24"]
+    assert cli.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["streams"], figures["context"], figures["threads"]) == (3, 40, 2)
     for process in ("worker", "engine"):
@@ -23,6 +25,8 @@ def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(parts.values()) == pytest.approx(whole, rel=1e-3)
         assert all(value >= 0 for value in parts.values())
     assert {"batch", "graph", "program", "sampler", "send", "receive", "wait", "rest"} <= figures["worker"].keys()
+    assert min(figures["worker"]["sampler"], figures["worker"]["send"]) > 0
+    assert ("all_reduce" in figures["kernels"]) == (tp > 1)
     assert {"schedule", "update", "publish", "send", "receive", "wait", "rest"} <= figures["engine"].keys()
     kernels = figures["kernels"]
     assert kernels["linear LM head"]["calls"] == 1
