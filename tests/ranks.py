@@ -10,6 +10,7 @@ from typing import TypeVar
 from tests.deadlines import scaled
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.config import WorkerGroup
+from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.runtime.group_memory import create_group_memory
 
@@ -27,7 +28,8 @@ def worker_group(folder: Path) -> Iterator[WorkerGroup]:
 
 
 def in_threads(world: int, body: Callable[[int], T]) -> list[T]:
-    """body(rank) of every rank, at the same time. Raises the error of the first rank that has one."""
+    """body(rank) of every rank, at the same time. Raises the error of the first rank that has one, that of a rank which
+    was left by another only if there is no other."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
@@ -41,9 +43,9 @@ def in_threads(world: int, body: Callable[[int], T]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(scaled(30))
-    for _, error in sorted(errors.items()):
-        raise error
+        thread.join(scaled(40))  # a little longer than ranks wait for each other
+    for rank in sorted(errors, key=lambda rank: (isinstance(errors[rank], RankLostError), rank)):
+        raise errors[rank]
     assert len(results) == world, f"of {world} ranks only {sorted(results)} came to their end"
     return [results[rank] for rank in range(world)]
 

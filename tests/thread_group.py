@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from tests.deadlines import scaled
+from tests.ranks import in_threads
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
 
@@ -99,27 +100,15 @@ class ThreadGroup:
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
         """What `work` gives on each rank. What one of them raises ends the others, and is raised."""
-        results: dict[int, T] = {}
-        errors: list[BaseException] = []
 
-        def one(communicator: ThreadCommunicator) -> None:
+        def one(rank: int) -> T:
             try:
-                results[communicator.shard.rank] = work(communicator)
-            except BaseException as error:
-                if not isinstance(error, RankLostError):
-                    errors.append(error)
-                communicator.abort()
+                return work(self.communicators[rank])
+            except BaseException:
+                self.abort(rank)
+                raise
 
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in self.communicators]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * self.limit_s)
-        if errors:
-            raise errors[0]
-        if len(results) < len(threads):
-            raise RankLostError(f"of {len(threads)} ranks only {sorted(results)} came to an end")
-        return [results[rank] for rank in range(len(threads))]
+        return in_threads(len(self.communicators), one)
 
     def exchange(self, rank: int, name: str, x: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """What all ranks have brought."""

@@ -51,7 +51,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def rank_in_a_process(group: WorkerGroup) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), str(group.memory), group.folder]
+    command = [sys.executable, str(Path(__file__).with_name("gloo_process.py")), str(group.memory), group.folder]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, pass_fds=[group.memory], env=environment, stderr=subprocess.PIPE)
     try:

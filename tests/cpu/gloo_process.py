@@ -1,4 +1,4 @@
-"""Rank 1 of two as a process: `python rank_process.py MEMORY FOLDER`. It echoes the call that rank 0 asks for.
+"""Rank 1 of two as a process: `python gloo_process.py MEMORY FOLDER`. It echoes the call that rank 0 asks for.
 
 Rank 0 broadcasts one number: 0 to end, 1 to add up, 2 to gather columns of 3 and 5, 3 to be killed while rank 0 waits.
 """
