@@ -1,7 +1,6 @@
 """One rank of a group in shared memory, and what tests let ranks do together: as threads of theirs or as processes.
 
-python -m tests.rank_process RANK WORLD DESCRIPTOR play SEED      prints a digest of all results
-python -m tests.rank_process RANK WORLD DESCRIPTOR sum            prints a line, then sums up until it is killed
+python -m tests.rank_process RANK WORLD DESCRIPTOR SEED    prints a digest of all results, then sums up until killed
 """
 
 import hashlib
@@ -117,15 +116,11 @@ def play(ranks: Communicator, calls: Sequence[Call], seed: int) -> str:
 
 
 def main() -> None:
-    rank, world, memory = map(int, sys.argv[1:4])
+    rank, world, memory, seed = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     ranks = SharedMemoryCommunicator(Shard(rank, world), memory, SHARED_BYTES, scaled(60))
-    if sys.argv[4] == "play":
-        seed = int(sys.argv[5])
-        print(play(ranks, random_calls(seed, world, NUM_CALLS), seed))
-        return
+    print(play(ranks, random_calls(seed, world, NUM_CALLS), seed), flush=True)
     x = torch.zeros(SLOT_BYTES)
-    print("here", flush=True)
     while True:
         ranks.all_reduce(x)
 
