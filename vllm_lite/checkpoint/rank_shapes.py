@@ -1,8 +1,8 @@
 """What one rank holds of a checkpoint's tensor, by the tensor's name: for plans, which are made without a model.
 
-A worker asks the weight slots of its model's layers, which are made with torch; `vllm-lite plan` answers without loading
-it. Tests hold the two against each other, for every family. A tensor whose name is not known here counts as held whole,
-so a plan is never too small for it.
+A worker asks the weight slots of its model's layers, which are made with torch; `vllm-lite plan` answers without it.
+Tests hold the two against each other, for every family. A tensor whose name is not known here counts as held whole, so
+a plan is never too small for it.
 """
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
