@@ -135,6 +135,17 @@ def test_a_thread_can_stand_in_for_the_process(tmp_path: Path) -> None:
     assert exits.wait() == "exit status 7"
 
 
+def test_threads_that_have_ended_leave_no_descriptor(tmp_path: Path) -> None:
+    def start_and_stop() -> int:
+        child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "graceful"), "child", Exits(), in_thread=True)
+        wait_for(tmp_path / "m")
+        child.stop(DEADLINE_S)
+        return len(os.listdir("/proc/self/fd"))
+
+    before = start_and_stop()
+    assert [start_and_stop() for _ in range(3)] == [before] * 3
+
+
 def test_a_stopped_child_is_ended_without_being_killed(tmp_path: Path) -> None:
     exits = Exits()
     child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "default"), "child", exits)

@@ -141,6 +141,8 @@ class ChildThread(Child):
     def stop(self, grace_s: float) -> None:
         self._stop.set()
         self._thread.join(grace_s)
+        if not self._thread.is_alive():
+            self._stop.close()
 
 
 def spawn(
