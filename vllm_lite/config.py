@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
+from vllm_lite.runtime.group_memory import MAX_RANKS
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
 from vllm_lite.runtime.settings import Section, Settings, about
 
@@ -219,7 +220,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about("threads of one CPU worker (default: all physical cores, or its share of them)"),
     ] = None
     tensor_parallel_size: Annotated[
-        int, about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=64)
+        int,
+        about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=MAX_RANKS),
     ] = 1
     tensor_parallel_backend: Annotated[
         Literal["auto", "shared-memory", "nccl", "gloo"],

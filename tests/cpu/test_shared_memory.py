@@ -33,10 +33,11 @@ from tests.ranks import in_threads
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu.collectives import SLOT_BYTES, Waits
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
-from vllm_lite.runtime.group_memory import create_group_memory, end_group
+from vllm_lite.runtime.group_memory import MAX_RANKS, create_group_memory, end_group
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 
@@ -211,6 +212,10 @@ def test_different_sizes_are_noticed(memory: int) -> None:
 
     in_threads(2, run)
     assert os.fstat(memory).st_size == 4096
+
+
+def test_the_configuration_allows_as_many_ranks_as_there_is_room_for() -> None:
+    assert library.function("vllm_lite_group_max_ranks", (), library.int32)() == MAX_RANKS
 
 
 def test_a_rank_comes_once(memory: int) -> None:

@@ -172,6 +172,7 @@ BAD_VALUES = [
     ("max_num_seqs", 0),
     ("max_num_batched_tokens", 0),
     ("tensor_parallel_size", 0),
+    ("tensor_parallel_size", 32),
     ("tensor_parallel_backend", "mpi"),
     ("cpu_threads", 0),
     ("ready_timeout_s", 0),

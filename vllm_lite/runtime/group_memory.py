@@ -10,6 +10,8 @@ vllm_lite/parallel. Files of its kind start as zeros and grow as they are writte
 import os
 
 CONTROL_BYTES = 4096
+MAX_RANKS = 31
+"""The first page has 128 bytes for each rank, behind those of the word; kMaxRanks in csrc/cpu/rank_group.h."""
 _WORD_BYTES = 4
 _ENGINE = 0xFFFF_FFFF
 
