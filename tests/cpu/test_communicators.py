@@ -11,9 +11,10 @@ import torch
 from tests.deadlines import scaled
 from tests.ranks import Connect, connected, in_threads, worker_group
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
+from vllm_lite.config import EngineConfig, WorkerGroup
 from vllm_lite.errors import RankLostError
 from vllm_lite.kernels import cpu
+from vllm_lite.parallel import select
 from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.parallel.gloo import GlooCommunicator
 from vllm_lite.parallel.nccl import NcclCommunicator
@@ -103,6 +104,20 @@ def test_sums_have_the_same_bits_on_all_ranks(connect: Connect, world: int, tmp_
                 parts = [random(*shape, dtype=dtype, seed=10 * seed + rank) for rank in range(world)]
                 for result in all_reduced(ranks, parts):
                     assert torch.equal(result, summed(parts)), (dtype, shape)
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, 1e10])
+def test_ranks_that_may_wait_for_ever_do_meet(backend: str, timeout_s: float, tmp_path: Path) -> None:
+    settings = {"device": "cpu", "tensor_parallel_size": 2, "tensor_parallel_backend": backend}
+    config = EngineConfig.check(settings | {"ready_timeout_s": timeout_s})
+    resolved = config.resolve(max_position_embeddings=64, dtype="float32", model_path="/model")
+
+    def connect(shard: Shard, group: WorkerGroup) -> Communicator:
+        return select.connect(resolved, shard.rank, group, CPU, SHARED_BYTES)
+
+    with connected(connect, 2, tmp_path) as ranks:
+        assert [x.item() for x in all_reduced(ranks, [torch.ones(1, 1)] * 2)] == [2, 2]
 
 
 def test_sums_that_a_gpu_makes_reach_all_ranks(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
+LONGEST_WAIT_S = 24 * 3600.0
+"""Bounds `ready_timeout_s` for ranks: kernels and torch count in integers, which have no infinity."""
+
 
 def backend_of(config: ResolvedConfig) -> str:
     """ "none", "shared-memory", "nccl" or "gloo". That it fits the device was checked when `config` was resolved."""
@@ -30,14 +33,15 @@ def connect(
         return SingleRank(device)
     if group is None:
         raise RuntimeError("a worker that shares a model must be started with the group that it belongs to")
+    timeout_s = min(config.ready_timeout_s, LONGEST_WAIT_S)
     if backend != "nccl":
-        return _connect_on_the_cpu(backend, shard, group, (device, shared_bytes), config.ready_timeout_s)
+        return _connect_on_the_cpu(backend, shard, group, (device, shared_bytes), timeout_s)
     from vllm_lite.parallel.nccl import connect_nccl
 
     cpu_device = torch.device("cpu")
-    host = _connect_on_the_cpu(_on_the_cpu(), shard, group, (cpu_device, 0), config.ready_timeout_s)
+    host = _connect_on_the_cpu(_on_the_cpu(), shard, group, (cpu_device, 0), timeout_s)
     try:
-        return connect_nccl(host, group, device, config.ready_timeout_s)
+        return connect_nccl(host, group, device, timeout_s)
     except BaseException:
         host.close()
         raise
