@@ -1,5 +1,6 @@
 """Two ranks as threads of this process under the engine's own executor: they serve together, and fail together."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,29 @@ def test_a_rank_that_raises_in_a_step_is_named(
     with pytest.raises(EngineDeadError, match=f"^worker {culprit} failed: ValueError: injected$"):
         group.step(2, Continue(0, 1, []))
     assert_no_worker_left()
+
+
+def test_ranks_that_are_stopped_in_a_step_log_no_error(
+    make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that is closed while it computes ends the group first, or it would have to wait for the step."""
+    entered, ended = threading.Barrier(WORLD + 1), threading.Event()
+
+    def lost(_worker: Worker, _step: SchedulerOutput) -> ModelOutput:
+        entered.wait(DEADLINE_S)
+        assert ended.wait(DEADLINE_S)
+        raise RankLostError("the group has ended")
+
+    monkeypatch.setattr(Worker, "execute", lost)
+    group = make_group()
+    group.start()
+    group.executor.submit(SchedulerOutput(GENERATION, 1, [], [prompt()]))
+    entered.wait(DEADLINE_S)
+    group.executor._meeting_place.end()
+    ended.set()
+    group.executor.close()
+    assert_no_worker_left()
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("culprit", range(WORLD))

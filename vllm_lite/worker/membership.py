@@ -63,6 +63,10 @@ class Membership:
         bad_input = not was_left and isinstance(error, ModelError | ConfigError)
         return Failed(settings.rank, settings.generation, kind, message, bad_input, lost)
 
+    def was_dismissed(self) -> bool:
+        """Whether the engine has ended the group: it stops, or it knows which rank failed first and has said so."""
+        return self._memory is not None and ended_by(self._memory) == (True, None)
+
     def abort(self) -> None:
         """Make the other ranks leave their waits for this one."""
         if self._communicator is not None:

@@ -7,6 +7,7 @@ process's end. torch is imported late, so that the heartbeat runs meanwhile.
 """
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -52,7 +53,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         WorkerLoop(settings, connection, stop, member).run()
     except Exception as error:
         failed = member.failed(error)
-        logger.error("%s: %s", failed.kind, failed.message)
+        logger.log(logging.DEBUG if member.was_dismissed() else logging.ERROR, "%s: %s", failed.kind, failed.message)
         logger.debug("where it happened", exc_info=True)
         connection.send(worker_to_engine.encode(failed))
         member.abort()  # after the message, so that it precedes those of the ranks that this one leaves
