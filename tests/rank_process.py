@@ -87,7 +87,9 @@ def _columns(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tupl
     start = sum(widths[:rank])
     rows[:, start : start + widths[rank]] = expected[:, start : start + widths[rank]]
     ranks.gather_columns(rows, widths)
-    return rows, expected
+    got = rows.clone()
+    ranks.barrier()  # nobody fills them again before all have read them
+    return got, expected
 
 
 def _barrier(ranks: Communicator, _call: Call, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,9 +27,6 @@ class SharedMemoryCommunicator:
         """
         self.shard = shard
         self._timeout_s = timeout_s
-        # Rows lie in one half of the memory and those of the call before in the other: a rank that is ahead may write
-        # the next ones while another one still reads. It cannot be further ahead, since `gather_columns` waits for all.
-        self._half = 0
         self._group = RankGroup(memory, *shard, timeout_s, waits or Waits.among(shard.world, num_cpus()))
         self._check(self._group.join(shared_bytes))
 
@@ -37,8 +34,9 @@ class SharedMemoryCommunicator:
         self._check(self._group.all_reduce(x))
 
     def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        self._half = 1 - self._half
-        return self._group.rows(self._half, num_rows, num_columns, dtype)
+        """Always the same memory: a rank fills its columns again only when all have read what is there, which those who
+        read have to see to (worker/sampling/ranked_sampler.py)."""
+        return self._group.rows(num_rows, num_columns, dtype)
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
         if not self._group.holds(x) or x.shape[1] != sum(widths):

@@ -22,7 +22,6 @@ makes another call; there is a rank of this number already."""
 SLOT_BYTES = 1 << 20
 """What one meeting can exchange at most; more goes in pieces. Measured on two cores: 1 MB takes half the time in one
 piece that it takes in four, perhaps because what lies in another core's own cache is slower to get at."""
-_ALIGNMENT_BYTES = 64
 
 
 class Waits(NamedTuple):
@@ -86,16 +85,15 @@ class RankGroup:
         self._barrier = function("vllm_lite_barrier", (pointer,), int64)
 
     def join(self, shared_bytes: int) -> int:
-        """Meet all other ranks and map the rest of the memory, with two halves of `shared_bytes` each for `rows`.
-        DIFFERS if another rank has another world or other `shared_bytes`."""
-        half_bytes = -(-shared_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        status = int(self._join(self._group, half_bytes))
+        """Meet all other ranks and map the rest of the memory, with `shared_bytes` for `rows`. DIFFERS if another rank
+        has another world or other `shared_bytes`."""
+        status = int(self._join(self._group, shared_bytes))
         if status != DONE:
             return status
         # All ranks are known to want the same size, so none makes the file shorter than another one has mapped it.
         world, rank = self._record.world, self._record.rank
         slots_bytes = world * 2 * SLOT_BYTES
-        total_bytes = CONTROL_BYTES + slots_bytes + 2 * half_bytes
+        total_bytes = CONTROL_BYTES + slots_bytes + shared_bytes
         os.ftruncate(self._memory, total_bytes)
         mapped = mmap.mmap(self._memory, total_bytes)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
@@ -105,15 +103,14 @@ class RankGroup:
         self._rows = whole[CONTROL_BYTES + slots_bytes :]
         return DONE
 
-    def rows(self, half: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_rows, num_columns] in half 0 or 1 of the memory that all ranks share."""
-        num_bytes, half_bytes = num_rows * num_columns * dtype.itemsize, len(self._rows) // 2
-        if num_bytes > half_bytes:
+    def rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[num_rows, num_columns] in the memory that all ranks share, always at the same place."""
+        num_bytes, most = num_rows * num_columns * dtype.itemsize, len(self._rows)
+        if num_bytes > most:
             raise ValueError(
-                f"ranks share {half_bytes} bytes for rows, got [{num_rows}, {num_columns}] of {dtype}: {num_bytes}"
+                f"ranks share {most} bytes for rows, got [{num_rows}, {num_columns}] of {dtype}: {num_bytes}"
             )
-        start = half * half_bytes
-        return self._rows[start : start + num_bytes].view(dtype).view(num_rows, num_columns)
+        return self._rows[:num_bytes].view(dtype).view(num_rows, num_columns)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether x lies in memory that all ranks share."""
