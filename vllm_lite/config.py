@@ -21,6 +21,8 @@ DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
 
 Count = Annotated[int, Meta(ge=1)]
+Threads = Annotated[int, Meta(ge=1, le=4096)]
+"""OpenMP crashes the process that asks it for very many; 4,096 were tried, and are more than any machine has."""
 
 logger = log.get(__name__)
 
@@ -215,7 +217,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
 
     cpu_threads: Annotated[
-        Count | None,
+        Threads | None,
         Section("processes"),
         about("threads of one CPU worker (default: all physical cores, or its share of them)"),
     ] = None

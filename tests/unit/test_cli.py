@@ -33,6 +33,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         ("serve --print-config --port 65536", "port: must be at most 65535, got '65536'"),
         ("serve --print-config --port=-1", "port: must be at least 0, got '-1'"),
         ("serve --print-config --gpu-memory-utilization 0", "gpu_memory_utilization: must be above 0, got '0'"),
+        ("serve --print-config --cpu-threads 100000", "cpu_threads: must be at most 4096, got '100000'"),
         ("serve --print-config --kv-watermark 1", "kv_watermark: must be below 1, got '1'"),
         ("serve --print-config --body-timeout-s soon", "body_timeout_s: must be a number, got 'soon'"),
         ("serve --print-config --dtype fp7", "dtype: must be one of auto, float32, bfloat16, float16, got 'fp7'"),
