@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.deadlines import scaled
 from tests.fake_sys import make_sys
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import cpu_binding
 from vllm_lite.runtime.cpu_binding import Binding, Core, Topology, check_binding, plan_binding, read_topology
@@ -25,6 +25,8 @@ from vllm_lite.runtime.machine import (
     parse_cpu_list,
     siblings,
 )
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.worker import process
 
 
 @pytest.fixture
@@ -282,6 +284,34 @@ def test_torch_makes_as_many_threads_unless_the_user_says_how_many(monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     cpu_binding.apply(Binding((), 3, None))
     assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("value", "num_threads"), [("4", 4), (" 3,2", 3), ("0", None), ("many", None), ("", None), ("-2", None)]
+)
+def test_threads_that_the_environment_asks_for(
+    monkeypatch: pytest.MonkeyPatch, value: str, num_threads: int | None
+) -> None:
+    assert cpu_binding.threads_of_the_user() is None
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert cpu_binding.threads_of_the_user() == num_threads
+
+
+@pytest.mark.parametrize(("flag", "num_threads"), [(None, 3), (2, 2)])
+def test_a_worker_is_bound_for_the_threads_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, flag: int | None, num_threads: int
+) -> None:
+    bindings: list[Binding] = []
+    for name in ("name_process", "finish", "main"):
+        monkeypatch.setattr(process, name, lambda *_: None)
+    monkeypatch.setattr("vllm_lite.runtime.log.setup", lambda *_: None)
+    monkeypatch.setattr(process, "apply", bindings.append)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config = EngineConfig(device="cpu", cpu_threads=flag)
+    resolved = config.resolve(max_position_embeddings=8, dtype="float32", model_path="model")
+    process.process_main(WorkerSettings(resolved, "ipc:///nowhere", 0, 1), Wakeup())
+    assert [binding.num_threads for binding in bindings] == [num_threads]
 
 
 def test_a_worker_is_bound_with_what_it_starts() -> None:

@@ -123,6 +123,12 @@ def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | N
     _parse(cpu_bind, world, topology or read_topology())
 
 
+def threads_of_the_user() -> int | None:
+    """What OMP_NUM_THREADS asks for in each worker; None where it is not set, or is no number."""
+    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
+
+
 def apply(binding: Binding) -> None:
     """Bind the calling thread, and with it all that it starts. To be called before torch is imported, which makes as
     many threads as OMP_NUM_THREADS says; a number of the user's own is kept.

@@ -22,7 +22,7 @@ from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, wor
 from vllm_lite.protocol.control import Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log
-from vllm_lite.runtime.cpu_binding import apply, plan_binding
+from vllm_lite.runtime.cpu_binding import apply, plan_binding, threads_of_the_user
 from vllm_lite.runtime.supervise import WORKER_NAME, name_process, run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
@@ -210,7 +210,8 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     name_process(f"{WORKER_NAME}{rank}")
     log.setup(f"worker {rank}", *config.logging)
     if config.device == "cpu":
-        apply(plan_binding(config.cpu_bind, rank, config.tensor_parallel_size, config.cpu_threads))
+        num_threads = config.cpu_threads or threads_of_the_user()
+        apply(plan_binding(config.cpu_bind, rank, config.tensor_parallel_size, num_threads))
     log.moment("worker", "python, imports")
     try:
         return main(settings, stop)
