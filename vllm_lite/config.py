@@ -244,7 +244,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     insecure: Annotated[bool, about("let in whoever reaches tcp_address, without keys and in the clear")] = False
     ready_timeout_s: Annotated[float, about("longest start of the whole engine", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[
-        float, about("silence after which a loaded worker, an engine or an API server counts as hung", gt=0)
+        float,
+        about("silence after which a worker that loads or serves, an engine or an API server counts as hung", gt=0),
     ] = 20.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Section("log, decisions and events"), about("least level logged")

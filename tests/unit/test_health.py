@@ -107,7 +107,14 @@ def test_nothing_is_wrong_with_ranks_that_are_well() -> None:
 def test_silence_before_a_rank_has_loaded_means_nothing() -> None:
     ranks = group(silent)
     ranks[0].is_loaded = False
+    ranks[0].progress = 0
     assert judge(ranks, has_work=False) is None
+
+
+def test_silence_counts_once_weights_are_read() -> None:
+    ranks = group(silent)
+    ranks[0].is_loaded, ranks[0].progress = False, 1
+    assert_named(judge(ranks), 0, silent)
 
 
 def test_a_rank_that_stands_still_has_failed_only_if_there_is_work() -> None:

@@ -389,8 +389,8 @@ def test_all_ranks_get_the_same_steps(host: Host) -> None:
 
 @two_workers
 def test_a_start_that_takes_too_long_names_the_rank_that_the_others_wait_for(host: Host) -> None:
-    host.at(1.0, lambda: host.workers[0].say(HELLO, beat(9, waiting=True)))
-    host.at(1.0, lambda: host.workers[1].say(HELLO, beat(9)))
+    host.at(1.0, lambda: host.workers[0].say(HELLO, beat(0, waiting=True)))
+    host.at(1.0, lambda: host.workers[1].say(HELLO, beat(0)))
     host.dies(lambda: host.start(most_s=60.0), EngineError, "worker 1 is not ready after 60 s")
 
 

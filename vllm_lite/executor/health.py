@@ -68,9 +68,10 @@ class RankHealth:
         return now_s - self.last_progress_s <= limit_s
 
     def is_silent(self, now_s: float, limit_s: float) -> bool:
-        """Silence counts once a worker has loaded: importing torch from a cold disk holds the GIL, and with it the
-        thread of its heartbeat, for as long as that takes. Until then there is the deadline of a start."""
-        return self.is_loaded and now_s - self.last_heard_s > limit_s
+        """Silence counts once a worker has begun to load: importing torch from a cold disk holds the GIL, and with it
+        the thread of its heartbeat, for as long as that takes. Until then there is the deadline of a start."""
+        has_torch = self.is_loaded or self.progress > 0  # which grows with the weights that are read
+        return has_torch and now_s - self.last_heard_s > limit_s
 
 
 class Failure(NamedTuple):
