@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from tests.deadlines import scaled
 
@@ -60,6 +61,16 @@ class Typist:
 
     def type(self, text: str) -> None:
         os.write(self._keyboard, text.encode())
+
+    def interrupt(self) -> None:
+        """Type Ctrl-C once the program waits for a key. Between two waits CPython's readline loop would keep the signal
+        until the next key."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        deadline_s = time.monotonic() + WAIT_S
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
+            assert time.monotonic() < deadline_s, "the program never waits for a key"
+            time.sleep(0.001)
+        self.type(CTRL_C)
 
     def say(self, line: str) -> None:
         """And wait until the terminal has echoed it."""

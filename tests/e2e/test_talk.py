@@ -113,14 +113,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: Server, env: dict[s
         user.wait_for(PROMPT)
         user.type("half a line")
         user.wait_for("half a line")
-        user.type(CTRL_C)
+        user.interrupt()
         user.wait_for("Ctrl-C again, or Ctrl-D, leaves\n> $")
         user.say("/undo")
         user.wait_for("forgotten: Go on")
         user.wait_for(PROMPT)
-        user.type(CTRL_C)
+        user.interrupt()
         user.wait_for("Ctrl-C again.*\n> $")
-        user.type(CTRL_C)
+        user.interrupt()
         assert user.wait() == 0
         assert "Traceback" not in user.shown
 
