@@ -194,10 +194,16 @@ def test_the_reason_is_on_its_way_before_the_others_are_let_go(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise those that it leaves would often be heard first."""
-    monkeypatch.setattr(Membership, "abort", lambda _: engine.receive(Failed))
+    aborted = []
+
+    def abort(_: Membership) -> None:
+        engine.receive(WorkerHello)
+        aborted.append(engine.receive(Failed))
+
+    monkeypatch.setattr(Membership, "abort", abort)
     worker = WorkerThread(settings_for(tmp_path, engine.listener.address))
-    engine.receive(WorkerHello)
     assert worker.join() == 1
+    assert [failed.kind for failed in aborted] == ["ModelError"]
 
 
 def test_it_ends_when_told_to_stop(engine: Engine, tiny_checkpoint: Path) -> None:
