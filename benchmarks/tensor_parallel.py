@@ -66,22 +66,24 @@ class Engine:
         """Output tokens per second of 32 requests."""
         return len(LENGTHS) * OUTPUT_LEN / self.seconds([self.prompt(n) for n in LENGTHS], OUTPUT_LEN, temperature)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, *, only_one_stream: bool) -> dict[str, float]:
         decode, prefill = self.one_stream()
+        if only_one_stream:
+            return {"W1": decode, "W1 prefill": prefill}
         return {"W1": decode, "W1 prefill": prefill, "W2": self.many(0.0), "W2 drawn": self.many(1.0)}
 
 
-def run(model: str, world: int, rounds: int) -> list[Figures]:
+def run(model: str, world: int, rounds: int, *, only_one_stream: bool) -> list[Figures]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
         write_config(model, folder)
         engines = {"one": Engine(stack, folder, 1, world), "ranks": Engine(stack, folder, world, 1)}
         for engine in engines.values():
-            engine.measure()
+            engine.measure(only_one_stream=only_one_stream)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         for number in range(rounds):
             for name in list(engines)[:: 1 if number % 2 == 0 else -1]:
-                found[name].append(engines[name].measure())
+                found[name].append(engines[name].measure(only_one_stream=only_one_stream))
             print(f"round {number + 1} of {rounds}: {found['ranks'][-1]} against {found['one'][-1]}", flush=True)
     rows = []
     for workload in found["one"][0]:
@@ -108,9 +110,10 @@ def main() -> None:
         "--world", type=int, default=num_physical_cores(), help="ranks, and threads of the other engine"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-one-stream", action="store_true", help="W1 alone: a round takes seconds, not minutes")
     parser.add_argument("--out", help="write a JSON file")
     arguments = parser.parse_args()
-    rows = run(arguments.model, arguments.world, arguments.rounds)
+    rows = run(arguments.model, arguments.world, arguments.rounds, only_one_stream=arguments.only_one_stream)
     for row in rows:
         print("{workload:<12}{one_rank_tok_s:>9} {ranks_tok_s:>9}  {ratio:.3f} ({least} to {most})".format(**row))
     if arguments.out:

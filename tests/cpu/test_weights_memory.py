@@ -227,7 +227,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the pages of a file it touches those of its rows. Of what is split by inputs that is a piece of each row."""
+    """It touches the pages of its rows in a file. Where a weight is split by inputs, that is a piece of each row."""
     tensors = load_file(large / SINGLE_FILE)
     vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
     matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2)

@@ -13,7 +13,7 @@ from vllm_lite.tools.bench.step_worker import call_names
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of several workers the first is shown: it answers, and samples like the others."""
+    """The first of several workers is shown, which answers and samples like the others."""
     arguments = ["bench", "step", "--streams", "3", "--context", "40", "--steps", "24"]
     assert cli.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
