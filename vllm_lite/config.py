@@ -182,6 +182,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about("which kernels compute attention"),
     ] = "auto"
 
+    deterministic: Annotated[
+        bool,
+        about("give every request the same tokens bit for bit, whatever runs beside it, and when it is computed again"),
+    ] = False
     enforce_eager: Annotated[
         bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")
     ] = False
@@ -247,6 +251,20 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         about("silence after which a worker that loads or serves, an engine or an API server counts as hung", gt=0),
     ] = 20.0
+    max_restarts: Annotated[
+        int,
+        about(
+            "how often in five minutes workers that died are replaced, and an engine that did; with 0 their end is the "
+            "end of every request",
+            ge=0,
+        ),
+    ] = 10
+    recovery_timeout_s: Annotated[
+        float, about("how long clients wait for the engine that takes the place of one that died", ge=0)
+    ] = 120.0
+    standby_workers: Annotated[
+        bool, about("keep a second group of worker processes ready, which takes over when one of the first dies")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Section("log, decisions and events"), about("least level logged")
     ] = "info"
@@ -427,13 +445,16 @@ def split_tcp(address: str) -> tuple[str, int]:
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine process is started with; `run_dir` is a private folder that is removed when the engine ends.
 
-    `worker_module` names the entry point of its workers, which it starts but never imports.
+    `worker_module` names the entry point of its workers, which it starts but never imports. `life` counts the engines
+    that were started one after the other at this address; `launch` is the same for all of them.
     """
 
     config: ResolvedConfig
     address: str
     run_dir: str
     worker_module: str = "vllm_lite.worker.process"
+    life: int = 1
+    launch: str = ""
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,8 @@ ExternalId = Annotated[str, Meta(max_length=256)]
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 FinishReason = Literal["stop", "length", "abort", "error"]
+RestartCause = Literal["died", "failed", "unreachable", "silent", "stuck", "engine"]
+"""What happened to a worker before its group was replaced; "engine": the engine itself was."""
 
 
 # ---- client -> engine
@@ -35,12 +37,23 @@ class Hello(Message, tag="hello"):
     model: Annotated[str, Meta(max_length=4096)] | None = None
 
 
+class SampleSoFar(Message):
+    """A sample of a request that has not ended, with the output tokens that its client has."""
+
+    index: Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
+    output: TokenBytes = b""
+
+
 class Generate(Message, tag="generate"):
     """Start a request, or attach to it again.
 
     Idempotent: if the engine knows `request_id`, with the same prompt and parameters, the stream goes on to this client
     from output token `have`; a stream of another client ends with an error. If not, `output` (empty, or exactly `have`
     token ids) is what had been generated before, and generation goes on behind it.
+
+    Of a request with several samples `samples` says the same for each: those that have not ended, with their tokens;
+    the others have. `have` and `output` are empty then. Without `samples` all begin with the prompt. `num_scored` is
+    the number of prompt tokens whose logprobs the client has; they are not sent again.
 
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
@@ -53,6 +66,8 @@ class Generate(Message, tag="generate"):
     output: TokenBytes = b""
     external_id: ExternalId = ""
     context: Context = b""
+    samples: Annotated[tuple[SampleSoFar, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    num_scored: Annotated[int, Meta(ge=0)] = 0
 
 
 class ForkRequest(Message, tag="fork"):
@@ -147,9 +162,28 @@ class Refused(Message, tag="refused"):
 
 
 class Dying(Message, tag="dying"):
-    """The engine ends because something broke; this is the end of every request, whatever is sent after it."""
+    """The engine ends because something broke. `is_final`: this is the end of every request, whatever is sent after it.
+    Otherwise another engine is about to take its place at the same address."""
 
     reason: str
+    is_final: bool = True
+
+
+class Recovering(Message, tag="recovering"):
+    """The workers are being replaced, for the `attempt`-th time in a row; streams pause, and go on with the tokens that
+    they would have had. It comes to all clients; Recovered follows, or Dying."""
+
+    epoch: int
+    reason: str
+    attempt: int
+
+
+class Recovered(Message, tag="recovered"):
+    """The workers of `generation` serve, after a pause of `lost_s`."""
+
+    epoch: int
+    generation: int
+    lost_s: float
 
 
 class TokenLogprobs(Message):
@@ -279,6 +313,10 @@ class Stats(_Counts, tag="stats"):
     `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
     tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
     by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
+
+    `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
+    is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together; by these
+    `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
     """
 
     num_running: int = 0
@@ -314,6 +352,13 @@ class Stats(_Counts, tag="stats"):
     )
     requests: RequestHistograms | None = None
     blocks: BlockHistograms | None = None
+    life: int = 1
+    generation: int = 1
+    recovering: str = ""
+    restarts: dict[RestartCause, int] = msgspec.field(default_factory=dict)
+    recovered_requests: int = 0
+    poisoned_requests: int = 0
+    lost_s: float = 0.0
 
 
 class AdmissionState(Message):
@@ -422,5 +467,15 @@ class PrefixCacheReset(Message, tag="prefix_cache_reset"):
 
 FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache
 ToClient = (
-    Welcome | Refused | Dying | OutputBatch | Heartbeat | Stats | Descriptions | ExternalAborted | PrefixCacheReset
+    Welcome
+    | Refused
+    | Dying
+    | Recovering
+    | Recovered
+    | OutputBatch
+    | Heartbeat
+    | Stats
+    | Descriptions
+    | ExternalAborted
+    | PrefixCacheReset
 )

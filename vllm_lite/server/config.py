@@ -67,6 +67,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0
+    stream_resume_s: Annotated[
+        float,
+        Meta(ge=0, description="how long a stream that was asked for as resumable is kept after its connection broke"),
+    ] = 30.0
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests may take to end after SIGTERM")
     ] = 5.0
