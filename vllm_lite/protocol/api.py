@@ -315,8 +315,8 @@ class Stats(_Counts, tag="stats"):
     by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
 
     `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
-    is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together; by these
-    `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
+    is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
+    by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
     """
 
     num_running: int = 0
