@@ -16,13 +16,13 @@ from vllm_lite import transport
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.config import EngineConfig, ResolvedConfig, WorkerGroup
 from vllm_lite.errors import EngineDeadError, ModelError, RankLostError
+from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.parallel import select
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Entry, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime.group_memory import ended_by
-from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker.worker import Worker
 
 DEADLINE_S = scaled(60.0)
@@ -65,8 +65,8 @@ class Group:
         )
 
     def start(self) -> None:
-        assert self.executor.start(DEADLINE_S, Wakeup()).num_blocks == NUM_BLOCKS
-        self.executor.allocate(NUM_BLOCKS, 0)
+        assert blocking.load(self.executor, DEADLINE_S).num_blocks == NUM_BLOCKS
+        blocking.allocate(self.executor, NUM_BLOCKS, 0, DEADLINE_S)
 
     def step(self, number: int, *entries: Entry) -> ModelOutput:
         self.executor.submit(SchedulerOutput(GENERATION, number, [], list(entries)))

@@ -24,7 +24,7 @@ from vllm_lite.protocol.codec import (
     unpack_tokens,
     worker_to_engine,
 )
-from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import supervise
@@ -66,6 +66,8 @@ class Engine:
                 self.heartbeats.append(message)
             else:
                 assert peer == b"worker-0"
+            if isinstance(message, WorkerHello):
+                self.send(Load(GENERATION))
             if wanted(message):
                 return message
         raise TimeoutError(f"nothing of the kind within {DEADLINE_S} s")
@@ -173,11 +175,11 @@ def test_hearts_say_whether_it_waits_for_another_rank(
 ) -> None:
     let_go, import_worker = threading.Event(), process._import_worker
 
-    def importing() -> object:
+    def make(*arguments: Any, **names: Any) -> object:
         assert let_go.wait(DEADLINE_S)
-        return import_worker()
+        return import_worker()(*arguments, **names)
 
-    monkeypatch.setattr(process, "_import_worker", importing)
+    monkeypatch.setattr(process, "_import_worker", lambda: make)
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.receive(WorkerHello)
     for waits in (True, False):
@@ -197,11 +199,11 @@ def test_the_reason_is_on_its_way_before_the_others_are_let_go(
     aborted = []
 
     def abort(_: Membership) -> None:
-        engine.receive(WorkerHello)
         aborted.append(engine.receive(Failed))
 
     monkeypatch.setattr(Membership, "abort", abort)
     worker = WorkerThread(settings_for(tmp_path, engine.listener.address))
+    engine.receive(WorkerHello)
     assert worker.join() == 1
     assert [failed.kind for failed in aborted] == ["ModelError"]
 

@@ -6,7 +6,8 @@ from itertools import combinations
 import pytest
 
 from vllm_lite.errors import EngineDeadError, ModelError
-from vllm_lite.executor.health import Failure, RankHealth, first_failure, slowest
+from vllm_lite.executor.base import Failure
+from vllm_lite.executor.health import RankHealth, first_failure, slowest
 from vllm_lite.protocol.control import Failed
 
 NOW_S, LIMIT_S = 1000.0, 20.0
@@ -44,6 +45,10 @@ def failed(rank: RankHealth) -> None:
 
 
 def died(rank: RankHealth) -> None:
+    rank.on_ended("exit status 1", NOW_S)
+
+
+def was_killed(rank: RankHealth) -> None:
     rank.on_ended("killed by SIGKILL", NOW_S)
 
 
@@ -75,7 +80,7 @@ def waited_for(other: int | None) -> Change:
 
 WORDS: dict[Change, str] = {
     failed: r"^worker {} failed: ValueError: a bug$",
-    died: r"^worker {} \(pid 400{}\) died: killed by SIGKILL$",
+    died: r"^worker {} \(pid 400{}\) died: exit status 1$",
     unreachable: r"^worker {} cannot be reached any more$",
     silent: r"^worker {} \(pid 400{}\) has been silent for 21 s$",
     stuck: r"^worker {} \(pid 400{}\) is stuck: no layer in 20 s$",
@@ -227,7 +232,8 @@ def test_of_two_silent_ranks_the_one_behind_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("evidence", "is_certain"), [(failed, True), (died, False), (unreachable, False), (silent, True)]
+    ("evidence", "is_certain"),
+    [(failed, True), (died, False), (was_killed, True), (unreachable, False), (silent, True)],
 )
 def test_what_a_message_on_its_way_may_correct_is_not_certain(evidence: Change, is_certain: bool) -> None:
     failure = judge(group(evidence, world=2))

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,15 @@ import pytest
 from vllm_lite import transport
 from vllm_lite.config import EngineConfig, WorkerSettings
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, VllmLiteError
-from vllm_lite.executor import health, multiproc
+from vllm_lite.executor import blocking, health, multiproc
+from vllm_lite.executor.base import WorkersLostError
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import (
     Failed,
     KVGroupInfo,
+    Load,
     Ready,
     Shutdown,
     Start,
@@ -120,7 +123,7 @@ class Host:
         self.plans.append((self.now_s + after_s, act))
 
     def start(self, most_s: float = 600.0, stop: Wakeup | None = None) -> Ready:
-        return self.executor.start(most_s, stop or Wakeup())
+        return blocking.load(self.executor, most_s, stop)
 
     def all_say(self, *messages: FromWorker) -> None:
         for worker in self.workers:
@@ -131,7 +134,7 @@ class Host:
         self.at(1.0, lambda: self.all_say(HELLO, READY))
         self.start()
         self.at(1.0, lambda: self.all_say(Started(0, GENERATION, 9.0)))
-        self.executor.allocate(100, 0)
+        blocking.allocate(self.executor, 100, 0, 600.0)
         for worker in self.workers:
             worker.heard()
 
@@ -144,8 +147,13 @@ class Host:
             self.executor.poll()
 
     def dies(self, act: Callable[[], object], error: type[VllmLiteError], message: str) -> None:
-        with pytest.raises(error, match=message):
+        """What `act` raises at once, or what is found out after it, is an `error` that says `message`."""
+        with pytest.raises(VllmLiteError) as caught:
             act()
+        is_first = isinstance(caught.value, WorkersLostError)
+        found = blocking.find_out(self.executor).error if is_first else caught.value
+        assert isinstance(found, error)
+        assert re.search(message, str(found)), found
 
 
 @pytest.fixture
@@ -175,8 +183,8 @@ def test_all_workers_start_and_the_smallest_counts(host: Host) -> None:
     assert host.start().num_blocks == 60
     host.at(2.0, lambda: host.workers[0].say(Started(0, GENERATION, 9.0)))
     host.at(4.0, lambda: host.workers[1].say(Started(0, GENERATION, 4.0)))
-    assert host.executor.allocate(50, 5) == 4.0
-    assert [worker.heard() for worker in host.workers] == [[Start(GENERATION, 50, 5)]] * 2
+    assert blocking.allocate(host.executor, 50, 5, 600.0) == 4.0
+    assert [worker.heard() for worker in host.workers] == [[Load(GENERATION), Start(GENERATION, 50, 5)]] * 2
 
 
 def test_silence_before_it_is_ready_ends_no_worker(host: Host) -> None:

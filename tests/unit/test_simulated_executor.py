@@ -7,6 +7,7 @@ import pytest
 from tests.recorded import EOS, VOCAB
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
@@ -14,7 +15,6 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.step import Continue, Fork, NewRequest, SchedulerOutput
-from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.tools.bench.simulated import Simulation, run, short_requests
 
 READY = Ready(0, 1, 40, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, EOS)
@@ -28,8 +28,8 @@ def new(handle: int, num_tokens: int, total: int | None = None) -> NewRequest:
 def test_it_is_an_executor() -> None:
     clock = VirtualClock()
     executor: Executor = SimulatedExecutor(READY, clock, swap_blocks_per_s=9.0)
-    assert executor.start(1.0, Wakeup()) is READY
-    assert executor.allocate(40, 0) == 9.0
+    assert blocking.load(executor, 1.0) is READY
+    assert blocking.allocate(executor, 40, 0, 1.0) == 9.0
     assert list(executor.pollables()) == []
     executor.close()
     executor.close()

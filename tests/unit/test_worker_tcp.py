@@ -9,11 +9,11 @@ from tests.fakes import DEADLINE_S
 from vllm_lite import transport
 from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
 from vllm_lite.executor.select import select
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
-from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Tcp
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 
@@ -44,8 +44,8 @@ def test_a_worker_process_serves_over_tcp(config: ResolvedConfig, tmp_path: Path
     tcp = WorkerTcp(Tcp(ANY, tmp_path if with_keys else None), worker_keys)
     address = f"ipc://{tmp_path}/w"
     with closing(MultiprocExecutor(config, address, GENERATION, STUB_WORKER, tcp)) as executor:
-        assert executor.start(DEADLINE_S, Wakeup()).num_blocks == 4096
-        executor.allocate(16, 0)
+        assert blocking.load(executor, DEADLINE_S).num_blocks == 4096
+        blocking.allocate(executor, 16, 0, DEADLINE_S)
         output = answer(executor)
     assert (output.generation, output.step, unpack_tokens(output.tokens)) == (GENERATION, 1, [1])
 
@@ -55,11 +55,11 @@ def test_a_worker_without_the_keys_is_not_let_in(config: ResolvedConfig, tmp_pat
     tcp = WorkerTcp(Tcp(ANY, tmp_path), None)
     with closing(MultiprocExecutor(config, f"ipc://{tmp_path}/w", GENERATION, STUB_WORKER, tcp)) as executor:
         with pytest.raises(EngineError, match="worker 0 is not ready") as caught:
-            executor.start(0.5, Wakeup())
+            blocking.load(executor, 0.5)
         assert not isinstance(caught.value, EngineDeadError)
 
 
 def test_the_configuration_chooses_the_executor(config: ResolvedConfig, tmp_path: Path) -> None:
     with closing(select(EngineSettings(config, f"ipc://{tmp_path}/c", str(tmp_path)), 1)) as executor:
         assert isinstance(executor, MultiprocExecutor)
-        assert (tmp_path / "workers").exists(), "its workers report in the engine's private folder"
+        assert (tmp_path / "workers-1.1").exists(), "its workers report in the engine's private folder"

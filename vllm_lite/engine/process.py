@@ -13,7 +13,8 @@ from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Sizes
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
-from vllm_lite.executor.base import Executor
+from vllm_lite.executor import blocking
+from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.runtime import log, supervise
@@ -68,12 +69,12 @@ class EngineProcess:
     # ---- start
 
     def _start(self, executor: Executor) -> EngineCore:
-        ready = executor.start(self._config.ready_timeout_s, self._stop)
+        ready = blocking.load(executor, self._config.ready_timeout_s, self._stop)
         log.moment("engine", "waits for the model")
         num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
         check_pool(num_blocks, ready.block_bytes, tp)
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
-        blocks_per_s = executor.allocate(num_blocks, host_blocks)
+        blocks_per_s = blocking.allocate(executor, num_blocks, host_blocks, self._config.ready_timeout_s)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         with made_to_last():
@@ -130,8 +131,9 @@ class EngineProcess:
                 if events is not None:
                     events.serve(time.time())
         except (EngineError, ModelError, ProtocolError) as error:  # the two first are what workers end with
-            logger.error("%s", error)
-            self._port.say_dying(str(error))  # the end of every request
+            cause = blocking.find_out(executor).error if isinstance(error, WorkersLostError) else error
+            logger.error("%s", cause)
+            self._port.say_dying(str(cause))  # the end of every request
             return 1
         except Exception as error:  # a fault of ours: send it to those who wait, then raise it
             self._port.say_dying(f"the engine failed: {error!r}")

@@ -3,29 +3,73 @@
 It has a file of its own so that an executor can be written, and the engine be read, without importing another one.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from vllm_lite.errors import EngineDeadError, VllmLiteError
+from vllm_lite.protocol.api import RestartCause
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
-from vllm_lite.transport import Wakeup
 from vllm_lite.transport.interface import Watched
 
 
+class Failure(NamedTuple):
+    """The rank that failed first, what happened to it, and the error that says so. One that is not certain may be
+    corrected by a message that is still on its way."""
+
+    rank: int
+    cause: RestartCause
+    error: VllmLiteError
+    is_certain: bool
+
+
+class WorkersLostError(EngineDeadError):
+    """A group of workers can compute nothing any more. Its text is what was known when that was noticed; the executor's
+    failure() knows better a little later."""
+
+
 class Executor(Watched, Protocol):
-    """Runs steps in the order submitted. Every method may raise EngineDeadError, with the root cause, once a worker
-    has died, hung or refused; nothing can be submitted after that."""
+    """One group of workers, which runs steps in the order submitted.
 
-    def start(self, timeout_s: float, stop: Wakeup) -> Ready:
-        """Block until the model is loaded everywhere; the smallest capacity of any worker. `stop` ends the wait."""
+    Its life: spawn, begin_load, ready, begin_allocate, started, then submit and poll; no call blocks but close(). As
+    soon as a worker has died, hung or failed, every call but end() and close() raises WorkersLostError; nothing can be
+    submitted after that, and failure() finds out why. `pollables` announce whatever there is to ask for.
+    """
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
-        """Have the KV pools allocated. Block until they are; blocks per second that move between them, 0 if unknown."""
+    def spawn(self) -> None:
+        """Start the workers, which import what they need and then wait. Raises EngineError if that is impossible."""
+
+    def begin_load(self, timeout_s: float) -> None:
+        """Have them load the model: memory is measured and taken from here on."""
+
+    def ready(self) -> Ready | None:
+        """What all of them can do together, once the model is loaded everywhere; None before that.
+
+        Raises ModelError or ConfigError if they cannot load it, EngineError if that takes longer than `timeout_s`.
+        """
+
+    def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
+        """Have the KV pools allocated."""
+
+    def started(self) -> float | None:
+        """Blocks per second that move between the pools, 0 if unknown; None until those are there.
+
+        Raises EngineError if that takes longer than `timeout_s`.
+        """
 
     def submit(self, *steps: SchedulerOutput) -> None:
-        """Hand steps to the workers. Returns at once. The results of several may come together."""
+        """Hand steps to the workers. The results of several may come together."""
 
     def poll(self) -> ModelOutput | None:
-        """The result of the oldest step whose result has not been taken, or None. Never blocks."""
+        """The result of the oldest step whose result has not been taken, or None."""
+
+    def failure(self) -> Failure | None:
+        """After a WorkersLostError: what happened. None as long as a message that says more may be on its way."""
+
+    def end(self) -> None:
+        """Begin to end all workers. May be called again."""
+
+    def has_ended(self) -> bool:
+        """After end(): whether all of them are gone. Raises EngineError for one that cannot be ended."""
 
     def close(self) -> None:
-        """End all workers. Safe to call twice."""
+        """End all workers, wait for that, and remove what belongs to the group. Safe to call twice."""

@@ -16,10 +16,14 @@ least progress.
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_lite.errors import EngineDeadError, ModelError, RankLostError, VllmLiteError
+from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.control import Failed, WorkerHeartbeat
+
+ENDS_WITHOUT_A_WORD = frozenset(("killed by SIGKILL",))
+"""Such an end is nobody's fault inside the group, and no message follows it. Any other one, a signal that a library
+raises included, may be the consequence of what another rank is about to say."""
 
 
 class RankHealth:
@@ -74,15 +78,6 @@ class RankHealth:
         return has_torch and now_s - self.last_heard_s > limit_s
 
 
-class Failure(NamedTuple):
-    """The rank that failed first, and the error that clients get. One that is not certain may be corrected by a message
-    that is still on its way."""
-
-    rank: int
-    error: VllmLiteError
-    is_certain: bool
-
-
 def first_failure(
     ranks: Sequence[RankHealth], now_s: float, limit_s: float, *, has_work: bool, first_to_abort: int | None = None
 ) -> Failure | None:
@@ -112,14 +107,16 @@ def _first_reported(ranks: Sequence[RankHealth], first_to_abort: int | None) -> 
     in_order = sorted(ranks, key=lambda rank: (rank.rank != first_to_abort, rank.noticed_s, rank.progress))
     for rank in in_order:
         if rank.failed is not None and _is_cause(rank.failed):
-            return Failure(rank.rank, _reported(rank.failed), first_to_abort in (None, rank.rank))
+            return Failure(rank.rank, "failed", _reported(rank.failed), first_to_abort in (None, rank.rank))
     for rank in in_order:
         if rank.ended is not None and rank.failed is None:
-            return Failure(rank.rank, EngineDeadError(f"{rank} died: {rank.ended}"), is_certain=False)
+            error = EngineDeadError(f"{rank} died: {rank.ended}")
+            is_certain = rank.ended in ENDS_WITHOUT_A_WORD and first_to_abort in (None, rank.rank)
+            return Failure(rank.rank, "died", error, is_certain)
     for rank in in_order:
         if not rank.is_reachable and rank.failed is None:
             reason = f"worker {rank.rank} cannot be reached any more"
-            return Failure(rank.rank, EngineDeadError(reason), is_certain=False)
+            return Failure(rank.rank, "unreachable", EngineDeadError(reason), is_certain=False)
     return None
 
 
@@ -135,7 +132,7 @@ def _reported(failed: Failed) -> VllmLiteError:
 
 def _silent(rank: RankHealth, now_s: float) -> Failure:
     reason = f"{rank} has been silent for {now_s - rank.last_heard_s:.0f} s"
-    return Failure(rank.rank, EngineDeadError(reason), is_certain=True)
+    return Failure(rank.rank, "silent", EngineDeadError(reason), is_certain=True)
 
 
 def _stuck(ranks: Sequence[RankHealth], now_s: float, limit_s: float) -> Failure:
@@ -145,7 +142,8 @@ def _stuck(ranks: Sequence[RankHealth], now_s: float, limit_s: float) -> Failure
     if silent:
         return _silent(slowest(silent), now_s)
     rank = slowest(ranks)
-    return Failure(rank.rank, EngineDeadError(f"{rank} is stuck: no layer in {limit_s:.0f} s"), is_certain=True)
+    error = EngineDeadError(f"{rank} is stuck: no layer in {limit_s:.0f} s")
+    return Failure(rank.rank, "stuck", error, is_certain=True)
 
 
 def _waited(ranks: Sequence[RankHealth], first_to_abort: int | None) -> Failure | None:
@@ -155,6 +153,6 @@ def _waited(ranks: Sequence[RankHealth], first_to_abort: int | None) -> Failure 
         return None
     lost = failed.waited_for if first_to_abort is None else first_to_abort
     if lost is None or lost == failed.rank:
-        return Failure(failed.rank, _reported(failed), is_certain=False)
+        return Failure(failed.rank, "failed", _reported(failed), is_certain=False)
     reason = f"worker {lost} was lost, and did not say why; worker {failed.rank} waited for it: {failed.message}"
-    return Failure(lost, EngineDeadError(reason), is_certain=False)
+    return Failure(lost, "died", EngineDeadError(reason), is_certain=False)

@@ -1,5 +1,6 @@
 """MultiprocExecutor: starts and watches worker processes on this host, and speaks to them over one ROUTER socket."""
 
+import threading
 import time
 from collections import deque
 from typing import NamedTuple
@@ -10,11 +11,12 @@ from vllm_lite import transport
 from vllm_lite.checkpoint.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig, WorkerSettings
 from vllm_lite.errors import EngineError, ProtocolError
-from vllm_lite.executor.health import Failure, RankHealth, first_failure, slowest
+from vllm_lite.executor.base import Failure, WorkersLostError
+from vllm_lite.executor.health import RankHealth, first_failure, slowest
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, supervise
 from vllm_lite.transport import Delivery, Tcp, Wakeup
@@ -22,6 +24,8 @@ from vllm_lite.transport.interface import Pollable
 
 SPAWNS_WORKERS = "starts its workers"
 STOP_GRACE_S = 2.0
+GONE_S = 8.0
+"""How long workers may take to be gone: those that end neither at SIGTERM nor at SIGKILL hang in the kernel."""
 LATE_MESSAGE_S = 0.5
 """How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended, or
 that of a rank for which another one waited."""
@@ -39,6 +43,8 @@ class WorkerState:
         self.rank = rank
         self.child: supervise.Child | None = None
         self.health = RankHealth(rank)
+        self.is_here = False
+        """It has said hello, so that it can be reached."""
         self.ready: Ready | None = None
         self.started: Started | None = None
 
@@ -46,6 +52,17 @@ class WorkerState:
     def peer(self) -> bytes:
         """The identity under which the worker connects."""
         return f"worker-{self.rank}".encode()
+
+
+class Deadline:
+    """A moment `timeout_s` from now."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self._end_s
 
 
 class WorkerTcp(NamedTuple):
@@ -81,17 +98,33 @@ class MultiprocExecutor:
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
         self._malformed = 0
+        self._deadline: Deadline | None = None
+        """Of the part of the start that is under way; None before the workers may load."""
+        self._failure: Failure | None = None
+        self._failed_s = 0.0
+        self._gone_by: Deadline | None = None
+        """Once the workers are being ended."""
+        self._are_gone = threading.Event()
 
     # ---- start
 
-    def start(self, timeout_s: float, stop: Wakeup) -> Ready:
-        if self._config.load_format != "dummy":
-            start_reading_ahead(self._config.model)
-        for worker in self._workers:  # all of them first, so that they load side by side
+    def spawn(self) -> None:
+        for worker in self._workers:
             worker.child = self._spawn(worker.rank)
             worker.health.pid = worker.child.pid
         log.moment("engine", SPAWNS_WORKERS)
-        self._wait_for("ready", timeout_s, stop)
+
+    def begin_load(self, timeout_s: float) -> None:
+        if self._config.load_format != "dummy":
+            start_reading_ahead(self._config.model)
+        self._deadline = Deadline(timeout_s)
+        for worker in self._workers:
+            if worker.is_here:
+                self._deliver(worker, engine_to_worker.encode(Load(self._generation)))
+
+    def ready(self) -> Ready | None:
+        if not self._have_all("ready"):
+            return None
         return _agreed([worker.ready for worker in self._workers if worker.ready is not None])
 
     def _spawn(self, rank: int) -> supervise.Child:
@@ -106,24 +139,23 @@ class MultiprocExecutor:
             fds=self._meeting_place.fds,
         )
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
+    def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
+        self._deadline = Deadline(timeout_s)
         self._broadcast(Start(self._generation, num_blocks, num_host_blocks))
-        self._wait_for("started", self._config.ready_timeout_s, None)
+
+    def started(self) -> float | None:
+        if not self._have_all("started"):
+            return None
         return min(worker.started.swap_blocks_per_s for worker in self._workers if worker.started is not None)
 
-    def _wait_for(self, what: str, timeout_s: float, stop: Wakeup | None) -> None:
-        """Wait until attribute `what` of every worker is set."""
-        deadline_s = time.monotonic() + timeout_s
-        watched = (self, stop) if stop is not None else (self,)
-        while late := [worker.health for worker in self._workers if getattr(worker, what) is None]:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise EngineError(f"worker {slowest(late).rank} is not {what} after {timeout_s:.0f} s")
-            transport.wait(min(left_s, 1.0), *watched)
-            if stop is not None and stop.is_set():
-                raise EngineError("stopped while the workers were starting")
-            self._receive()
-            self._check()
+    def _have_all(self, what: str) -> bool:
+        """Whether attribute `what` of every worker is set. Raises EngineError if that has taken too long."""
+        self._receive()
+        self._check()
+        late = [worker.health for worker in self._workers if getattr(worker, what) is None]
+        if late and self._deadline is not None and self._deadline.has_passed():
+            raise EngineError(f"worker {slowest(late).rank} is not {what} after {self._deadline.timeout_s:.0f} s")
+        return not late
 
     # ---- steps
 
@@ -149,9 +181,12 @@ class MultiprocExecutor:
     def _broadcast(self, message: ToWorker) -> None:
         payload = engine_to_worker.encode(message)
         for worker in self._workers:
-            if self._listener.send(worker.peer, payload) is not Delivery.SENT:
-                worker.health.on_unreachable(time.monotonic())
-                self._check()
+            self._deliver(worker, payload)
+
+    def _deliver(self, worker: WorkerState, payload: bytes) -> None:
+        if self._listener.send(worker.peer, payload) is not Delivery.SENT:
+            worker.health.on_unreachable(time.monotonic())
+            self._check()
 
     # ---- what workers say
 
@@ -193,7 +228,9 @@ class MultiprocExecutor:
                     f"worker {message.rank} speaks protocol {message.version} and serves {message.model!r}; "
                     f"this engine speaks {PROTOCOL_VERSION} and serves {self._config.model!r}"
                 )
-            health.pid = message.pid
+            health.pid, worker.is_here = message.pid, True
+            if self._deadline is not None and self._failure is None:
+                self._deliver(worker, engine_to_worker.encode(Load(self._generation)))
         elif isinstance(message, Ready):
             worker.ready, health.is_loaded = message, True
         else:
@@ -202,21 +239,24 @@ class MultiprocExecutor:
     # ---- what becomes of them
 
     def _check(self) -> None:
-        """Raise the error of the rank that failed first, if one has. Whatever it is, the others are not left waiting.
+        """Raise WorkersLostError if a rank has failed. Whatever it is, the others are not left waiting."""
+        if self._failure is None:
+            self._failure = self._judge()
+            if self._failure is None:
+                return
+            self._failed_s = time.monotonic()
+            self._meeting_place.end()
+        raise WorkersLostError(str(self._failure.error))
 
-        A rank that fails sends the reason before it ends; that message may still be on its way.
-        """
-        failure = self._judge()
-        if failure is None:
-            return
-        self._meeting_place.end()
-        deadline_s = time.monotonic() + LATE_MESSAGE_S
-        while not failure.is_certain and (left_s := deadline_s - time.monotonic()) > 0:
-            self._exits.clear()
-            transport.wait(left_s, self)
-            self._receive()
-            failure = self._judge() or failure
-        raise failure.error
+    def failure(self) -> Failure | None:
+        """See Executor. A rank that fails sends the reason before it ends; that message may still be on its way."""
+        if self._failure is None or self._failure.is_certain:
+            return self._failure
+        self._exits.clear()
+        self._receive()
+        self._failure = self._judge() or self._failure
+        is_late = time.monotonic() - self._failed_s >= LATE_MESSAGE_S
+        return self._failure if self._failure.is_certain or is_late else None
 
     def _judge(self) -> Failure | None:
         now_s = time.monotonic()
@@ -232,12 +272,34 @@ class MultiprocExecutor:
 
     # ---- end
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """See Executor. A thread waits for the workers' end."""
+        if self._gone_by is not None:
+            return
+        self._gone_by = Deadline(GONE_S)
         self._meeting_place.end()
         payload = engine_to_worker.encode(Shutdown())
         for worker in self._workers:
             self._listener.send(worker.peer, payload)
+        threading.Thread(target=self._bury, name="workers stop", daemon=True).start()
+
+    def _bury(self) -> None:
         supervise.stop_all([worker.child for worker in self._workers if worker.child is not None], STOP_GRACE_S)
+        self._are_gone.set()
+        self._exits.set()
+
+    def has_ended(self) -> bool:
+        self._exits.clear()
+        if not self._are_gone.is_set() and self._gone_by is not None and not self._gone_by.has_passed():
+            return False
+        for worker in self._workers:
+            if worker.child is not None and worker.child.exited() is None:
+                raise EngineError(f"{worker.health} cannot be ended")
+        return True
+
+    def close(self) -> None:
+        self.end()
+        self._are_gone.wait(GONE_S)
         self._listener.close()
         self._exits.close()
         self._meeting_place.close()

@@ -16,6 +16,7 @@ def select(settings: EngineSettings, generation: int) -> Executor:
     Raises EngineError if the address at which they report is taken.
     """
     own_process = not settings.config.single_process
-    address = f"ipc://{settings.run_dir}/workers" if own_process else settings.address + "-workers"
-    folder = f"{settings.run_dir}/group-{generation}"
+    name = f"{settings.life}.{generation}"  # of its own, for the group that it replaces may still have to be removed
+    address = f"ipc://{settings.run_dir}/workers-{name}" if own_process else f"{settings.address}-workers-{name}"
+    folder = f"{settings.run_dir}/group-{name}"
     return MultiprocExecutor(settings.config, address, generation, settings.worker_module, group_folder=folder)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
-from vllm_lite.transport import Wakeup
 from vllm_lite.transport.interface import Pollable
 
 NextToken = Callable[[Sampling, int], int]
@@ -79,10 +79,19 @@ class SimulatedExecutor:
         self._sequences: dict[int, _SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
 
-    def start(self, timeout_s: float, stop: Wakeup) -> Ready:  # noqa: ARG002
+    def spawn(self) -> None:
+        pass
+
+    def begin_load(self, timeout_s: float) -> None:
+        pass
+
+    def ready(self) -> Ready | None:
         return self._ready
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:  # noqa: ARG002
+    def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
+        pass
+
+    def started(self) -> float | None:
         return self._swap_blocks_per_s
 
     def submit(self, *steps: SchedulerOutput) -> None:
@@ -106,6 +115,15 @@ class SimulatedExecutor:
 
     def pollables(self) -> tuple[Pollable, ...]:
         return ()
+
+    def failure(self) -> Failure | None:
+        return None
+
+    def end(self) -> None:
+        pass
+
+    def has_ended(self) -> bool:
+        return True
 
     def close(self) -> None:
         self._results.clear()

@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.control import Failed, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -38,7 +38,7 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = SchedulerOutput | Steps | Start | Shutdown
+ToWorker = SchedulerOutput | Steps | Load | Start | Shutdown
 FromWorker = ModelOutput | StepOutputs | WorkerHello | Ready | Started | WorkerHeartbeat | Failed
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")

@@ -1,6 +1,6 @@
 """Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
 
-worker: WorkerHello -> engine: (refuses another version or model by closing) -> worker: Ready -> engine: Start ->
+worker: WorkerHello -> engine: (refuses another version or model by closing) Load -> worker: Ready -> engine: Start ->
 worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
 
 Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
@@ -15,6 +15,13 @@ class WorkerHello(Message, tag=30):
     rank: int
     generation: int
     pid: int
+
+
+class Load(Message, tag=37):
+    """Load the model. Until it comes a worker imports what it needs and waits: its memory may still be taken by a group
+    that it is to replace."""
+
+    generation: int
 
 
 class KVGroupInfo(Message):

@@ -1,9 +1,9 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
-Hello -> load -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0 -> (Shutdown). Any
-error is sent to the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1.
-`main` also runs as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the
-process's end. torch is imported late, so that the heartbeat runs meanwhile.
+Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0 -> (Shutdown).
+Between the first two it imports torch, so that a group which waits for its turn has done that. Any error is sent to
+the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1. `main` also runs
+as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
 """
 
 import gc
@@ -19,11 +19,11 @@ from vllm_lite.config import WorkerSettings
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Shutdown, Start, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log
 from vllm_lite.runtime.cpu_binding import apply, plan_binding, threads_of_the_user
-from vllm_lite.runtime.supervise import WORKER_NAME, name_process, run_child
+from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
@@ -94,9 +94,15 @@ class WorkerLoop:
         settings = self.settings
         config, rank, generation = settings.config, settings.rank, settings.generation
         self.send(WorkerHello(PROTOCOL_VERSION, config.model, rank, generation, os.getpid()))
+        kind = _import_worker()
+        log.moment("worker", "imports torch")
+        message = self.receive()
+        if message is None:
+            return
+        if not isinstance(message, Load):
+            raise ProtocolError(f"expected Load, got {type(message).__name__}")
+        name_process(f"{WORKER_NAME}{rank}")
         with _Heartbeat(settings, self.progress, self.member):
-            kind = _import_worker()
-            log.moment("worker", "imports torch")
             worker = kind(config, rank, self.progress, generation=generation)
             communicator = self.member.connect(worker.device.torch, worker.max_logits_bytes())
             self.send(worker.load(communicator))
@@ -207,7 +213,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # busy cores: 7 ms a step instead of 90).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     config, rank = settings.config, settings.rank
-    name_process(f"{WORKER_NAME}{rank}")
+    name_process(f"{STANDBY_NAME}{rank}")
     log.setup(f"worker {rank}", *config.logging)
     if config.device == "cpu":
         num_threads = config.cpu_threads or threads_of_the_user()

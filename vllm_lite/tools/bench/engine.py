@@ -22,13 +22,13 @@ from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import supervise
-from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
 
 STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
@@ -117,8 +117,8 @@ def round_trip_us() -> float:
     with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
         executor = MultiprocExecutor(_stub_config(), f"ipc://{run_dir}/workers", 1, STUB_WORKER)
         try:
-            executor.start(60.0, Wakeup())
-            executor.allocate(16, 0)
+            blocking.load(executor, 60.0)
+            blocking.allocate(executor, 16, 0, 60.0)
             watched = poller(executor)
             output = SchedulerOutput(1, 1, [], [Continue(0, 1, [])])
 

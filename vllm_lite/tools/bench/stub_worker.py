@@ -5,7 +5,7 @@ from time import perf_counter
 from vllm_lite.config import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, worker_to_engine
-from vllm_lite.protocol.control import KVGroupInfo, Ready, Shutdown, Start, Started, WorkerHello
+from vllm_lite.protocol.control import KVGroupInfo, Load, Ready, Shutdown, Start, Started, WorkerHello
 from vllm_lite.protocol.step import Continue, ModelOutput, NewRequest, Resume, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
@@ -23,8 +23,6 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
     watched = poller(connection, stop)
     send = connection.send
     send(worker_to_engine.encode(WorkerHello(PROTOCOL_VERSION, settings.config.model, rank, generation, 0)))
-    groups = (KVGroupInfo("full", 1),)
-    send(worker_to_engine.encode(Ready(rank, generation, 4096, 1, groups, 4096, VOCAB_SIZE, ())))
     while not stop.is_set():
         spin_until = perf_counter() + SPIN_S
         while (payload := connection.recv()) is None:
@@ -37,6 +35,10 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         message = engine_to_worker.decode(payload)
         if isinstance(message, Shutdown):
             break
+        if isinstance(message, Load):
+            groups = (KVGroupInfo("full", 1),)
+            send(worker_to_engine.encode(Ready(rank, generation, 4096, 1, groups, 4096, VOCAB_SIZE, ())))
+            continue
         if isinstance(message, Start):
             send(worker_to_engine.encode(Started(rank, generation)))
             continue

@@ -1,0 +1,52 @@
+"""Waits for an executor's answers, for callers with nothing else to do, such as an engine that starts."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm_lite import transport
+from vllm_lite.errors import EngineError
+from vllm_lite.executor.base import Executor, Failure, WorkersLostError
+from vllm_lite.protocol.control import Ready
+from vllm_lite.transport import Wakeup
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 0.25
+CAUSE_LOOK_S = 0.05
+
+
+def load(executor: Executor, timeout_s: float, stop: Wakeup | None = None) -> Ready:
+    """Start the workers and have them load the model; what they can do.
+
+    `stop` ends the wait. Raises ModelError, ConfigError or EngineError, with the root cause.
+    """
+    executor.spawn()
+    executor.begin_load(timeout_s)
+    return _wait_for(executor.ready, executor, stop)
+
+
+def allocate(
+    executor: Executor, num_blocks: int, num_host_blocks: int, timeout_s: float, stop: Wakeup | None = None
+) -> float:
+    """Have the KV pools allocated; blocks per second that move between them. Raises like load()."""
+    executor.begin_allocate(num_blocks, num_host_blocks, timeout_s)
+    return _wait_for(executor.started, executor, stop)
+
+
+def find_out(executor: Executor) -> Failure:
+    """What happened to the workers, after a WorkersLostError. It takes half a second at most."""
+    while (failure := executor.failure()) is None:
+        transport.wait(CAUSE_LOOK_S, executor)
+    return failure
+
+
+def _wait_for(answer: Callable[[], T | None], executor: Executor, stop: Wakeup | None) -> T:
+    watched = (executor, stop) if stop is not None else (executor,)
+    try:
+        while (found := answer()) is None:
+            transport.wait(LOOK_EVERY_S, *watched)
+            if stop is not None and stop.is_set():
+                raise EngineError("stopped while the workers were starting")
+    except WorkersLostError as error:
+        raise find_out(executor).error from error
+    return found
