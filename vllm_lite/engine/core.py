@@ -260,6 +260,8 @@ class EngineCore:
         """
         now_s = self._clock()
         step = None
+        if not self.scheduler.has_workers:
+            return False
         if self._may_begin():
             if self.scheduler.requests:
                 step = self.recorder.schedule(now_s)
@@ -294,6 +296,18 @@ class EngineCore:
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.recorder.update(output, now_s)
+
+    def lose_workers(self, cause: str) -> list[Produced]:
+        """The workers have died of `cause`. Every unfinished request keeps its tokens and waits for resume(); until
+        then begin() does nothing, and all else works as ever. Returns the requests that end by it."""
+        now_s = self.meter.now_s = self._clock()
+        self._message_length = MessageLength()
+        return self.recorder.lose_workers(cause, now_s)
+
+    def resume(self, executor: Executor, generation: int, swap_blocks_per_s: float) -> None:
+        """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
+        self._executor = executor
+        self.recorder.resume(generation, swap_blocks_per_s, self._clock())
 
     def close(self) -> None:
         """End the trace, if there is one."""

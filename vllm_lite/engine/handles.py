@@ -2,7 +2,7 @@
 
 A prompt is scored (prompt_logprobs) as it is computed, so until it has been computed once, nothing of it may be taken
 from the cache (`Sequence.unscored`). One that is preempted before that is computed again, and scored from where the
-workers were.
+workers were. Workers that take over from others know nothing of that, and score it all: each score is told once.
 """
 
 from vllm_lite.engine.request import Produced
@@ -40,6 +40,7 @@ class Handles:
         for handle, scores in result.prompts or ():
             sequence, since = self._scored.get(handle, (None, 0))
             if sequence is not None and result.step >= since:
-                start = sequence.num_output
-                produced.append(Produced(sequence.request, sequence.index, start, [], prompt=scores))
+                new = sequence.request.take_scores(scores)
+                if new is not None:
+                    produced.append(Produced(sequence.request, sequence.index, sequence.num_output, [], prompt=new))
         return produced

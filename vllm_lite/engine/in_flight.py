@@ -117,6 +117,11 @@ class InFlight:
         step.message.num_left -= 1
         return step
 
+    def drop(self) -> None:
+        """No result will come any more, and what has not been sent never will be: forget all steps."""
+        self._steps.clear()
+        self._unsent = StepMessage()
+
 
 def num_prefill_tokens(output: SchedulerOutput) -> int:
     """Count the tokens of a step but for those that decode: one for each sequence, and the drafts behind it."""

@@ -32,7 +32,8 @@ class Options(NamedTuple):
 
 class Queues:
     """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
-    here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there."""
+    here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there.
+    Without workers all of them wait."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
@@ -119,6 +120,21 @@ class Queues:
         if sequence.seen_by_workers:
             self.entries.append(Finish(sequence.handle))
             self.handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
+
+    def lose_workers(self) -> None:
+        """The workers have died: every sequence waits for others, with the tokens it has and nothing else. The policy
+        sorts those that ran in among those that wait; like preempted ones, they are passed by no others."""
+        running, self.running = self.running, []
+        self.entries = []
+        self.handles = Handles()
+        self._kv.lose_contents([*running, *self.waiting])
+        for sequence in self.waiting:
+            sequence.lose_workers()
+            if sequence.status is Status.SWAPPED:
+                sequence.status = Status.PREEMPTED
+        for sequence in running:
+            sequence.lose_workers()
+            self.wait(sequence, Status.PREEMPTED)
 
     def introduce(self, sequence: Sequence) -> None:
         """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""

@@ -52,6 +52,8 @@ class Request:
         self.num_prompt = len(tokens)
         tokens.frombytes(message.output)
         self.num_inherited = len(tokens) - self.num_prompt
+        self.num_scored = max(1, message.num_scored)
+        """The first prompt token whose logprobs its client lacks, if it asked for any. Token 0 has none."""
         search = (
             BeamSearch(message.params, self.num_prompt, max_len, stop_ids) if message.params.use_beam_search else None
         )
@@ -68,6 +70,19 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return self.sequences[0].num_tokens
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether logprobs of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt
+
+    def take_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
+        """What of `scores` its client lacks, and has from now on: workers that took over score from the beginning."""
+        known = max(0, self.num_scored - scores.start)
+        if known >= len(scores.entries):
+            return None
+        self.num_scored = scores.start + len(scores.entries)
+        return PromptLogprobs(scores.start + known, scores.entries[known:]) if known else scores
 
     def open_samples(self) -> list[tuple[int, int]]:
         """(index, number of output tokens) of every sample that has not ended."""

@@ -49,6 +49,9 @@ class Scheduler:
         if not options.chunked_prefill:  # a sequence comes in whole, however often it is preempted
             longest = min(longest, options.max_num_batched_tokens)
         self.max_len = kv.max_tokens(longest, options.max_num_batched_tokens)
+        self.generation = options.generation
+        """The life of the workers that compute the steps, or of the last ones if there are none."""
+        self.has_workers = True
         self.counters = kv.counters
         self.meter = Meter(kv, self.max_len)
         self.rates = Rates()
@@ -106,6 +109,26 @@ class Scheduler:
         find, so it belongs into a trace."""
         return self.kv.reset_cache([*self.running, *self.waiting])
 
+    # ---- workers come and go
+
+    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:  # noqa: ARG002
+        """All workers have died of `cause`: drop the steps in flight, and let every sequence wait with its tokens.
+
+        Until resume() nothing may be scheduled; requests come and go as ever. Returns the requests that end by it.
+        """
+        self.has_workers = False
+        self.in_flight.drop()
+        self.queues.lose_workers()
+        return []
+
+    def resume(self, generation: int, swap_blocks_per_s: float) -> None:
+        """Go on with new workers, which know nothing yet. Raises ValueError for a generation that has been."""
+        if generation <= self.generation:
+            raise ValueError(f"generation {generation} cannot follow {self.generation}: what is stale must look stale")
+        self.generation = generation
+        self.has_workers = True
+        self.rates = self.rates._replace(swap_blocks_per_s=swap_blocks_per_s)
+
     # ---- schedule
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
@@ -138,7 +161,7 @@ class Scheduler:
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
         entries = queues.take_entries() + plan.entries
-        output = SchedulerOutput(self.options.generation, queues.step, swapping.take_ops(), entries)
+        output = SchedulerOutput(self.generation, queues.step, swapping.take_ops(), entries)
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=num_tokens <= len(queues.running))
         return output
 

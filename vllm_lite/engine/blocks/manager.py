@@ -362,17 +362,28 @@ class KVCacheManager:
         self.swapping.leave(sequence)
         return True
 
-    # ---- resetting
+    # ---- forgetting
 
     def reset_cache(self, sequences: Iterable[Sequence]) -> PrefixCacheReset:
         """Forget every cached block of both tiers. Those of `sequences`, all the unfinished ones, stay allocated."""
-        num_blocks = self.pool.reset_cache()
-        num_host_blocks = self.host.pool.reset_cache() if self.host is not None else 0
+        num_blocks, num_host_blocks = self._forget_cached()
         holders = [each for each in sequences if each.host_ids is not None or any(table.ids for table in each.tables)]
         if self.pool.enable_caching:
             for sequence in holders:
                 self._retire(sequence)
         return PrefixCacheReset(num_blocks, num_host_blocks, len(holders))
+
+    def lose_contents(self, sequences: Iterable[Sequence]) -> None:
+        """The KV of both tiers is lost: nothing of it is found any more, and `sequences`, all the unfinished ones, hold
+        no block. What the step in the making would have moved is dropped. Their hashes stay true of their tokens."""
+        self._forget_cached()
+        self.swapping.drop_ops()
+        for sequence in sequences:
+            self.release(sequence)
+
+    def _forget_cached(self) -> tuple[int, int]:
+        """Empty the index of both tiers. Returns how many blocks could be found on each."""
+        return self.pool.reset_cache(), self.host.pool.reset_cache() if self.host is not None else 0
 
     def _retire(self, sequence: Sequence) -> None:
         """Give the sequence a hash chain of its own: its blocks are cached again when it grows, moves to the host or

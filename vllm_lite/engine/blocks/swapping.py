@@ -69,6 +69,11 @@ class Swapping:
         ops, self._ops = self._ops, []
         return ops
 
+    def drop_ops(self) -> None:
+        """Forget the block program of the step in the making, and what the step before it had to leave."""
+        self._ops = []
+        self._reserved = self._wanted = 0
+
     def copy(self, src: int, dst: int) -> None:
         """Copy a shared block that is about to be written."""
         self._ops.append((BlockOp.COPY, src, dst))

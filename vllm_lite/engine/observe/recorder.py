@@ -118,6 +118,14 @@ class Recorder:
         """Have the scheduler apply a result."""
         return self._scheduler.update(output)
 
+    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
+        """Tell the scheduler that the workers have died."""
+        return self._scheduler.lose_workers(cause, now_s)
+
+    def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:  # noqa: ARG002
+        """Tell the scheduler that others have taken over."""
+        self._scheduler.resume(generation, swap_blocks_per_s)
+
     def arrived(self, request: Request, now_s: float) -> None: ...
 
     def forked(self, parent: Request, child: Request, now_s: float) -> None: ...

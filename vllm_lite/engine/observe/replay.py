@@ -169,7 +169,7 @@ class Replay:
 
     def _update(self, record: records.Result) -> None:
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
-        generation, step = self.scheduler.options.generation, self.scheduler.in_flight.step_awaited
+        generation, step = self.scheduler.generation, self.scheduler.in_flight.step_awaited
         logprobs = _logprobs(record, len(tokens) // 4)
         output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed)
         with self._hasher.given(record.hashes):
