@@ -9,7 +9,7 @@ import msgspec
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import RequestError
@@ -73,7 +73,7 @@ class Recorded:
         self.worker = SimulatedWorker(num_blocks, config.block_size, max_num_seqs, VOCAB, windows, num_host_blocks)
         self.clock = VirtualClock(1000.0)
         sizes = Sizes(num_blocks, num_host_blocks, 50.0)
-        self.core = EngineCore(config, ready, self.worker, sizes, 3, self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, ready, self.worker, sizes, Lives(3), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
 
     @property

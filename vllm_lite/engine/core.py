@@ -17,7 +17,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.observe.describe import describe
-from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
+from vllm_lite.engine.observe.recorder import make_recorder
 from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.queues import Options
 from vllm_lite.engine.rates import PrefillRate, Rates
@@ -58,6 +58,15 @@ class Sizes(NamedTuple):
     swap_blocks_per_s: float = 0.0
 
 
+class Lives(NamedTuple):
+    """Which workers and which engine these are: `generation` counts the worker groups of the engine, `life` the engines
+    that were started in place of each other, and `launch` is the same for all of these."""
+
+    generation: int = 1
+    life: int = 1
+    launch: str = ""
+
+
 class EngineCore:
     """Drives the scheduler, its block manager and the executor, without sockets. It reads time from `clock` only."""
 
@@ -67,7 +76,7 @@ class EngineCore:
         ready: Ready,
         executor: Executor,
         sizes: Sizes,
-        generation: int,
+        lives: Lives,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -78,16 +87,14 @@ class EngineCore:
         self._prefill_rate = PrefillRate()
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
-        header = _header(config, ready, sizes, generation, clock())
+        header = _header(config, ready, sizes, lives, clock())
         self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
         )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
-        self.recorder = (
-            TraceRecorder(config.record, header, self.scheduler) if config.record else Recorder(self.scheduler)
-        )
+        self.recorder = make_recorder(config.record, header, self.scheduler)
         if config.kv_cache_metrics:
             one_in = round(1 / config.kv_cache_metrics_sample)
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
@@ -340,7 +347,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
     return scheduler
 
 
-def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, generation: int, now_s: float) -> Header:
+def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
     options = Options(
         max_num_seqs=config.max_num_seqs,
@@ -349,7 +356,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, generation: int,
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
-        generation=generation,
+        generation=lives.generation,
     )
     return Header(
         engine_version=__version__,
@@ -366,6 +373,8 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, generation: int,
         max_swap_blocks_per_step=config.max_swap_blocks_per_step,
         swap_blocks_per_s=sizes.swap_blocks_per_s,
         tensor_parallel_size=config.tensor_parallel_size,
+        launch=lives.launch,
+        life=lives.life,
     )
 
 

@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
 from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
-from vllm_lite.engine.core import EngineCore, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor import blocking
@@ -77,8 +77,9 @@ class EngineProcess:
         blocks_per_s = blocking.allocate(executor, num_blocks, host_blocks, self._config.ready_timeout_s)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
+        lives = Lives(self._generation, self._settings.life, self._settings.launch)
         with made_to_last():
-            core = EngineCore(self._config, ready, executor, sizes, self._generation)
+            core = EngineCore(self._config, ready, executor, sizes, lives)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x05"
+MAGIC = b"vltrace\x06"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
+MAX_CAUSE_CHARS = 500
 
 
 class Code(IntEnum):
@@ -60,6 +61,7 @@ class Header(_Record, frozen=True, tag=0):
     """Everything that determines a scheduler, its policy and its pools. `wall_s` is the time of day at `clock_s`.
 
     `tensor_parallel_size` is for the reader: each rank has a part of every block, and no decision depends on how many.
+    So are `life` and `launch`: the engines that were started one after the other in place of each other share a launch.
     """
 
     engine_version: str
@@ -76,6 +78,8 @@ class Header(_Record, frozen=True, tag=0):
     max_swap_blocks_per_step: int
     swap_blocks_per_s: float
     tensor_parallel_size: int
+    launch: str
+    life: int
 
 
 class Params(_Record, frozen=True):
@@ -176,7 +180,47 @@ class CacheReset(_Record, frozen=True, tag=9):
     hashes: bytes
 
 
-Record = Header | Arrival | Forked | Aborted | Expired | RatesMeasured | Step | Result | PolicyFault | CacheReset
+class Kept(_Record, frozen=True):
+    """What an unfinished request has when its workers die: output tokens, of all its samples that go on, and the first
+    prompt token that is not scored (Request.num_scored)."""
+
+    number: int
+    num_output: int
+    num_scored: int
+
+
+class WorkersLost(_Record, frozen=True, tag=10):
+    """All workers had died. `cause` is cut to MAX_CAUSE_CHARS; `kept` holds all unfinished requests."""
+
+    clock_s: float
+    cause: str
+    kept: list[Kept]
+    hashes: bytes
+    decisions: list[Decision]
+
+
+class WorkersReplaced(_Record, frozen=True, tag=11):
+    """The workers of `generation` took over."""
+
+    clock_s: float
+    generation: int
+    swap_blocks_per_s: float
+
+
+Record = (
+    Header
+    | Arrival
+    | Forked
+    | Aborted
+    | Expired
+    | RatesMeasured
+    | Step
+    | Result
+    | PolicyFault
+    | CacheReset
+    | WorkersLost
+    | WorkersReplaced
+)
 
 
 def pack_tokens(tokens: bytes) -> tuple[bytes, int]:

@@ -21,6 +21,7 @@ from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewReque
 from vllm_lite.runtime import log
 from vllm_lite.trace import records
 from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
+from vllm_lite.trace.segments import segment_path
 from vllm_lite.trace.writer import TraceWriter
 
 FLUSH_S = 1.0
@@ -170,6 +171,22 @@ class TraceRecorder(Recorder):
             if self._writer is not None:
                 self._write_step(now_s, step)
 
+    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
+        kept = [
+            records.Kept(request.arrival, sum(each.num_output for each in request.sequences), request.num_scored)
+            for request in self._scheduler.requests.values()
+        ]
+        produced = self._scheduler.lose_workers(cause, now_s)
+        decisions = self._reasons.take() + self._reasons.ends(produced)
+        cause = cause[: records.MAX_CAUSE_CHARS]
+        self._write(records.WorkersLost(now_s, cause, kept, self._hasher.take(), decisions))
+        self.flush()  # whatever killed the workers may kill the engine next
+        return produced
+
+    def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:
+        self._scheduler.resume(generation, swap_blocks_per_s)
+        self._write(records.WorkersReplaced(now_s, generation, swap_blocks_per_s))
+
     def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
         for what in self._reasons.faults:
             self._write(records.PolicyFault(what))
@@ -260,6 +277,20 @@ class TraceRecorder(Recorder):
                 writer.close()
             except OSError as error:
                 logger.warning("the end of the trace %s is lost: %s", self._path, error)
+
+
+def make_recorder(path: str | None, header: records.Header, scheduler: Scheduler) -> Recorder:
+    """What records into `path`, or nothing at all. Raises ConfigError if the first engine of a launch cannot write
+    there; for a trace's sake none of the later ones, on which streams wait, fails."""
+    if not path:
+        return Recorder(scheduler)
+    try:
+        return TraceRecorder(segment_path(path, header.life), header, scheduler)
+    except ConfigError as error:
+        if header.life <= 1:
+            raise
+        logger.warning("%s; this engine has taken over from another one and serves without a trace", error)
+        return Recorder(scheduler)
 
 
 def digest_of(step: SchedulerOutput) -> bytes:

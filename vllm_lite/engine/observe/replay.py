@@ -155,6 +155,10 @@ class Replay:
                     scheduler.reset_prefix_cache()
             case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
+            case records.WorkersLost():
+                self._lose_workers(record)
+            case records.WorkersReplaced():
+                scheduler.resume(record.generation, record.swap_blocks_per_s)
 
     def _schedule(self, record: records.Step) -> None:
         with self._hasher.given(record.hashes):
@@ -174,11 +178,25 @@ class Replay:
         output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
-        decisions = self._reasons.ends(produced)
-        self.num_ended += len(decisions)
-        if self.check and decisions != record.decisions:
-            recorded, replayed = (describe_decisions(some, self._ids) for some in (record.decisions, decisions))
-            raise _Diverged("other requests ended", recorded, replayed)
+        self._compare_ends(record.decisions, self._reasons.ends(produced))
+
+    def _lose_workers(self, record: records.WorkersLost) -> None:
+        requests = {request.arrival: request for request in self.scheduler.requests.values()}
+        if requests.keys() != {kept.number for kept in record.kept}:
+            recorded = f"requests {[kept.number for kept in record.kept]}"
+            raise _Diverged("other requests were left", recorded, f"requests {list(requests)}")
+        for kept in record.kept:  # prompt scores are in no record
+            requests[kept.number].num_scored = kept.num_scored
+        with self._hasher.given(record.hashes):
+            produced = self.scheduler.lose_workers(record.cause, record.clock_s)
+        self._compare_ends(record.decisions, self._reasons.take() + self._reasons.ends(produced))
+
+    def _compare_ends(self, recorded: list[records.Decision], replayed: list[records.Decision]) -> None:
+        self.num_ended += sum(decision[0] == records.Code.FINISHED for decision in replayed)
+        if self.check and replayed != recorded:
+            raise _Diverged(
+                "other requests ended", *(describe_decisions(some, self._ids) for some in (recorded, replayed))
+            )
 
     def _fork(self, record: records.Forked) -> None:
         child = record.child

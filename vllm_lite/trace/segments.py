@@ -1,0 +1,42 @@
+"""Segments: the files of one trace. The first engine of a launch records into FILE, one that takes over as its n-th
+life into FILE.n. Each holds all that its own scheduler was told, and begins with the requests that clients sent again.
+
+A life that died before it served has left no file, so gaps are no end; and a file of an earlier launch may lie there.
+Hence the segments of FILE are those beside it whose headers name the same launch, in the order of their lives.
+"""
+
+import os
+from contextlib import suppress
+
+from vllm_lite.errors import ProtocolError
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.records import Header
+
+
+def segment_path(path: str, life: int) -> str:
+    """Where the engine of this life records, if it was told to record into `path`."""
+    return path if life <= 1 else f"{path}.{life}"
+
+
+def segment_paths(path: str) -> list[str]:
+    """`path`, and the later segments of the same trace. Raises ProtocolError if the file at `path` is no trace."""
+    first = header_of(path)
+    if not first.launch:  # nobody would have started another engine in its place
+        return [path]
+    folder, name = os.path.split(path)
+    with os.scandir(folder or ".") as entries:
+        endings = [entry.name.removeprefix(f"{name}.") for entry in entries if entry.name.startswith(f"{name}.")]
+    found = [path]
+    for life in sorted(int(ending) for ending in endings if ending.isascii() and ending.isdecimal()):
+        with suppress(ProtocolError):  # it is of an older version, or of an engine that died before it wrote any of it
+            header = header_of(segment_path(path, life))
+            if (header.launch, header.life) == (first.launch, life) and life > first.life:
+                found.append(segment_path(path, life))
+    return found
+
+
+def header_of(path: str) -> Header:
+    """What the file at `path` begins with. Raises ProtocolError if it is no trace."""
+    reader = TraceReader(path)
+    reader.close()
+    return reader.header
