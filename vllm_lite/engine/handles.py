@@ -2,7 +2,7 @@
 
 A prompt is scored (prompt_logprobs) as it is computed, so until it has been computed once, nothing of it may be taken
 from the cache (`Sequence.unscored`). One that is preempted before that is computed again, and scored from where the
-workers were. Workers that take over from others know nothing of that, and score it all: each score is told once.
+workers were. Workers that take over from others know nothing of that, and score it all again: each score is sent once.
 """
 
 from vllm_lite.engine.request import Produced

@@ -1,5 +1,5 @@
 """Segments: the files of one trace. The first engine of a launch records into FILE, one that takes over as its n-th
-life into FILE.n. Each holds all that its own scheduler was told, and begins with the requests that clients sent again.
+life into FILE.n. Each holds all that its own scheduler got, and begins with the requests that clients sent again.
 
 A life that died before it served has left no file, so gaps are no end; and a file of an earlier launch may lie there.
 Hence the segments of FILE are those beside it whose headers name the same launch, in the order of their lives.
@@ -14,7 +14,7 @@ from vllm_lite.trace.records import Header
 
 
 def segment_path(path: str, life: int) -> str:
-    """Where the engine of this life records, if it was told to record into `path`."""
+    """Where the engine of this life records, if `--record` names `path`."""
     return path if life <= 1 else f"{path}.{life}"
 
 

@@ -1,11 +1,11 @@
 """Records in words: one line for any record, and the whole story of one request."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm_lite.errors import RequestError
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import FIELDS, WAITS, WAYS, Code, Decision
+from vllm_lite.trace.records import FIELDS, REASONS, WAITS, WAYS, Code, Decision
 
 ENDS = {
     "stop": "finished by a stop token",
@@ -32,6 +32,10 @@ def describe(record: records.Record, ids: dict[int, str]) -> str:
         return f"{record.child.request_id} was forked off {ids.get(record.parent)}"
     if isinstance(record, records.CacheReset):
         return "the prefix cache was reset"
+    if isinstance(record, records.WorkersLost):
+        return f"the workers died ({record.cause}); {len(record.kept)} requests were left"
+    if isinstance(record, records.WorkersReplaced):
+        return f"the workers of generation {record.generation} took over"
     return str(record)
 
 
@@ -77,7 +81,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
     Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
     Code.PREEMPTED: _preempted,
-    Code.FINISHED: lambda n, _: f"{ENDS[records.REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+    Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
 }
 
 
@@ -108,17 +112,41 @@ class _Wait:
 
 
 class _Story:
-    """Walks through a trace and picks out what is about the requests called `request_id`."""
+    """Walks through the segments of a trace and picks out what is about the requests called `request_id`."""
 
-    def __init__(self, request_id: str, header: records.Header) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.names: dict[str, None] = {}
+        """All requests that have been met, in order."""
+        self._start_s: float | None = None
+        self._open: set[int] = set()
+        """The samples that have not ended."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a segment: its engine counts requests and steps anew."""
         self.ids: dict[int, str] = {}
         self._step = 0
-        self._start_s = header.clock_s
+        self._lost_s: float | None = None
         self._numbers: set[int] = set()
         self._samples: dict[int, int] = {}
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._preempted: set[tuple[int, int]] = set()
+
+    def segment(self, reader: TraceReader) -> Iterator[str]:
+        """The lines of one segment. If an earlier one has left the request unfinished, its client sends it again."""
+        self._begin()
+        was_live = bool(self._open)
+        for record in reader:
+            if was_live and not self._numbers and isinstance(record, records.Arrival):
+                yield from self._came_back(record)
+            else:
+                yield from self.lines(record)
+            self._name(record)
+        yield from self._left_over()
+        if was_live and not self._numbers:
+            self._open.clear()
+            yield self._line(reader.header.clock_s, "the engine died and was replaced; it did not come back")
 
     def lines(self, record: records.Record) -> Iterator[str]:
         match record:
@@ -134,21 +162,59 @@ class _Story:
                     if decision[1] in self._numbers:
                         yield from self._decided(record.clock_s, decision)
             case records.Aborted() if record.number in self._numbers:
+                self._end(record.samples or self._open.copy())
                 some = " and ".join(f"sample {sample}" for sample in record.samples)
                 yield self._line(record.clock_s, f"{some} ended at its client's wish" if some else "was aborted")
             case records.Expired() if self._numbers.intersection(record.numbers):
+                self._open.clear()
                 yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
+            case records.WorkersLost() | records.WorkersReplaced():
+                yield from self._workers(record)
             case records.CacheReset() if self._numbers:
                 yield self._line(record.clock_s, "all that was cached was forgotten")
             case records.PolicyFault() if self._numbers:
                 yield f"             (the policy failed, from here on first come, first served: {record.what})"
+
+    def _name(self, record: records.Record) -> None:
+        """Remember the request that a record brings."""
         if isinstance(record, records.Arrival | records.Forked):
             arrival = record.child if isinstance(record, records.Forked) else record
             self.ids[arrival.number] = arrival.request_id
+            self.names[arrival.request_id] = None
+
+    def _end(self, samples: Iterable[int]) -> None:
+        self._open.difference_update(samples)
+
+    def _came_back(self, record: records.Arrival) -> Iterator[str]:
+        """A request that is unfinished in an earlier segment may arrive again."""
+        if record.request_id == self.request_id:
+            self._numbers.add(record.number)
+            self._samples[record.number] = record.params.n
+            kept = _tokens(record.num_output) if record.num_output else "no tokens"
+            yield self._line(record.clock_s, f"the engine died and was replaced; it came back with {kept} of output")
+
+    def _workers(self, record: records.WorkersLost | records.WorkersReplaced) -> Iterator[str]:
+        """The workers died, or others took over, while the request was there."""
+        if isinstance(record, records.WorkersLost):
+            num_kept = {kept.number: kept.num_output for kept in record.kept}
+            mine = self._numbers & num_kept.keys()
+            self._lost_s = record.clock_s if mine else None
+            for number in mine:
+                self._preempted |= {(number, sample) for sample in range(self._samples[number])}
+                count = num_kept[number]
+                kept = f"its {_tokens(count)} of output were kept" if count else "it had no output yet"
+                yield self._line(record.clock_s, f"the workers died ({record.cause}); {kept}")
+            for decision in record.decisions:
+                if decision[1] in self._numbers:
+                    yield from self._decided(record.clock_s, decision)
+        elif self._lost_s is not None and self._open:
+            text = f"workers of generation {record.generation} took over after {record.clock_s - self._lost_s:.3f} s"
+            yield self._line(record.clock_s, text)
 
     def _arrived(self, record: records.Arrival, how: str) -> str:
         self._numbers.add(record.number)
         self._samples[record.number] = record.params.n
+        self._open = set(range(record.params.n))
         self._start_s = record.clock_s
         parts = [f"{how} with a prompt of {_tokens(record.num_prompt)}"]
         if record.num_output:
@@ -174,6 +240,8 @@ class _Story:
             yield self._line(wait.clock_s, self._subject(decision) + wait.text(now_s))
         if decision[0] in WAITS:
             return
+        if decision[0] == Code.FINISHED:
+            self._end(self._open.copy() if REASONS[decision[3]] == "error" else decision[2:3])
         resumed = decision[0] == Code.ADMITTED and sample in self._preempted
         if decision[0] == Code.PREEMPTED:
             self._preempted.add(sample)
@@ -186,24 +254,24 @@ class _Story:
         return f"sample {decision[2]} " if self._samples.get(decision[1], 1) > 1 else ""
 
     def _line(self, clock_s: float, text: str) -> str:
-        return f"+{clock_s - self._start_s:9.3f} s  {text[0].upper()}{text[1:]}."
+        start_s = clock_s if self._start_s is None else self._start_s
+        return f"+{clock_s - start_s:9.3f} s  {text[0].upper()}{text[1:]}."
 
-    def left_over(self) -> Iterator[str]:
+    def _left_over(self) -> Iterator[str]:
         for wait in self._waits.values():
             yield self._line(
                 wait.clock_s, f"{self._subject(wait.first)}{sentence(wait.first, {})}; the trace ends there"
             )
 
 
-def story(request_id: str, reader: TraceReader) -> list[str]:
-    """What happened to a request, one sentence a line, with seconds since it arrived. Raises RequestError if it is in
-    no record. An id that was used again has its later story behind the first."""
-    found = _Story(request_id, reader.header)
-    lines = [line for record in reader for line in found.lines(record)]
-    lines += found.left_over()
+def story(request_id: str, *segments: TraceReader) -> list[str]:
+    """What happened to a request in the `segments` of a trace, one sentence a line, with seconds since it arrived.
+    Raises RequestError if it is in no record. An id that was used again has its later story behind the first."""
+    found = _Story(request_id)
+    lines = [line for reader in segments for line in found.segment(reader)]
     if not lines:
-        known = ", ".join(repr(name) for name in list(found.ids.values())[:5])
+        known = ", ".join(repr(name) for name in list(found.names)[:5])
         raise RequestError(
-            f"request {request_id!r} is none of the {len(found.ids)} in this trace; the first are {known or 'none'}"
+            f"request {request_id!r} is none of the {len(found.names)} in this trace; the first are {known or 'none'}"
         )
     return lines

@@ -86,6 +86,8 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
     """What a sequence waits for. The order of the tests is that in which the scheduler looks."""
     options = scheduler.options
+    if not scheduler.has_workers:
+        return "waits_for_workers"
     if sequence.num_pending:
         return "waits_for_result"
     if place:
