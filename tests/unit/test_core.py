@@ -187,7 +187,7 @@ def test_an_id_in_use_with_other_parameters_is_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize("what", ["prompt", "output"])
 def test_tokens_that_cannot_fit_are_refused_by_their_number(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading four million of them would hold up everybody else for 0.2 s."""
-    monkeypatch.setattr("vllm_lite.engine.core.unpack_tokens", lambda _data: pytest.fail("the tokens were read"))
+    monkeypatch.setattr("vllm_lite.engine.intake.unpack_tokens", lambda _data: pytest.fail("the tokens were read"))
     core, many = make_core(), bytes(1 << 24)
     message = Generate("r", many, SamplingParams())
     if what == "output":

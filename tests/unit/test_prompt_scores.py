@@ -124,7 +124,7 @@ def test_what_workers_could_not_do_is_refused(fields: dict[str, Any], message: s
 
 
 def test_more_prompt_logprobs_than_a_message_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_lite.engine.core.MAX_PROMPT_SCORES", 8)
+    monkeypatch.setattr("vllm_lite.engine.intake.MAX_PROMPT_SCORES", 8)
     core = make_core()
     params = SamplingParams(prompt_logprobs=3)
     core.add(b"client", Generate("a", pack_tokens([1, 2]), params))

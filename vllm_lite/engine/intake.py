@@ -1,0 +1,198 @@
+"""Intake: what clients ask for becomes requests of the scheduler, or is refused with the numbers."""
+
+from collections import abc
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_lite.engine.observe.recorder import Recorder
+from vllm_lite.engine.request import Produced, Request, stop_ids
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.errors import ContextLengthError, RequestError
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.codec import unpack_tokens
+from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.params import SamplingParams
+
+MAX_PROMPT_SCORES = 1 << 21
+"""Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
+
+
+class Attached(NamedTuple):
+    """An accepted Generate. `resend` are the tokens the client lacks; `done` is set if nothing is left to generate;
+    `replaced` is the client whose stream this one took over."""
+
+    request: Request
+    resend: list[int]
+    done: Produced | None
+    replaced: bytes | None = None
+
+
+class Vocabulary(NamedTuple):
+    """How many tokens the model knows, and those that end a sequence."""
+
+    size: int
+    eos: frozenset[int]
+
+    @classmethod
+    def of(cls, ready: Ready) -> "Vocabulary":
+        return cls(ready.vocab_size, frozenset(ready.eos_token_ids))
+
+
+class Intake:
+    """Checks messages and makes requests of them. It reads time from `clock` only."""
+
+    def __init__(
+        self, scheduler: Scheduler, recorder: Recorder, vocabulary: Vocabulary, clock: abc.Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._recorder = recorder
+        self._vocabulary = vocabulary
+        self._clock = clock
+
+    def add(self, client: bytes, message: Generate) -> Attached:
+        """Accept a request, or attach `client` to a known one. Raises RequestError; nothing else is disturbed."""
+        known = self._scheduler.requests.get(message.request_id)
+        if known is not None:
+            return self._attach(known, client, message)
+        num_prompt, num_output = _num_tokens("prompt", message.prompt), _num_tokens("output", message.output)
+        if not num_prompt:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        if num_output != message.have:
+            raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
+        if num_output and (message.params.n > 1 or message.params.use_beam_search):
+            raise RequestError("a request with several samples starts from its prompt; send no output with it")
+        # Before anything reads millions of tokens.
+        self._check_length(num_prompt, num_output, message.params.max_tokens)
+        self._check_tokens("prompt", message.prompt)
+        output = self._check_tokens("output", message.output)
+        request = self._make_request(client, message, num_prompt)
+        reason = request.sequences[0].finish_reason(output[-1]) if output else None
+        if reason is not None:  # the client lacks nothing but the end
+            return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
+        self._scheduler.meter.now_s = self._clock()
+        self._scheduler.add(request)
+        self._recorder.arrived(request, self._clock())
+        return Attached(request, [], None)
+
+    def fork(self, client: bytes, message: ForkRequest) -> Request:
+        """Start a request from the tokens and the KV of a live one. Raises RequestError."""
+        parent = self._scheduler.requests.get(message.request_id)
+        if parent is None:
+            raise RequestError(f"request {message.request_id!r} is not running; only a live request can be forked")
+        if message.child_id in self._scheduler.requests:
+            raise RequestError(f"request id {message.child_id!r} is in use; choose another")
+        if parent.num_samples > 1 or parent.beam or message.params.n > 1 or message.params.use_beam_search:
+            raise RequestError("only a request with one sample can be forked, and into one sample at a time")
+        if message.params.prompt_logprobs is not None:
+            raise RequestError("a fork does not compute its prompt; it can have no prompt_logprobs")
+        sequence = parent.sequences[0]
+        if message.have > sequence.num_output:
+            raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
+        tokens = sequence.tokens[: parent.num_prompt + message.have]
+        prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
+        named = message.external_id, message.context
+        generate = Generate(message.child_id, prompt, message.params, message.have, output, *named)
+        child = self._make_request(client, generate, parent.num_prompt)
+        if child.num_tokens >= child.max_len:
+            raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
+        self._scheduler.meter.now_s = self._clock()
+        child.logprobs = parent.logprobs[: max(0, len(parent.logprobs) - (sequence.num_output - message.have))]
+        self._scheduler.branching.fork_request(parent, child)
+        self._recorder.forked(parent, child, self._clock())
+        return child
+
+    def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
+        params = message.params
+        try:
+            params.check_vocabulary(self._vocabulary.size)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        if params.bad_words:
+            raise RequestError("bad_words must come to the engine as bad_words_token_ids")
+        if params.extra_args is not None:
+            raise RequestError("extra_args are the client's own; the engine takes none")
+        params = _with_seed(message)
+        message = msgspec.structs.replace(message, params=params)
+        if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
+            raise RequestError(
+                f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
+                f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
+            )
+        max_len = self._scheduler.max_len  # context and KV cache hold no more, whatever `max_tokens` says
+        if params.max_tokens is not None:
+            max_len = min(max_len, num_prompt + params.max_tokens)
+        request = Request(message, client, max_len, stop_ids(params, self._vocabulary.eos))
+        num_choices = self._vocabulary.size - len(request.stop_ids)
+        if request.beam is not None and params.n > num_choices:
+            raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
+        if params.deadline_ms is not None:
+            request.deadline_s = self._clock() + params.deadline_ms / 1000
+        return request
+
+    def _attach(self, request: Request, client: bytes, message: Generate) -> Attached:
+        sequence: Sequence = request.sequences[0]
+        if sequence.tokens[: request.num_prompt].tobytes() != message.prompt:
+            raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
+        other = _difference(request.params, _with_seed(message))
+        if other is not None:
+            raise RequestError(
+                f"request id {message.request_id!r} is in use with another {other}; send the same parameters to attach "
+                "to it, or choose another id"
+            )
+        if request.num_samples > 1 or request.beam or request.params.prompt_logprobs is not None:
+            raise RequestError(
+                f"request {message.request_id!r} has several samples or prompt_logprobs and cannot be attached to again"
+            )
+        if message.have > sequence.num_output:
+            raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
+        replaced = None if request.client == client else request.client
+        request.client = client
+        resend = sequence.tokens[request.num_prompt + message.have :].tolist()
+        return Attached(request, resend, None, replaced)
+
+    def _check_tokens(self, what: str, data: bytes) -> list[int]:
+        """Unpack the token ids of `data`. Raises RequestError for one that is not in the vocabulary."""
+        tokens = unpack_tokens(data)
+        if tokens and max(tokens) >= self._vocabulary.size:
+            raise RequestError(f"token ids must be below {self._vocabulary.size}, the {what} holds {max(tokens)}")
+        return tokens
+
+    def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
+        longest = self._scheduler.max_len
+        if num_prompt >= longest:
+            raise ContextLengthError(longest, num_prompt, max_tokens)
+        if num_prompt + num_output > longest:
+            raise RequestError(
+                f"the prompt's {num_prompt} tokens and the {num_output} of output that came with it are more than "
+                f"the {longest} that fit"
+            )
+
+
+def _with_seed(message: Generate) -> SamplingParams:
+    """The parameters with a seed. If the client draws none, it still gets the same tokens for the same request id."""
+    if message.params.seed is not None:
+        return message.params
+    seed = int.from_bytes(blake2b(message.request_id.encode(), digest_size=8).digest(), "little")
+    return msgspec.structs.replace(message.params, seed=seed)
+
+
+def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
+    """Name the first parameter that is not the same. Only numbers are shown: other values may be long, or a secret."""
+    if known == asked:
+        return None
+    for name in known.__struct_fields__:
+        values = getattr(known, name), getattr(asked, name)
+        if values[0] != values[1]:
+            are_numbers = all(value is None or isinstance(value, int | float) for value in values)
+            return f"{name} ({values[0]}, not {values[1]})" if are_numbers else name
+    return None
+
+
+def _num_tokens(what: str, data: bytes) -> int:
+    """How many token ids `data` holds. Raises RequestError if that is no whole number."""
+    if len(data) % 4:
+        raise RequestError(f"{what} must be u32 token ids, got {len(data)} bytes, which is not a multiple of 4")
+    return len(data) // 4
