@@ -11,10 +11,11 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.simulated import VirtualClock
-from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.api import ForkRequest, Generate, SampleSoFar
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
@@ -119,6 +120,8 @@ class Recorded:
             if self.scheduler.requests and rng.random() < 0.1:
                 samples = rng.choice([(), (), (0,), (1,), (0, 2), (1, 2, 3)])
                 self.core.abort(rng.choice(list(self.scheduler.requests)), samples)
+            if self.scheduler.requests and rng.random() < 0.1:
+                self._send_again(rng, rng.choice(list(self.scheduler.requests.values())))
             names = list(self.scheduler.requests)
             if names and rng.random() < 0.15:
                 self._random_fork(rng, rng.choice(names), f"f{index}")
@@ -160,6 +163,27 @@ class Recorded:
             self.core.add(b"client", message)
         except RequestError:  # more beams than max_num_seqs, or too long with its output
             pass
+
+    def _send_again(self, rng: random.Random, request: Request) -> None:
+        """As a client does that has lost its connection, and lacks the last tokens of each sample."""
+        prompt = request.sequences[0].tokens[: request.num_prompt].tobytes()
+        samples, have = (), b""
+        if request.params.n > 1 and request.beam is None:
+            samples = tuple(
+                SampleSoFar(
+                    index, pack_tokens(self._output_of(request, index)[: max(0, num_output - rng.randint(0, 2))])
+                )
+                for index, num_output in sorted(request.open_samples())
+            )
+        elif request.beam is None:
+            have = pack_tokens(self._output_of(request, 0))
+        message = Generate(request.request_id, prompt, request.params, len(have) // 4, have, samples=samples)
+        self.core.add(rng.choice([b"client", b"another"]), message)
+
+    @staticmethod
+    def _output_of(request: Request, index: int) -> list[int]:
+        found = [sequence for sequence in request.sequences if sequence.index == index]
+        return found[0].tokens[request.num_prompt :].tolist() if found else []
 
     def _random_fork(self, rng: random.Random, parent: str, child: str) -> None:
         have = (

@@ -68,10 +68,10 @@ def tokens_of(produced: list[Produced]) -> list[int]:
     return [token for item in produced for token in item.token_ids]
 
 
-def continuation(prompt: list[int], count: int) -> list[int]:
+def continuation(prompt: list[int], count: int, sample: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, VOCAB))
+        tokens.append(next_token(tokens, VOCAB, sample))
     return tokens[len(prompt) :]
 
 
@@ -212,8 +212,7 @@ def test_a_resubmitted_request_that_had_ended_ends_at_once() -> None:
     accepted = core.add(
         b"c", Generate("r", pack_tokens([1, 2, 3]), SamplingParams(max_tokens=4, ignore_eos=True), have=4, output=have)
     )
-    assert accepted.done is not None
-    assert accepted.done.reason == "length"
+    assert [item.reason for item in accepted.done] == ["length"]
     assert not core.scheduler.requests
 
 

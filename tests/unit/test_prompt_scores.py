@@ -132,11 +132,39 @@ def test_more_prompt_logprobs_than_a_message_holds_are_refused(monkeypatch: pyte
         core.add(b"client", Generate("b", pack_tokens([1, 2, 3]), params))
 
 
-def test_a_scored_request_is_neither_attached_to_nor_what_a_fork_asks_for() -> None:
+def test_each_score_is_sent_once() -> None:
+    """However often a prompt is computed, and whatever its client says that it has."""
+    rig = Rig()
+    request = rig.add("a", [1, 2, 3, 4], 3, prompt_logprobs=0)
+    request.num_scored = 2  # it was sent again by a client that has the first two
+    known = Handles()
+    known.introduce(request.sequences[0], 1)
+    one = scores(1).entries[0]
+
+    def sent(start: int, count: int) -> list[PromptLogprobs | None]:
+        result = ModelOutput(0, 3, b"", prompts=[(0, PromptLogprobs(start, [one] * count))])
+        return [item.prompt for item in known.scores(result)]
+
+    assert sent(1, 2) == [PromptLogprobs(2, [one])]
+    assert sent(1, 2) == []
+    assert sent(3, 1) == [PromptLogprobs(3, [one])]
+    assert request.num_scored == 4
+
+
+def test_a_prompt_whose_scores_are_known_is_taken_from_the_cache() -> None:
+    core = make_core()
+    prompt = pack_tokens(PROMPT)
+    for name, num_scored in (("part", 15), ("all", 16)):
+        params = SamplingParams(prompt_logprobs=0)
+        request = core.add(b"client", Generate(name, prompt, params, num_scored=num_scored)).request
+        assert request.sequences[0].unscored is (name == "part")
+    with pytest.raises(RequestError, match="num_scored must be at most the prompt's 16 tokens, got 17"):
+        core.add(b"client", Generate("b", prompt, SamplingParams(prompt_logprobs=0), num_scored=17))
+
+
+def test_no_fork_asks_for_the_scores_of_its_prompt() -> None:
     core = make_core()
     message = Generate("a", pack_tokens([1, 2]), SamplingParams(prompt_logprobs=0, stop_token_ids=[EOS]))
     core.add(b"client", message)
-    with pytest.raises(RequestError, match="prompt_logprobs and cannot be attached to again"):
-        core.add(b"other", message)
     with pytest.raises(RequestError, match="a fork does not compute its prompt"):
         core.fork(b"client", ForkRequest("a", "b", 0, message.params))

@@ -44,8 +44,9 @@ class ExternalRequests:
         if self._num_logprobs > MAX_LOGPROBS:
             self._forget_logprobs(request)
 
-    def end(self, request: Request) -> None:
-        """`request` has ended, and its tokens are counted."""
+    def end(self, request: Request, *, is_replaced: bool = False) -> None:
+        """`request` has ended, and its tokens are counted. One that is replaced goes on as another, and is not
+        remembered."""
         name = request.external_id
         live = self._live.get(name, {})
         if live.pop(request.request_id, None) is None:
@@ -55,7 +56,11 @@ class ExternalRequests:
             del self._live[name]
             for ended in self._ended.pop(name, ()):
                 self._count(ended, -1)
-        elif self._num_ended < MAX_ENDED and self._num_ended_bytes + len(request.context) <= MAX_ENDED_BYTES:
+        elif (
+            not is_replaced
+            and self._num_ended < MAX_ENDED
+            and self._num_ended_bytes + len(request.context) <= MAX_ENDED_BYTES
+        ):
             num_output = request.num_generated + request.num_inherited
             ended = EndedRequest(request.context, request.num_prompt, num_output, request.params.priority)
             self._ended.setdefault(name, []).append(ended)
@@ -66,6 +71,9 @@ class ExternalRequests:
 
     def ended(self, external_id: str) -> list[EndedRequest]:
         return self._ended.get(external_id, [])
+
+    def _has_room(self, context: bytes) -> bool:
+        return self._num_ended < MAX_ENDED and self._num_ended_bytes + len(context) <= MAX_ENDED_BYTES
 
     def _count(self, ended: EndedRequest, times: int) -> None:
         self._num_ended += times

@@ -7,6 +7,7 @@ workers were. Workers that take over from others know nothing of that, and score
 
 from vllm_lite.engine.request import Produced
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.api import PromptLogprobs
 from vllm_lite.protocol.step import Continue, Handle, ModelOutput
 
 
@@ -40,7 +41,15 @@ class Handles:
         for handle, scores in result.prompts or ():
             sequence, since = self._scored.get(handle, (None, 0))
             if sequence is not None and result.step >= since:
-                new = sequence.request.take_scores(scores)
-                if new is not None:
-                    produced.append(Produced(sequence.request, sequence.index, sequence.num_output, [], prompt=new))
+                request = sequence.request
+                new = _unknown(scores, request.num_scored)
+                request.num_scored = max(request.num_scored, scores.start + len(scores.entries))
+                if new.entries:
+                    produced.append(Produced(request, sequence.index, sequence.num_output, [], prompt=new))
         return produced
+
+
+def _unknown(scores: PromptLogprobs, num_known: int) -> PromptLogprobs:
+    """The part of `scores` that lies behind the first `num_known` tokens of the prompt: each is sent once."""
+    known = num_known - scores.start
+    return scores if known <= 0 else PromptLogprobs(scores.start + known, scores.entries[known:])

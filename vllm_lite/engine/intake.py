@@ -2,6 +2,7 @@
 
 from collections import abc
 from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -21,13 +22,14 @@ MAX_PROMPT_SCORES = 1 << 21
 
 
 class Attached(NamedTuple):
-    """An accepted Generate. `resend` are the tokens the client lacks; `done` is set if nothing is left to generate;
-    `replaced` is the client whose stream this one took over."""
+    """An accepted Generate. `resend` are the tokens the client lacks; `done` ends the samples of which it lacks nothing
+    else; `replaced` is another client whose stream this one took over, when it had `replaced_at` tokens."""
 
     request: Request
     resend: list[int]
-    done: Produced | None
+    done: list[Produced]
     replaced: bytes | None = None
+    replaced_at: int = 0
 
 
 class Vocabulary(NamedTuple):
@@ -56,26 +58,25 @@ class Intake:
         """Accept a request, or attach `client` to a known one. Raises RequestError; nothing else is disturbed."""
         known = self._scheduler.requests.get(message.request_id)
         if known is not None:
-            return self._attach(known, client, message)
-        num_prompt, num_output = _num_tokens("prompt", message.prompt), _num_tokens("output", message.output)
-        if not num_prompt:
-            raise RequestError("the prompt is empty; at least one token is needed")
-        if num_output != message.have:
-            raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
-        if num_output and (message.params.n > 1 or message.params.use_beam_search):
-            raise RequestError("a request with several samples starts from its prompt; send no output with it")
-        # Before anything reads millions of tokens.
-        self._check_length(num_prompt, num_output, message.params.max_tokens)
-        self._check_tokens("prompt", message.prompt)
-        output = self._check_tokens("output", message.output)
-        request = self._make_request(client, message, num_prompt)
-        reason = request.sequences[0].finish_reason(output[-1]) if output else None
-        if reason is not None:  # the client lacks nothing but the end
-            return Attached(request, [], Produced(request, 0, len(output), [], reason=reason))
-        self._scheduler.meter.now_s = self._clock()
-        self._scheduler.add(request)
-        self._recorder.arrived(request, self._clock())
-        return Attached(request, [], None)
+            _check_same(known, message)
+            if _can_resend(known):
+                return _attach(known, client, message)
+        self._check_content(message)
+        request = self._make_request(client, message, len(message.prompt) // 4)
+        done = _end_complete(request)
+        if request.sequences:
+            self._scheduler.check(request)
+        now_s = self._scheduler.meter.now_s = self._clock()
+        replaced, replaced_at = None, 0
+        if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache
+            if known.client != client:
+                replaced, replaced_at = known.client, known.open_samples()[0][1]
+            self._scheduler.queues.withdraw(known)
+            self._recorder.aborted(known, (), now_s)
+        if request.sequences:
+            self._scheduler.add(request)
+            self._recorder.arrived(request, now_s)
+        return Attached(request, [], done, replaced, replaced_at)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
         """Start a request from the tokens and the KV of a live one. Raises RequestError."""
@@ -132,33 +133,35 @@ class Intake:
             request.deadline_s = self._clock() + params.deadline_ms / 1000
         return request
 
-    def _attach(self, request: Request, client: bytes, message: Generate) -> Attached:
-        sequence: Sequence = request.sequences[0]
-        if sequence.tokens[: request.num_prompt].tobytes() != message.prompt:
-            raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
-        other = _difference(request.params, _with_seed(message))
-        if other is not None:
+    def _check_content(self, message: Generate) -> None:
+        """Check the tokens of a Generate: their numbers before anything reads millions of them."""
+        num_prompt, max_tokens = _num_tokens("prompt", message.prompt), message.params.max_tokens
+        if not num_prompt:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        if message.num_scored > num_prompt:
+            raise RequestError(f"num_scored must be at most the prompt's {num_prompt} tokens, got {message.num_scored}")
+        _check_samples(message)
+        num_output = _num_tokens("output", message.output)
+        if num_output != message.have:
+            raise RequestError(f"output must hold the {message.have} tokens the client has, got {num_output}")
+        if num_output and (message.params.n > 1 or message.params.use_beam_search):
             raise RequestError(
-                f"request id {message.request_id!r} is in use with another {other}; send the same parameters to attach "
-                "to it, or choose another id"
+                "a request with several samples begins with its prompt, or says in `samples` what each has, and beams "
+                "begin with it always; send no output with it"
             )
-        if request.num_samples > 1 or request.beam or request.params.prompt_logprobs is not None:
-            raise RequestError(
-                f"request {message.request_id!r} has several samples or prompt_logprobs and cannot be attached to again"
-            )
-        if message.have > sequence.num_output:
-            raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
-        replaced = None if request.client == client else request.client
-        request.client = client
-        resend = sequence.tokens[request.num_prompt + message.have :].tolist()
-        return Attached(request, resend, None, replaced)
+        self._check_length(num_prompt, num_output, max_tokens)
+        for sample in message.samples:
+            self._check_length(num_prompt, _num_tokens("output of a sample", sample.output), max_tokens)
+        self._check_tokens("prompt", message.prompt)
+        self._check_tokens("output", message.output)
+        for sample in message.samples:
+            self._check_tokens(f"output of sample {sample.index}", sample.output)
 
-    def _check_tokens(self, what: str, data: bytes) -> list[int]:
-        """Unpack the token ids of `data`. Raises RequestError for one that is not in the vocabulary."""
-        tokens = unpack_tokens(data)
-        if tokens and max(tokens) >= self._vocabulary.size:
-            raise RequestError(f"token ids must be below {self._vocabulary.size}, the {what} holds {max(tokens)}")
-        return tokens
+    def _check_tokens(self, what: str, data: bytes) -> None:
+        """Raises RequestError if `data` has a token id that is not in the vocabulary."""
+        largest = max(unpack_tokens(data), default=0)
+        if largest >= self._vocabulary.size:
+            raise RequestError(f"token ids must be below {self._vocabulary.size}, the {what} holds {largest}")
 
     def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self._scheduler.max_len
@@ -171,6 +174,60 @@ class Intake:
             )
 
 
+def _check_same(known: Request, message: Generate) -> None:
+    """Raises RequestError if `message` is not the live request that has its id, sent again."""
+    if known.sequences[0].tokens[: known.num_prompt].tobytes() != message.prompt:
+        raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
+    other = _difference(known.params, _with_seed(message))
+    if other is not None:
+        raise RequestError(
+            f"request id {message.request_id!r} is in use with another {other}; send the same parameters to attach "
+            "to it, or choose another id"
+        )
+
+
+def _can_resend(request: Request) -> bool:
+    """Whether its tokens are all that a client can lack of a live request. Logprobs are not kept."""
+    params = request.params
+    is_single = request.num_samples == 1 and request.beam is None
+    return is_single and params.logprobs is None and params.prompt_logprobs is None
+
+
+def _attach(request: Request, client: bytes, message: Generate) -> Attached:
+    """Let the stream of a live request go on to `client`, from the first token that it lacks."""
+    sequence: Sequence = request.sequences[0]
+    if message.have > sequence.num_output:
+        raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
+    replaced = None if request.client == client else request.client
+    request.client = client
+    resend = sequence.tokens[request.num_prompt + message.have :].tolist()
+    return Attached(request, resend, [], replaced, sequence.num_output)
+
+
+def _end_complete(request: Request) -> list[Produced]:
+    """Take from a new request the samples whose last token is known already: their client lacks only the end."""
+    done = []
+    for sequence in list(request.sequences):
+        reason = sequence.finish_reason(sequence.tokens[-1]) if sequence.num_output else None
+        if reason is not None:
+            request.sequences.remove(sequence)
+            done.append(Produced(request, sequence.index, sequence.num_output, [], reason=reason))
+    return done
+
+
+def _check_samples(message: Generate) -> None:
+    """Raises RequestError if the samples of a Generate are none that its request can have."""
+    if not message.samples:
+        return
+    params, indices = message.params, [sample.index for sample in message.samples]
+    if params.n == 1 or params.use_beam_search:
+        raise RequestError("samples are for a request that has several and is no beam search; send have and output")
+    if message.have or message.output:
+        raise RequestError("have and output must be empty where samples say what each of them has")
+    if indices[-1] >= params.n or any(first >= then for first, then in pairwise(indices)):
+        raise RequestError(f"the samples must be in the order of their indices, each below n={params.n}; got {indices}")
+
+
 def _with_seed(message: Generate) -> SamplingParams:
     """The parameters with a seed. If the client draws none, it still gets the same tokens for the same request id."""
     if message.params.seed is not None:
@@ -181,6 +238,7 @@ def _with_seed(message: Generate) -> SamplingParams:
 
 def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
     """Name the first parameter that is not the same. Only numbers are shown: other values may be long, or a secret."""
+    asked = msgspec.structs.replace(asked, deadline_ms=known.deadline_ms)  # a client sends what is left of it
     if known == asked:
         return None
     for name in known.__struct_fields__:

@@ -198,13 +198,13 @@ class EngineProcess:
             self._port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
-            start = accepted.request.sequences[0].num_output
+            start = accepted.replaced_at
             reason = f"another client took over request {message.request_id!r} by sending it again"
             self._port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
         if accepted.resend:
             self._port.push(peer, api.Tokens(message.request_id, message.have, accepted.resend))
-        if accepted.done is not None:
-            self._port.push(peer, _to_wire(accepted.done))
+        for item in accepted.done:
+            self._port.push(peer, _to_wire(item))
 
     def _fork(self, core: EngineCore, peer: bytes, message: api.ForkRequest) -> None:
         try:

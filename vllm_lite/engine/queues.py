@@ -74,17 +74,30 @@ class Queues:
 
     def end(self, request: Request, reason: FinishReason, *, forget: bool = False) -> None:
         """End a request and all its sequences. `forget` drops their contents from the prefix cache, as in finish()."""
-        for sequence in list(request.sequences):
-            self.leave(sequence)
-            self.finish(sequence, forget=forget)
+        self._finish_all(request, forget=forget)
         self.close(request, reason)
 
     def close(self, request: Request, reason: FinishReason) -> None:
         """Remove a request whose last sample has ended."""
         request.unforked = []
         self.meter.ended(request, reason)
-        self.requests.pop(request.request_id, None)
         self.external.end(request)
+        self._remove(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Take out a request whose client has sent it again. Another one with its id follows, so no end is counted."""
+        self._finish_all(request)
+        request.unforked = []
+        self.external.end(request, is_replaced=True)
+        self._remove(request)
+
+    def _finish_all(self, request: Request, *, forget: bool = False) -> None:
+        for sequence in list(request.sequences):
+            self.leave(sequence)
+            self.finish(sequence, forget=forget)
+
+    def _remove(self, request: Request) -> None:
+        self.requests.pop(request.request_id, None)
         self._with_deadline.pop(request.request_id, None)
 
     def late(self, now_s: float) -> list[Request]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from vllm_lite.engine.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, TokenLogprobs
+from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 
 
@@ -25,7 +25,11 @@ class Produced(NamedTuple):
 
 
 class Request:
-    """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed."""
+    """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed.
+
+    A request that is sent again with samples that have tokens begins with a sequence for each of them instead, and they
+    share the prompt's blocks through the prefix cache alone.
+    """
 
     def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
         """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
@@ -47,13 +51,9 @@ class Request:
         """Tokens that ended samples generated here: the sum, and the most of one sample."""
         self.logprobs: list[TokenLogprobs] = []
         """Those of the last output tokens, if it has one sample: a fork by another client than its own needs them."""
-        tokens = array("I")
-        tokens.frombytes(message.prompt)
-        self.num_prompt = len(tokens)
-        tokens.frombytes(message.output)
-        self.num_inherited = len(tokens) - self.num_prompt
-        self.num_scored = max(1, message.num_scored)
-        """The first prompt token whose logprobs its client lacks, if it asked for any. Token 0 has none."""
+        self.num_prompt = len(message.prompt) // 4
+        self.num_scored = message.num_scored
+        """Prompt tokens whose logprobs the client has, or has been sent."""
         search = (
             BeamSearch(message.params, self.num_prompt, max_len, stop_ids) if message.params.use_beam_search else None
         )
@@ -63,9 +63,16 @@ class Request:
         """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
         self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.num_samples = 1 if search else message.params.n
-        self.unforked = list(range(1, self.num_samples))
+        self.unforked = [] if message.samples else list(range(1, self.num_samples))
         """Indices of the samples that fork once the prompt is computed."""
-        self.sequences = [Sequence(self, 0, tokens)]
+        born = message.samples or (SampleSoFar(0, message.output),)
+        self.sequences = [self._born(message.prompt, sample) for sample in born]
+        self.num_inherited = sum(sequence.num_inherited for sequence in self.sequences)
+
+    def _born(self, prompt: bytes, sample: SampleSoFar) -> Sequence:
+        tokens = array("I", prompt)
+        tokens.frombytes(sample.output)
+        return Sequence(self, sample.index, tokens, num_inherited=len(sample.output) // 4)
 
     @property
     def num_tokens(self) -> int:

@@ -80,19 +80,25 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, with the numbers, if it can never be served."""
-        sequence = request.sequences[0]
-        if sequence.num_tokens + 1 > self.max_len:
+    def check(self, request: Request) -> None:
+        """Raise RequestError, with the numbers, if a request can never be served."""
+        num_tokens = max(sequence.num_tokens for sequence in request.sequences)
+        if num_tokens + 1 > self.max_len:
             raise RequestError(
-                f"the prompt has {sequence.num_tokens} tokens; with at least one of output the KV cache holds "
+                f"the prompt has {num_tokens} tokens; with at least one of output the KV cache holds "
                 f"{self.max_len} ({self.kv.pool.num_usable} blocks of {self.kv.block_size}, "
                 f"{self.kv.watermark_blocks} kept free)"
             )
         self.branching.check_beams(request)
-        self.kv.register(sequence, request.extra_keys)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError as check() does."""
+        self.check(request)
+        for sequence in request.sequences:
+            self.kv.register(sequence, request.extra_keys)
         self.queues.enter(request)
-        self.queues.wait(sequence)
+        for sequence in request.sequences:
+            self.queues.wait(sequence)
 
     def expire(self, now_s: float) -> list[Produced]:
         """End the requests whose deadline has passed."""

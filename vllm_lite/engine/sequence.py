@@ -33,7 +33,8 @@ class Sequence:
     num_computed   positions whose KV is in the cache once every step sent so far has run
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
-    unscored       its prompt is to be scored (prompt_logprobs), and not all of it is: takes nothing from the cache
+    unscored       its prompt is to be scored (prompt_logprobs) and is not computed yet: takes nothing from the cache
+    num_inherited  output tokens with which it began
     max_len        where the sequence ends at the latest
     """
 
@@ -45,6 +46,7 @@ class Sequence:
     max_len: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     unscored: bool = field(init=False)
+    num_inherited: int = 0
     status: Status = Status.WAITING
     handle: int = -1
     decode_entry: Continue | None = None
@@ -72,7 +74,8 @@ class Sequence:
         self.num_tokens = len(self.tokens)
         self.max_len = request.max_len
         self.stop_ids = request.stop_ids
-        self.unscored = self.index == 0 and request.lacks_scores
+        is_scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt
+        self.unscored = self.index == 0 and not is_scored
 
     @property
     def seen_by_workers(self) -> bool:

@@ -95,7 +95,10 @@ class Params(_Record, frozen=True):
 
 
 class Arrival(_Record, frozen=True, tag=1):
-    """A request was queued. Its tokens are only counted: `num_output` were generated before it came."""
+    """A request was queued. Its tokens are only counted: `num_output` were generated before it came.
+
+    `samples` are (index, number of output tokens) of each, if it came with several that had tokens.
+    """
 
     number: int
     request_id: str
@@ -107,6 +110,7 @@ class Arrival(_Record, frozen=True, tag=1):
     deadline_s: float | None
     params: Params
     hashes: bytes
+    samples: list[tuple[int, int]] = []
 
 
 class Forked(_Record, frozen=True, tag=2):

@@ -73,7 +73,7 @@ class Meter:
 
     def left(self, sequence: Sequence) -> None:
         """A sequence gets no more tokens."""
-        request, num_output = sequence.request, sequence.num_output - sequence.request.num_inherited
+        request, num_output = sequence.request, sequence.num_output - sequence.num_inherited
         request.num_generated += num_output
         request.longest_output = max(request.longest_output, num_output)
 

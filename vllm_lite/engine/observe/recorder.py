@@ -244,6 +244,7 @@ class TraceRecorder(Recorder):
             deadline_s=request.deadline_s,
             params=_params(request),
             hashes=self._hasher.take(),
+            samples=request.open_samples() if request.num_samples > 1 and not request.unforked else [],
         )
 
     # ---- the file
@@ -319,7 +320,7 @@ def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[byte
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    scored = params.prompt_logprobs is not None
+    scored = params.prompt_logprobs is not None and request.num_scored < request.num_prompt
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
 
 

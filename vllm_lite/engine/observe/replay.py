@@ -14,7 +14,7 @@ from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
-from vllm_lite.protocol.api import Generate, TokenLogprobs
+from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.trace import records
@@ -229,6 +229,7 @@ class Replay:
             ),
             record.num_output,
             tokens[record.num_prompt :].tobytes(),
+            samples=tuple(SampleSoFar(index, bytes(4 * num_output)) for index, num_output in record.samples),
         )
         request = Request(message, b"", record.max_len, frozenset(record.stop_ids))
         request.deadline_s = record.deadline_s
