@@ -357,7 +357,7 @@ def test_tokens_that_come_fast_travel_together(wire: Wire) -> None:
     assert flush(1.005, Tokens("b", 1, [8])) == []
     assert flush(1.005, Finished("b", 2, [], "stop")) == [OutputBatch(5, [Finished("b", 1, [8], "stop")])]
     assert flush(1.005, Tokens("a", 4, [5])) == []
-    wire.port.say_dying("the end")
+    wire.port.say_dying("the end", is_final=True)
     assert wire.heard() == [OutputBatch(5, [Tokens("a", 4, [5])]), Dying("the end")]
 
 

@@ -10,6 +10,8 @@ from tests.unit.test_core import make_core
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.client_port import MAX_PASS_MESSAGES, MAX_PASS_S
 from vllm_lite.engine.process import EngineProcess
+from vllm_lite.engine.recovery import Recovery
+from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Abort,
@@ -74,6 +76,8 @@ class Engine:
         self.port._clock = lambda: self.now_s
         self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, 50, (7,), 11, 4))
         self.core = make_core(num_blocks=41)
+        self.groups = WorkerGroups(lambda _: self.core._executor, config)
+        self.recovery = Recovery(self.core, self.groups, self.port, config)
         self.clients: list[Client] = []
 
     def client(self, name: bytes) -> Client:
@@ -83,7 +87,7 @@ class Engine:
 
     def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._serve_once(self.core, self.core._executor)
+            self.process._serve_once(self.core, self.groups, self.recovery)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:

@@ -11,11 +11,17 @@ import pytest
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, made_to_last
+from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.wakeup import Wakeup
 
 CONFIG = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+METER = SimpleNamespace(counters=None)
+
+
+def make_groups(executor: object) -> WorkerGroups:
+    return WorkerGroups(lambda _: cast("Executor", executor), CONFIG)
 
 
 def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,11 +43,11 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: Watched())
     scheduler = SimpleNamespace(requests={}, step=0)
-    core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False)
+    core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False, meter=METER)
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     try:
-        assert engine._serve(cast("EngineCore", core), cast("Executor", executor)) == 0
+        assert engine._serve(cast("EngineCore", core), make_groups(executor)) == 0
     finally:
         engine._port.close()
         stop.close()
@@ -53,18 +59,18 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
         raise RuntimeError("the scheduler lost a block")
 
     stop = Wakeup()
-    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0), expire=fail)
+    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0), expire=fail, meter=METER)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
-    sent: list[str] = []
+    sent: list[tuple[str, bool]] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))
-    monkeypatch.setattr(engine._port, "say_dying", sent.append)
+    monkeypatch.setattr(engine._port, "say_dying", lambda text, *, is_final: sent.append((text, is_final)))
     try:
         with pytest.raises(RuntimeError, match="lost a block"):
-            engine._serve(cast("EngineCore", core), cast("Executor", None))
+            engine._serve(cast("EngineCore", core), make_groups(None))
     finally:
         engine._port.close()
         stop.close()
-    assert sent == ["the engine failed: RuntimeError('the scheduler lost a block')"]
+    assert sent == [("the engine failed: RuntimeError('the scheduler lost a block')", False)]
 
 
 def test_no_collection_looks_at_what_is_made_to_last() -> None:

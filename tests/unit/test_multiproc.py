@@ -147,11 +147,10 @@ class Host:
             self.executor.poll()
 
     def dies(self, act: Callable[[], object], error: type[VllmLiteError], message: str) -> None:
-        """What `act` raises at once, or what is found out after it, is an `error` that says `message`."""
         with pytest.raises(VllmLiteError) as caught:
             act()
-        is_first = isinstance(caught.value, WorkersLostError)
-        found = blocking.find_out(self.executor).error if is_first else caught.value
+        was_lost = isinstance(caught.value, WorkersLostError)
+        found = blocking.find_out(self.executor).error if was_lost else caught.value
         assert isinstance(found, error)
         assert re.search(message, str(found)), found
 

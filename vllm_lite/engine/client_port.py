@@ -88,6 +88,7 @@ class ClientPort:
         self.malformed = 0
         self._epoch = epoch
         self._welcome: api.Welcome | None = None
+        self._recovering: api.Recovering | None = None
         self._early: dict[bytes, api.Hello] = {}
         self._clients: dict[bytes, Outbox] = {}
         self._next_heartbeat_s = 0.0
@@ -141,6 +142,8 @@ class ClientPort:
         else:
             self._clients.setdefault(peer, Outbox())
             self.send(peer, self._welcome)
+            if self._recovering is not None:
+                self.send(peer, self._recovering)
             if len(self._clients) >= self._next_look:
                 self._look()
 
@@ -203,11 +206,22 @@ class ClientPort:
         heartbeat = api.Heartbeat(self._epoch, step)
         return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
 
-    def say_dying(self, reason: str) -> None:
+    def say_recovering(self, reason: str, attempt: int) -> None:
+        """Tell all clients that the workers are being replaced, also those that come before say_recovered()."""
+        self._recovering = api.Recovering(self._epoch, reason, attempt)
+        for peer in self._clients:
+            self.send(peer, self._recovering)
+
+    def say_recovered(self, generation: int, lost_s: float) -> None:
+        self._recovering = None
+        for peer in self._clients:
+            self.send(peer, api.Recovered(self._epoch, generation, lost_s))
+
+    def say_dying(self, reason: str, *, is_final: bool) -> None:
         """Send every client what it is owed, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)
         for peer in self._clients:
-            self.send(peer, api.Dying(reason))
+            self.send(peer, api.Dying(reason, is_final))
 
     def owes(self) -> bool:
         return any(self._clients.values())

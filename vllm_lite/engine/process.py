@@ -4,6 +4,7 @@ import gc
 import time
 from collections import abc
 from contextlib import contextmanager
+from functools import partial
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
@@ -11,9 +12,10 @@ from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
-from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select
 from vllm_lite.protocol import PROTOCOL_VERSION, api
@@ -25,6 +27,8 @@ REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for a client to which it can send the reason."""
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
 GATHER_MS = int(1000 * GATHER_S)
+RECOVERY_LOOK_MS = 50
+"""A recovery is looked at so often; most of what it waits for ends the wait at once."""
 YOUNG_OBJECTS = 50_000
 IDLE_LOOK_MS = 5_000
 
@@ -42,24 +46,23 @@ class EngineProcess:
         config = settings.config
         tcp = None if config.tcp_address is None else transport.Tcp(config.tcp_address, config.curve_keys)
         self._port = ClientPort(settings.address, self._epoch, tcp)
-        self._generation = 1
-        """The number of the current worker group; an engine that restarts its workers would raise it."""
         self._kv_events: KVEventStream | None = None
 
     def run(self) -> int:
-        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if something died, 2 for bad input."""
-        executor: Executor | None = None
+        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if it cannot start, 2 for bad input, 3
+        if it gives up. Only after 1, or after what this raises, may another engine do better."""
+        groups: WorkerGroups | None = None
         core: EngineCore | None = None
         try:
             try:
-                executor = select(self._settings, self._generation)
-                core = self._start(executor)
+                groups = WorkerGroups(partial(select, self._settings), self._config)
+                core = self._start(groups)
             except VllmLiteError as error:
                 return self._refuse(error)
-            return self._serve(core, executor)
+            return self._serve(core, groups)
         finally:
-            if executor is not None:
-                executor.close()
+            if groups is not None:
+                groups.close()
             if core is not None:
                 core.close()
             if self._kv_events is not None:
@@ -68,18 +71,19 @@ class EngineProcess:
 
     # ---- start
 
-    def _start(self, executor: Executor) -> EngineCore:
-        ready = blocking.load(executor, self._config.ready_timeout_s, self._stop)
+    def _start(self, groups: WorkerGroups) -> EngineCore:
+        ready = groups.start(self._stop)
         log.moment("engine", "waits for the model")
         num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
         check_pool(num_blocks, ready.block_bytes, tp)
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
-        blocks_per_s = blocking.allocate(executor, num_blocks, host_blocks, self._config.ready_timeout_s)
+        blocks_per_s = groups.allocate(num_blocks, host_blocks)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
-        lives = Lives(self._generation, self._settings.life, self._settings.launch)
+        lives = Lives(groups.generation, self._settings.life, self._settings.launch)
         with made_to_last():
-            core = EngineCore(self._config, ready, executor, sizes, lives)
+            core = EngineCore(self._config, ready, groups.executor, sizes, lives)
+        core.meter.counters.life, core.meter.counters.generation = self._settings.life, groups.generation
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
@@ -121,40 +125,44 @@ class EngineProcess:
 
     # ---- serve
 
-    def _serve(self, core: EngineCore, executor: Executor) -> int:
-        events = self._kv_events
-        others = () if events is None else (events,)
-        watched = poller(self._port, executor, self._stop, *others)
+    def _serve(self, core: EngineCore, groups: WorkerGroups) -> int:
+        recovery = Recovery(core, groups, self._port, self._config)
         try:
             while not self._stop.is_set():
-                watched.poll(self._patience_ms(core))
-                self._serve_once(core, executor)
-                if events is not None:
-                    events.serve(time.time())
-        except (EngineError, ModelError, ProtocolError) as error:  # the two first are what workers end with
-            cause = blocking.find_out(executor).error if isinstance(error, WorkersLostError) else error
-            logger.error("%s", cause)
-            self._port.say_dying(str(cause))  # the end of every request
-            return 1
+                self._serve_group(core, groups, recovery)
+        except (EngineError, ModelError, ProtocolError) as error:  # no workers will serve any more
+            logger.error("%s", error)
+            self._port.say_dying(str(error), is_final=True)
+            return 3
         except Exception as error:  # a fault of ours: send it to those who wait, then raise it
-            self._port.say_dying(f"the engine failed: {error!r}")
+            self._port.say_dying(f"the engine failed: {error!r}", is_final=not self._config.max_restarts)
             raise
         logger.info("stopping")
         self._abort_all(core)
         return 0
 
-    def _serve_once(self, core: EngineCore, executor: Executor) -> None:
+    def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery) -> None:
+        """Serve until `stop` is set, or until another group of workers is there, whose sockets are to be watched."""
+        executor, events = groups.executor, self._kv_events
+        watched = poller(self._port, executor, self._stop, *(() if events is None else (events,)))
+        while groups.executor is executor and not self._stop.is_set():
+            watched.poll(RECOVERY_LOOK_MS if recovery.is_on else self._patience_ms(core))
+            self._serve_once(core, groups, recovery)
+            if events is not None:
+                events.serve(time.time())
+
+    def _serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery) -> None:
         """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
         once."""
         for peer, message in self._port.receive():
             self._handle(core, peer, message)
         produced = core.expire()
-        # All there are: with the last of them out of the socket, nothing would end the next wait early.
-        while (output := executor.poll()) is not None:
-            produced += core.finish(output)
         try:
-            while core.begin():  # before the clients get theirs: workers should not wait for that
-                pass
+            if recovery.advance(produced):
+                _compute(core, groups.executor, produced)
+                groups.look_after_standby()
+        except WorkersLostError as error:
+            recovery.begin(error)
         finally:
             self._publish(core, produced)
 
@@ -243,6 +251,15 @@ class EngineProcess:
         for request in list(core.scheduler.requests.values()):
             self._abort(core, request)
         self._port.flush(time.monotonic(), at_once=True)
+
+
+def _compute(core: EngineCore, executor: Executor, produced: list[Produced]) -> None:
+    """Take the results that there are, and begin the steps that may be begun."""
+    # All there are: with the last of them out of the socket, nothing would end the next wait early.
+    while (output := executor.poll()) is not None:
+        produced += core.finish(output)
+    while core.begin():  # before the clients get theirs: workers should not wait for that
+        pass
 
 
 def _to_wire(item: Produced) -> api.Tokens | api.Finished:

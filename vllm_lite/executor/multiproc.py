@@ -99,7 +99,7 @@ class MultiprocExecutor:
         self._num_in_flight = 0
         self._malformed = 0
         self._deadline: Deadline | None = None
-        """Of the part of the start that is under way; None before the workers may load."""
+        """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
         self._failed_s = 0.0
         self._gone_by: Deadline | None = None
@@ -290,6 +290,7 @@ class MultiprocExecutor:
 
     def has_ended(self) -> bool:
         self._exits.clear()
+        self._receive()  # nobody wants it, but as long as it is not read it ends every wait at once
         if not self._are_gone.is_set() and self._gone_by is not None and not self._gone_by.has_passed():
             return False
         for worker in self._workers:

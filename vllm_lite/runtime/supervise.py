@@ -31,7 +31,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 WORKER_NAME, STANDBY_NAME = "vl-worker ", "vl-standby "
 """The name of a worker's process is the first of these and its rank, by which `vllm-lite ps` finds it; it is the second
-until the worker is told to load the model."""
+until the worker is to load the model."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
 _STOP_REQUEST = b"t"
