@@ -76,12 +76,11 @@ class WorkerGroups:
                 raise EngineError(f"a worker cannot be started: {error}") from error
 
     def replace(self) -> Waiting:
-        """End the group that is lost, and start the next one in its place, with pools of the same sizes.
+        """End the group that is lost, and let the one that is prepared take its place, with pools of the same sizes.
 
         Raises what an executor's start raises, and EngineError if the lost workers cannot be ended or the new ones
         cannot do what those could.
         """
-        self.prepare_next()
         self.executor.end()
         while not self.executor.has_ended():
             yield
