@@ -1,7 +1,7 @@
 """A worker process of which one rank fails as a test wants: FAILURE="RANK WHEN HOW", for example "1 step raise".
 
 WHEN is "start", before it meets the others, or "step", inside the third message of steps. Without FAILURE it serves
-like any other worker.
+like any other worker. So do the workers of every group but the first.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def fail_at_the_start(fail: Callable[[], None]) -> None:
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     rank, when, how = os.environ.get("FAILURE", "-1 step raise").split()
-    if settings.rank == int(rank):
+    if settings.rank == int(rank) and settings.generation == 1:
         (fail_in_a_step if when == "step" else fail_at_the_start)(WAYS[how])
     return process.process_main(settings, stop)
 

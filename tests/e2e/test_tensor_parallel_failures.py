@@ -40,6 +40,7 @@ def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         if failure is not None:
             monkeypatch.setenv("FAILURE", failure)
         settings = {"model": str(tiny_checkpoint), "tensor_parallel_size": WORLD, "heartbeat_timeout_s": SILENCE_S}
+        settings["max_restarts"] = 0
         launched.append(launching.launch(EngineConfig.check(settings | {"device": "cpu", "cpu_threads": 1})))
         pids.extend(family(launched[0].pid))
         assert len(pids) == 1 + WORLD

@@ -1,0 +1,185 @@
+"""Workers die in every way they can, under a mixed load: every stream goes on, with the tokens that it has when nothing
+dies. In float32."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deadlines import scaled
+from tests.e2e.test_processes import START_S, assert_nothing_left, family, run_root, seconds_until
+from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
+from vllm_lite.client import launch as launching
+from vllm_lite.client.launch import Launched
+from vllm_lite.config import EngineSettings
+from vllm_lite.protocol.api import Stats
+
+__all__ = ["run_root"]
+
+SILENCE_S = scaled(1.5)
+NUM_TOKENS = 120
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True)
+LOAD = (
+    [([5 + index, 6, 7], GREEDY) for index in range(6)]
+    + [([9, 8, 7 + index] * 9, SEEDED) for index in range(3)]
+    + [
+        ([30, 31, 32], SamplingParams(n=3, temperature=1.0, seed=12, max_tokens=NUM_TOKENS, ignore_eos=True)),
+        ([40, 41, 42], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)),
+        ([50] * 40, SamplingParams(temperature=0.0, max_tokens=20, prompt_logprobs=1, presence_penalty=0.5)),
+        ([60, 61, 62], SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=40, ignore_eos=True)),
+    ]
+)
+Launch = Callable[..., Launched]
+Tokens = list[list[int]]
+
+
+@pytest.fixture
+def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """Starts an engine whose first workers fail as tests/e2e/failing_worker.py is asked to. Nothing of it is left."""
+    module = "tests.e2e.failing_worker"
+    monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
+    launched: list[Launched] = []
+
+    def start(world: int, failure: str | None = None, **settings: object) -> Launched:
+        if failure is not None:
+            monkeypatch.setenv("FAILURE", failure)
+        config = {"model": str(tiny_checkpoint), "tensor_parallel_size": world, "heartbeat_timeout_s": SILENCE_S}
+        config |= {"device": "cpu", "cpu_threads": 1, "dtype": "float32", **settings}
+        launched.append(launching.launch(EngineConfig.check(config)))
+        return launched[0]
+
+    yield start
+    for engine in launched:
+        pids = family(engine.pid)
+        engine.close()
+        assert_nothing_left(pids, run_root)
+
+
+def tokens_of(output: RequestOutput) -> Tokens:
+    return [list(one.token_ids) for one in output.outputs]
+
+
+async def follow(outputs: AsyncIterator[RequestOutput], started: asyncio.Semaphore) -> Tokens:
+    last = None
+    async for output in outputs:
+        if last is None:
+            started.release()
+        last = output
+    assert last is not None
+    return tokens_of(last)
+
+
+async def serve(client: AsyncClient, fail: Callable[[], None] = lambda: None) -> list[Tokens]:
+    """What every request gets. `fail` is called once all that stream have a token."""
+    started = asyncio.Semaphore(0)
+    streams = [asyncio.ensure_future(follow(client.generate(prompt, params), started)) for prompt, params in LOAD]
+    for _ in LOAD[:-1]:  # beams come at their end only
+        await asyncio.wait_for(started.acquire(), START_S)
+    fail()
+    return await asyncio.wait_for(asyncio.gather(*streams), START_S)
+
+
+def run(address: str, body: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
+    async def connected() -> Any:
+        async with AsyncClient(address) as client:
+            return await body(client)
+
+    return asyncio.run(connected())
+
+
+def fail_and_compare(engine: Launched, fail: Callable[[], None] = lambda: None) -> Stats:
+    """Serve the load while workers fail, and again while they do not."""
+
+    async def check(client: AsyncClient) -> Stats:
+        interrupted = await serve(client, fail)
+        stats = await client.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+        assert (stats.generation, stats.recovering) == (2, "")
+        assert interrupted == await serve(client)
+        assert (await client.stats()).generation == 2
+        return stats
+
+    stats: Stats = run(engine.address, check)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "number", "cause"), [(2, 1, signal.SIGKILL, "died"), (2, 0, signal.SIGSTOP, "silent")]
+)
+def test_streams_go_on_when_a_rank_is_killed_or_stopped(
+    launch: Launch, world: int, rank: int, number: signal.Signals, cause: str
+) -> None:
+    engine = launch(world)
+    pid = family(engine.pid)[1 + rank]
+    stats = fail_and_compare(engine, lambda: os.kill(pid, number))
+    assert stats.restarts == {cause: 1}
+    assert stats.recovered_requests == len(LOAD)
+    assert stats.lost_s > 0
+    assert pid not in family(engine.pid)
+
+
+@pytest.mark.parametrize(("world", "failure", "cause"), [(2, "1 step raise", "failed"), (1, "0 step spin", "stuck")])
+def test_streams_go_on_when_a_rank_fails_in_a_step(launch: Launch, world: int, failure: str, cause: str) -> None:
+    stats = fail_and_compare(launch(world, failure))
+    assert stats.restarts == {cause: 1}
+
+
+def test_a_standby_worker_takes_over_and_another_one_stands_by(launch: Launch) -> None:
+    engine = launch(1, standby_workers=True)
+
+    def comm(pid: int) -> str:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+
+    async def check(client: AsyncClient) -> None:
+        expected = await serve(client)
+        worker, standby = await two_workers()
+        assert (comm(worker), comm(standby)) == ("vl-worker 0", "vl-standby 0")
+        assert await serve(client, lambda: os.kill(worker, signal.SIGKILL)) == expected
+        assert (await two_workers())[0] == standby
+        assert comm(standby) == "vl-worker 0"
+
+    async def two_workers() -> list[int]:
+        """Once they are there, and have their names."""
+        await asyncio.to_thread(
+            seconds_until, lambda: len(family(engine.pid)) == 3, START_S, "a standby worker is there"
+        )
+        _, worker, standby = family(engine.pid)
+        await asyncio.to_thread(seconds_until, lambda: comm(standby).startswith("vl-"), START_S, "it has its name")
+        return [worker, standby]
+
+    run(engine.address, check)
+
+
+def test_a_model_that_has_gone_is_the_end_of_every_stream(
+    run_root: Path, tiny_checkpoint: Path, launch: Launch, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_checkpoint.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    engine = launch(1, model=str(model))
+    pid = family(engine.pid)[1]
+
+    def fail() -> None:
+        for file in model.glob("*.safetensors"):
+            file.unlink()
+        os.kill(pid, signal.SIGKILL)
+
+    async def check(client: AsyncClient) -> list[Any]:
+        started = asyncio.Semaphore(0)
+        stream = asyncio.ensure_future(follow(client.generate([5, 6, 7], GREEDY), started))
+        await asyncio.wait_for(started.acquire(), START_S)
+        fail()
+        return await asyncio.wait_for(asyncio.gather(stream, return_exceptions=True), START_S)
+
+    (error,) = run(engine.address, check)
+    words = str(error)
+    assert words.startswith("the workers cannot be started again: "), words
+    assert words.endswith(f"they were restarted because worker 0 (pid {pid}) died: killed by SIGKILL"), words
+    assert engine.wait(START_S)
