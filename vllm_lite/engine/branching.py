@@ -98,7 +98,7 @@ class Branching:
         """Let `child` run on the blocks of `parent`. Without a row of the batch, or with a parent that is not on the
         device, it waits like a new sequence and finds what is cached."""
         queues, kv = self._queues, self._kv
-        if not queues.has_row or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
+        if not queues.has_row_for(child) or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
             kv.register_fork(parent, child)
             queues.wait(child)
             return

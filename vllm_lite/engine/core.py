@@ -179,7 +179,10 @@ class EngineCore:
         then begin() does nothing, and all else works as ever. Returns the requests that end by it."""
         now_s = self.meter.now_s = self._clock()
         self._message_length = MessageLength()
-        return self.recorder.lose_workers(cause, now_s)
+        ended = self.recorder.lose_workers(cause, now_s)
+        for item in ended:
+            logger.warning("%s", item.error)
+        return ended
 
     def resume(self, executor: Executor, generation: int, swap_blocks_per_s: float) -> None:
         """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
@@ -193,7 +196,7 @@ class EngineCore:
     def stats(self) -> Stats:
         """The engine's counters, with its gauges as they are now."""
         counters = self.meter.stats(self._clock())
-        counters.num_running, counters.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        counters.num_running, counters.num_waiting = len(self.scheduler.running), self.scheduler.queues.num_waiting
         return counters
 
 

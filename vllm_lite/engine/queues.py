@@ -15,7 +15,7 @@ from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.protocol.api import FinishReason
-from vllm_lite.protocol.step import Entry, Finish
+from vllm_lite.protocol.step import Entry, Finish, Preempt
 
 
 class Options(NamedTuple):
@@ -33,7 +33,7 @@ class Options(NamedTuple):
 class Queues:
     """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
     here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there.
-    Without workers all of them wait."""
+    Without workers all of them wait. Those that may not even wait now, because others are tried, are held."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
@@ -44,6 +44,10 @@ class Queues:
         self.requests: dict[str, Request] = {}
         self.external = ExternalRequests()
         self.running: list[Sequence] = []
+        self.held: dict[Sequence, None] = {}
+        """Sequences that no step may compute now. They have no device blocks, and go on from the waiting queue."""
+        self._only: set[Request] | None = None
+        """The requests that may run; None: all."""
         self.entries: list[Entry] = []
         """What the next step begins with, in the order in which it happened."""
         self.num_arrived = 0
@@ -56,9 +60,17 @@ class Queues:
         return self.policy.queue
 
     @property
-    def has_row(self) -> bool:
-        """Whether one more sequence may run."""
-        return len(self.running) < self.options.max_num_seqs
+    def num_waiting(self) -> int:
+        """How many sequences do not run."""
+        return len(self.waiting) + len(self.held)
+
+    def has_row_for(self, sequence: Sequence) -> bool:
+        """Whether a new sequence may run at once."""
+        return len(self.running) < self.options.max_num_seqs and self._may_run(sequence)
+
+    def unfinished(self) -> list[Sequence]:
+        """All sequences, wherever they are."""
+        return [*self.running, *self.waiting, *self.held]
 
     # ---- requests
 
@@ -110,7 +122,7 @@ class Queues:
         """Queue a sequence where the policy sorts it in: a preempted one comes before later arrivals."""
         sequence.status = status
         sequence.num_passed = 0
-        self.policy.enqueue(sequence)
+        self._queue(sequence)
 
     def run(self, sequence: Sequence) -> None:
         """Add a sequence that is in no queue to those that run. The caller sends its entry."""
@@ -121,6 +133,8 @@ class Queues:
         """Take a sequence out of its queue, if it is in one."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+        elif sequence in self.held:
+            del self.held[sequence]
         elif sequence.status is not Status.FINISHED:
             self.waiting.remove(sequence)
 
@@ -140,14 +154,43 @@ class Queues:
         running, self.running = self.running, []
         self.entries = []
         self.handles = Handles()
-        self._kv.lose_contents([*running, *self.waiting])
-        for sequence in self.waiting:
+        self._kv.lose_contents([*running, *self.waiting, *self.held])
+        for sequence in [*self.waiting, *self.held]:
             sequence.lose_workers()
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
         for sequence in running:
             sequence.lose_workers()
             self.wait(sequence, Status.PREEMPTED)
+
+    # ---- some run, others are held
+
+    def run_only(self, requests: set[Request] | None) -> None:
+        """Hold the sequences of all but these requests, from now on; None holds none. No step may be in flight."""
+        self._only = requests
+        for sequence in [each for each in self.running if not self._may_run(each)]:
+            self.running.remove(sequence)
+            sequence.unscored = sequence.unscored and sequence.num_computed < sequence.num_prompt - 1
+            self._kv.release(sequence)
+            self.entries.append(Preempt(sequence.handle))
+            self.wait(sequence, Status.PREEMPTED)
+        for sequence in [each for each in self.waiting if not self._may_run(each)]:
+            self.waiting.remove(sequence)
+            self._queue(sequence)
+        held, self.held = self.held, {}
+        for sequence in held:
+            self._queue(sequence)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        return self._only is None or sequence.request in self._only
+
+    def _queue(self, sequence: Sequence) -> None:
+        if self._may_run(sequence):
+            self.policy.enqueue(sequence)
+        else:
+            self.held[sequence] = None
+
+    # ----
 
     def introduce(self, sequence: Sequence) -> None:
         """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
@@ -159,10 +202,13 @@ class Queues:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if queues, requests and blocks disagree."""
-        queued = [*self.running, *self.waiting]
+        queued = self.unfinished()
         members = [sequence for request in self.requests.values() for sequence in request.sequences]
         if sorted(map(id, queued)) != sorted(map(id, members)):
             raise RuntimeError("queues and requests differ")
-        if any(table.ids for sequence in self.waiting if sequence.host_ids is None for table in sequence.tables):
+        off_device = [each for each in queued[len(self.running) :] if each.host_ids is None]
+        if any(table.ids for sequence in off_device for table in sequence.tables):
             raise RuntimeError("a waiting sequence holds device blocks")
+        if not all(map(self._may_run, [*self.running, *self.waiting])) or any(map(self._may_run, self.held)):
+            raise RuntimeError("a sequence is held that may run, or the reverse")
         self._kv.check_integrity(members)

@@ -19,6 +19,7 @@ from vllm_lite.engine.branching import Branching
 from vllm_lite.engine.in_flight import InFlight, StepInFlight
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
+from vllm_lite.engine.quarantine import Quarantine
 from vllm_lite.engine.queues import Options, Queues
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Produced, Request
@@ -58,6 +59,7 @@ class Scheduler:
         self.in_flight = InFlight()
         self.queues = Queues(kv, self.policy, self.meter, options)
         self.branching = Branching(self.queues, kv)
+        self.quarantine = Quarantine(self.queues, self.in_flight)
         self._admitter = Admitter(self.queues, kv)
 
     @property
@@ -113,19 +115,33 @@ class Scheduler:
     def reset_prefix_cache(self) -> PrefixCacheReset:
         """Forget every cached block of both tiers; requests that are live go on unharmed. It decides what later steps
         find, so it belongs into a trace."""
-        return self.kv.reset_cache([*self.running, *self.waiting])
+        return self.kv.reset_cache(self.queues.unfinished())
 
     # ---- workers come and go
 
-    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:  # noqa: ARG002
+    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
         """All workers have died of `cause`: drop the steps in flight, and let every sequence wait with its tokens.
 
         Until resume() nothing may be scheduled; requests come and go as ever. Returns the requests that end by it.
         """
         self.has_workers = False
+        convicted = self.quarantine.on_death(now_s)
         self.in_flight.drop()
         self.queues.lose_workers()
-        return []
+        return [] if convicted is None else [self._convict(*convicted, cause)]
+
+    def _convict(self, request: Request, num_deaths: int, cause: str) -> Produced:
+        """End a request that has killed the workers again and again, so that the others may go on."""
+        sample, start = request.open_samples()[0]
+        if self.on_decision is not None:
+            self.on_decision("convicted", request.sequences[0], {"deaths": num_deaths})
+        self.queues.end(request, "error")
+        self.counters.poisoned_requests += 1
+        error = (
+            f"request {request.request_id!r} was ended because the workers died {num_deaths} times in a row while they "
+            f"computed it, at last it alone ({cause}); the other requests go on"
+        )
+        return Produced(request, sample, start, [], reason="error", error=error)
 
     def resume(self, generation: int, swap_blocks_per_s: float) -> None:
         """Go on with new workers, which know nothing yet. Raises ValueError for a generation that has been."""
@@ -140,6 +156,8 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """Make the next step. None: there is nothing to compute."""
         self.meter.time_results(now_s, idle=not self.in_flight)
+        if not self.quarantine.lets_schedule(self.on_decision):
+            return None
         queues, swapping, max_tokens = self.queues, self.kv.swapping, self.options.max_num_batched_tokens
         swapping.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)

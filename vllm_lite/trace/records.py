@@ -30,6 +30,9 @@ class Code(IntEnum):
     WAITS_FOR_SEAT = 7
     PREEMPTED = 8
     FINISHED = 9
+    TRIED = 10
+    CONVICTED = 11
+    WAITS_FOR_TRIAL = 12
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -42,8 +45,11 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.WAITS_FOR_SEAT: ("seats",),
     Code.PREEMPTED: ("for", "by"),
     Code.FINISHED: ("reason", "tokens"),
+    Code.TRIED: ("deaths", "others"),
+    Code.CONVICTED: ("deaths",),
+    Code.WAITS_FOR_TRIAL: (),
 }
-WAITS = {Code.WAITS_FOR_BLOCKS, Code.WAITS_FOR_SWAP, Code.WAITS_FOR_BUDGET, Code.WAITS_FOR_SEAT}
+WAITS = {Code.WAITS_FOR_BLOCKS, Code.WAITS_FOR_SWAP, Code.WAITS_FOR_BUDGET, Code.WAITS_FOR_SEAT, Code.WAITS_FOR_TRIAL}
 WAYS = ("recompute", "swap")
 """How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")

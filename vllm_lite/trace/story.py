@@ -70,6 +70,12 @@ def _preempted(numbers: dict[str, int], ids: dict[int, str]) -> str:
     return f"was preempted to make room for {winner}: {how}"
 
 
+def _tried(numbers: dict[str, int], _ids: dict[int, str]) -> str:
+    deaths, others = numbers["deaths"], numbers["others"]
+    how = f"together with {others} other suspect{'s' * (others > 1)}" if others else "alone"
+    return f"was tried {how}, as it was in the batch of {deaths} deaths in a row"
+
+
 _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.ADMITTED: _admitted,
     Code.SWAPPED_IN: lambda n, _: (
@@ -81,7 +87,10 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
     Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
     Code.PREEMPTED: _preempted,
-    Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+    Code.FINISHED: lambda n, _: f"{ENDS[records.REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+    Code.TRIED: _tried,
+    Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
+    Code.WAITS_FOR_TRIAL: lambda _n, _: "waited, because requests that may have killed the workers were tried apart",
 }
 
 

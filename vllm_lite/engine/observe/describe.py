@@ -20,7 +20,8 @@ def describe(
     """Describe live requests. If it is only one, `with_content` adds its parameters, tokens and logprobs for a fork."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
-    places = {id(sequence): place for place, sequence in enumerate(scheduler.waiting)} if waiting else {}
+    queued = [*scheduler.waiting, *scheduler.queues.held] if waiting else []
+    places = {id(sequence): place for place, sequence in enumerate(queued)}
     with_content = with_content and len(known) == 1
     return [_state(scheduler, request, places, now_s, with_content) for request in known]
 
@@ -88,6 +89,8 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
     options = scheduler.options
     if not scheduler.has_workers:
         return "waits_for_workers"
+    if sequence in scheduler.queues.held:
+        return "waits_for_trial"
     if sequence.num_pending:
         return "waits_for_result"
     if place:
