@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from vllm_lite.engine.suspects import MAX_SINGLES, MAX_STRAYS, MIN_CONVICT, PROBATION, STRAY_S, Suspects
+from vllm_lite.engine.suspects import MAX_PROBATION, MAX_SINGLES, MAX_STRAYS, MIN_CONVICT, PROBATION, STRAY_S, Suspects
 
 
 class Engine:
@@ -72,18 +72,18 @@ def test_several_are_found_each() -> None:
 
 
 def test_one_that_kills_later_is_found_later() -> None:
-    for kills_at in range(PROBATION + 1, 8 * PROBATION):
+    for kills_at in range(PROBATION + 1, MAX_PROBATION + 1):
         engine = Engine(64, {"r7": kills_at})
         engine.run()
         assert engine.convicted == ["r7"]
-        assert engine.num_deaths <= 9
+        assert engine.num_deaths <= 6
 
 
 def test_stray_deaths_convict_nobody() -> None:
     """Workers are killed from outside, at random, as often as a chaos test does it: a mean of 2 s between two deaths,
-    for 50 hours together, with up to 40 requests that take 10 to 30 ms a token."""
+    for 12 hours together, with up to 40 requests that take 10 to 30 ms a token."""
     num_deaths, convicted = 0, []
-    for seed in range(25):
+    for seed in range(6):
         rng = random.Random(seed)
         engine = Engine(rng.randint(1, 40), {}, step_s=rng.uniform(0.01, 0.03), length=10**9)
         next_s = 0.0
@@ -100,13 +100,13 @@ def test_stray_deaths_convict_nobody() -> None:
             engine.die(engine.suspects.proceed(engine.progress.get) or list(engine.progress))
         num_deaths += engine.num_deaths
         convicted += engine.convicted
-    assert num_deaths > 50_000
-    assert len(convicted) <= 1, "one of 50,000 deaths at most"
+    assert num_deaths > 20_000
+    assert len(convicted) <= 1, "one of 20,000 deaths"
 
 
 def test_stray_deaths_ask_for_more_and_are_forgotten() -> None:
     def deaths_of(pause_s: float) -> int:
-        engine = Engine(64, {"r3": 1})
+        engine = Engine(64, {"r3": 1}, length=2000)
         quiet, engine.kills_at = engine.kills_at, {}
         for _ in range(5):  # kills from outside, far apart
             engine.die(list(engine.progress))

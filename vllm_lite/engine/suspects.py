@@ -20,12 +20,13 @@ from typing import Generic, TypeVar
 PROBATION = 8
 """A request that got so many tokens after a death has come past it. It is small: others are held while a trial lasts,
 and a death of another cause must hardly ever fall into it."""
-MAX_PROBATION = 64
-"""Of a request that comes past deaths only just, and then is in another one, more and more is asked, up to this."""
+MAX_PROBATION = 16
+"""Of a request that comes past a death only just, and then is in another one, so many are asked. One that kills later
+than that after it goes on is not found. With 64, kills at random every other second convicted one time in 200."""
 MIN_SUSPECT, MIN_CONVICT = 2, 4
 """Deaths in a row that make a suspect, and that convict."""
-MAX_STRAYS = 2
-"""Deaths more that are needed to convict, at most. A default engine ends at more than ten within STRAY_S."""
+MAX_STRAYS = 3
+"""Deaths more that are needed to convict, at most: with the stray ones themselves, all ten that a default engine survives."""
 STRAY_S = 300.0
 """So long a stray death is remembered."""
 MAX_SINGLES = 16
