@@ -1,13 +1,18 @@
-"""An engine process without an engine, for the tests of whoever starts one: its served_model_name says what it does."""
+"""An engine process without an engine, for the tests of whoever starts one: its served_model_name says what it does.
+
+"dies,serves" says it for each of its lives; the last one holds for all that follow.
+"""
 
 import os
 import signal
 import time
 
+import msgspec
+
 from tests.fakes import DEADLINE_S, welcome
 from vllm_lite import transport
 from vllm_lite.config import EngineSettings
-from vllm_lite.protocol.api import FromClient, Generate, Hello, Refused, ToClient
+from vllm_lite.protocol.api import Dying, FromClient, Generate, Heartbeat, Hello, Ping, Refused, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -16,11 +21,13 @@ REASON = "weights are missing: lm_head.weight"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
-    """serves, refuses (and ends), hangs (before it is ready), exits (at once), dies (at the first request)."""
-    behaviour = settings.config.served_model_name
+    """serves, refuses (and ends), hangs (before it is ready), exits (at once), ends (with status 1 before it is ready),
+    dies, freezes, fails or gives-up (at the first request)."""
+    behaviours = settings.config.served_model_name.split(",")
+    behaviour = behaviours[min(settings.life, len(behaviours)) - 1]
     if behaviour == "exits":
         return 3
-    listener = transport.bind(settings.address)
+    listener, peers = transport.bind(settings.address), set[bytes]()
     deadline_s = time.monotonic() + 6 * DEADLINE_S
     try:
         while not stop.is_set() and time.monotonic() < deadline_s:
@@ -29,17 +36,40 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
                 message: FromClient = client_to_engine.decode(item[1])
                 if behaviour == "hangs":
                     continue
-                if isinstance(message, Hello):
-                    refused = behaviour == "refuses"
-                    answer: ToClient = Refused(REASON, bad_input=True) if refused else welcome(model=behaviour)
-                    listener.send(item[0], engine_to_client.encode(answer))
-                    if refused:
-                        return 2
-                elif isinstance(message, Generate) and behaviour == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                peers.add(item[0])
+                answer, status = respond(message, behaviour, settings)
+                if answer is not None:
+                    for peer in peers if isinstance(answer, Dying) else (item[0],):
+                        listener.send(peer, engine_to_client.encode(answer))
+                if status is not None:
+                    return status
     finally:
         listener.close()
+        if not settings.config.single_process:
+            transport.finish()
     return 0
+
+
+def respond(message: FromClient, behaviour: str, settings: EngineSettings) -> tuple[ToClient | None, int | None]:
+    """The answer to a message, and the status to end with after it."""
+    if isinstance(message, Ping):
+        return Heartbeat(settings.life, 0), None
+    if isinstance(message, Hello):
+        if behaviour in ("refuses", "ends"):
+            is_bad = behaviour == "refuses"
+            return Refused(REASON, bad_input=is_bad), 2 if is_bad else 1
+        served = settings.config.served_model_name
+        return msgspec.structs.replace(welcome(model=served), epoch=settings.life), None
+    if isinstance(message, Generate):
+        if behaviour == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif behaviour == "freezes":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif behaviour == "fails":
+            return Dying("the engine failed: KeyError(7)", is_final=False), 1
+        elif behaviour == "gives-up":
+            return Dying("worker 0 died: killed by SIGKILL"), 3
+    return None, None
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_there_is_time_while_it_starts() -> None:
 
 
 def test_a_killed_engine_ends_every_stream_with_its_reason() -> None:
-    launched = launch(config("dies"))
+    launched = launch(config("dies", max_restarts=0))
     try:
         events: queue.Queue[list[Event]] = queue.Queue()
         folder = folder_of(launched)
@@ -119,7 +119,7 @@ def test_a_killed_engine_ends_every_stream_with_its_reason() -> None:
 
 
 def test_a_killed_engine_leaves_no_socket_at_an_address_of_ones_own(place: Path) -> None:
-    launched = launch(config("serves", address=f"ipc://{place}/mine"))
+    launched = launch(config("serves", address=f"ipc://{place}/mine", max_restarts=0))
     try:
         psutil.Process(launched.pid).kill()
         assert launched.wait(DEADLINE_S)

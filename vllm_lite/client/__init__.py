@@ -4,6 +4,8 @@ What a user calls:
 llm.py           LLM: lists in, lists out; it owns its engine
 async_client.py  AsyncClient: streams, for asyncio
 launch.py        starts an engine and waits until it is ready
+supervisor.py    replaces it when it dies
+engine_probe.py  the connection by which the supervisor watches it
 
 The road of a request:
 prompt.py        checks a prompt and its sampling params, tokenizes

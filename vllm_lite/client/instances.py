@@ -29,6 +29,8 @@ from vllm_lite.runtime.supervise import WORKER_NAME
 from vllm_lite.transport.zmq import answers
 
 RECORD = "instance.json"
+ENDING = "ending"
+"""A file of this name beside the record says that the engine is to end: no other takes its place then."""
 PREFIX = "vl-"
 """How the names of run directories begin."""
 ASK_S = 1.0
@@ -65,7 +67,8 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The record in a run directory. `url` and `server` are set if there is an HTTP server."""
+    """The record in a run directory. `url` and `server` are set if there is an HTTP server. `engine` is the latest that
+    `launcher` started; while that lives, one that died is being replaced."""
 
     model: str
     address: str
@@ -74,6 +77,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = False
     server: Process | None = None
     url: str | None = None
+    launcher: Process | None = None
 
     @property
     def processes(self) -> list[Process]:
@@ -118,6 +122,11 @@ def write(run_dir: str, record: Record) -> None:
         draft.replace(path)
 
 
+def is_ending(run_dir: str) -> bool:
+    """Whether end() was called for the engine in this run directory, or has removed it already."""
+    return not Path(run_dir).is_dir() or (Path(run_dir) / ENDING).exists()
+
+
 def find() -> list[Instance]:
     """Find all instances of this user below TMPDIR, the oldest first, and ask each for its state."""
     found = []
@@ -125,8 +134,7 @@ def find() -> list[Instance]:
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-                with (folder / RECORD).open("rb") as file:
-                    found.append((folder, msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=Record)))
+                found.append((folder, _read(folder)))
     found.sort(key=lambda item: item[1].started_s)
     sizes = _memory()
     with ThreadPoolExecutor(max(1, min(16, len(found)))) as threads:
@@ -160,7 +168,14 @@ Ending = Literal["ended", "killed", "still running", "was gone"]
 
 
 def end(instance: Instance, timeout_s: float, *, force: bool) -> Ending:
-    """Send SIGTERM, wait at most `timeout_s`, then send SIGKILL if `force`; only to processes that are verified."""
+    """Send SIGTERM, wait at most `timeout_s`, then send SIGKILL if `force`; only to processes that are verified.
+
+    An engine that ends so is not replaced.
+    """
+    with suppress(OSError):
+        (instance.folder / ENDING).touch(0o600)
+    with suppress(OSError, msgspec.MsgspecError):  # from here on it changes no more: it may have, since it was found
+        instance = instance._replace(record=_read(instance.folder))
     ending = _end(instance.record.main, timeout_s, force=force)
     if ending != "still running":
         deadline_s = time.monotonic() + LAST_S
@@ -196,10 +211,16 @@ def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
         os.close(descriptor)
 
 
+def _read(folder: Path) -> Record:
+    with (folder / RECORD).open("rb") as file:
+        return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=Record)
+
+
 def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> Instance:
     letters = [process.state() for process in record.processes]
     if not any(letters):
-        return Instance(folder, record, "stale", 0, None)
+        is_replaced = record.launcher is not None and record.launcher.state() is not None
+        return Instance(folder, record, "starting" if is_replaced else "stale", 0, None)
     size = _tree_bytes(record.main.pid, sizes)
     workers = () if letters[0] is None else _workers(record.engine.pid, sizes)
     if "T" in letters:

@@ -1,4 +1,7 @@
-"""Starts an engine: checks the model, makes a private folder, spawns the process and waits until it serves."""
+"""Starts an engine: checks the model, makes a private folder, starts the process and waits until it serves.
+
+From then on the engine's supervisor replaces it when it dies.
+"""
 
 import os
 import socket
@@ -17,6 +20,7 @@ from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
+from vllm_lite.client.supervisor import EngineSupervisor
 from vllm_lite.config import (
     DEMO_MODEL,
     KV_DTYPE_BYTES,
@@ -42,22 +46,19 @@ STOP_GRACE_S = 4.0
 
 
 class Launched:
-    """A running engine that ends with this object, or with this process. Made by launch()."""
+    """An engine that ends with this object, or with this process. One that dies is replaced. Made by launch()."""
 
     def __init__(self, config: ResolvedConfig, address: str, run_dir: str) -> None:
         self.config = config
         self.address = address
         self.run_dir = run_dir
-        """A folder that only this user can open; it is removed when the engine ends."""
+        """A folder that only this user can open; it is removed when the engine ends for good."""
         self._ended = threading.Event()
         self._session: Session | None = None
-        settings = EngineSettings(config=config, address=address, run_dir=run_dir)
-        self._child = supervise.spawn(ENGINE_MODULE, settings, "engine", self._on_exit, in_thread=config.single_process)
         self._record: Record | None = None
-        if not config.single_process:  # there is no process of its own to be found
-            with suppress(OSError):  # the process has ended already
-                model, engine = config.served_model_name, Process.of(self._child.pid)
-                self._write_record(Record(model=model, address=address, started_s=time.time(), engine=engine))
+        self._record_lock = threading.Lock()
+        settings = EngineSettings(config=config, address=address, run_dir=run_dir, launch=os.urandom(8).hex())
+        self._supervisor = EngineSupervisor(ENGINE_MODULE, settings, self)
 
     @property
     def session(self) -> Session:
@@ -73,7 +74,8 @@ class Launched:
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        """The engine's process; another one after it died and was replaced."""
+        return self._supervisor.pid
 
     def wait_until_ready(self, stopped: Callable[[], bool]) -> None:
         """Raises EngineError or ModelError with what the engine says, or with how it ended."""
@@ -83,21 +85,16 @@ class Launched:
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
         )
-        if self._record is not None:
-            self._write_record(msgspec.structs.replace(self._record, ready=True))
+        self._supervisor.serves()
+        self._update_record(ready=True)
 
     def announce(self, url: str) -> None:
         """Let `vllm-lite ps` know that this process serves the engine over HTTP."""
-        if self._record is not None:
-            self._write_record(msgspec.structs.replace(self._record, server=Process.of(os.getpid()), url=url))
-
-    def _write_record(self, record: Record) -> None:
-        self._record = record
-        instances.write(self.run_dir, record)
+        self._update_record(server=Process.of(os.getpid()), url=url)
 
     def alive(self) -> str | None:
-        """None while the engine runs, else how it ended: "killed by SIGKILL", "exit status 1"."""
-        return self._child.exited()
+        """None while the engine runs or is being replaced, else how it ended: "killed by SIGKILL", "exit status 1"."""
+        return self._supervisor.ended
 
     @property
     def reason(self) -> str:
@@ -105,22 +102,49 @@ class Launched:
         return str(self.session.dead or f"the engine ended: {self.alive()}")
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the engine has ended, at most `timeout_s`. True if it has."""
+        """Block until the engine has ended for good, at most `timeout_s`. True if it has."""
         return self._ended.wait(timeout_s)
 
     def close(self) -> None:
         """Abort what is in flight, end the engine and its workers, remove their folder. May be called again."""
         if self._session is not None:
             self._session.close()
-        self._child.stop(STOP_GRACE_S)
+        self._supervisor.stop(STOP_GRACE_S)
         self._remove_files()
 
-    def _on_exit(self, reason: str) -> None:
-        """Runs on the thread that watches the process."""
+    # ---- called by the supervisor
+
+    def on_life(self, pid: int, *, is_ready: bool) -> None:
+        """Write into the record which process the engine is now."""
+        if self.config.single_process:  # there is no process of its own to be found
+            return
+        with suppress(OSError):  # the process has ended already
+            engine = Process.of(pid)
+            if self._record is None:
+                launcher = Process.of(os.getpid())
+                self._record = Record(
+                    model=self.config.served_model_name,
+                    address=self.address,
+                    started_s=time.time(),
+                    engine=engine,
+                    launcher=launcher,
+                )
+            self._update_record(engine=engine, ready=is_ready)
+
+    def may_restart(self) -> bool:
+        return not instances.is_ending(self.run_dir)
+
+    def on_end(self, reason: str) -> None:
         if self._session is not None:
             self._session.fail(reason)
         self._remove_files()
         self._ended.set()
+
+    def _update_record(self, **changes: object) -> None:
+        with self._record_lock:
+            if self._record is not None:
+                self._record = msgspec.structs.replace(self._record, **changes)
+                instances.write(self.run_dir, self._record)
 
     def _remove_files(self) -> None:
         """Remove the files that an engine that was killed left."""

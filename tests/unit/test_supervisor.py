@@ -1,0 +1,238 @@
+"""An engine that dies is replaced at the same address, as often as is allowed, and everybody learns when that ends."""
+
+import json
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import fake_engine_process
+from tests.deadlines import scaled
+from tests.fakes import DEADLINE_S
+from tests.http_server import until
+from vllm_lite.client import instances
+from vllm_lite.client import launch as launching
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.session import Session
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.restarts import WINDOW_S
+from vllm_lite.tools.cli import main
+
+ANSWER_S = scaled(0.5)
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR of its own, where nothing may be left; and a fake engine."""
+    folder = Path(tempfile.mkdtemp(prefix="t-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
+    before = set(psutil.Process().children(recursive=True))
+    yield folder
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Launched]]:
+    """Launch an engine that does in each life what its name says."""
+    launched: list[Launched] = []
+
+    def start(lives: str, **settings: Any) -> Launched:
+        settings = {"served_model_name": lives, "ready_timeout_s": DEADLINE_S, **settings}
+        launched.append(launch(EngineConfig.check(settings)))
+        return launched[-1]
+
+    yield start
+    for each in launched:
+        each.close()
+
+
+def ask(launched: Launched) -> None:
+    """Send one request to the engine as it is now, over a connection of its own, and do not wait for anything."""
+    with closing(Session.connect(launched.address, timeout_s=DEADLINE_S)) as session:
+        session.submit(Generate("r", b"\1\0\0\0", SamplingParams()), lambda _: None)
+        until(lambda: not session._outgoing, "the request is sent")
+
+
+def life(launched: Launched) -> int | None:
+    """The life of the engine that answers now, which the fake says as its epoch; None if none does."""
+    with suppress(EngineError), closing(Session.connect(launched.address, timeout_s=ANSWER_S)) as session:
+        return session.welcome.epoch
+    return None
+
+
+def next_life(launched: Launched, dead: int) -> None:
+    until(lambda: launched.pid != dead, "the next life")
+
+
+def test_a_killed_engine_is_replaced_at_its_address(
+    start: Callable[..., Launched], place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched = start("serves")
+    first, address = launched.pid, launched.address
+    with caplog.at_level(logging.WARNING):
+        os.kill(first, signal.SIGKILL)
+        next_life(launched, first)
+        until(lambda: life(launched) == 2, "the second life")
+        until(lambda: len(caplog.messages) == 2, "both lines of the log")
+    assert launched.address == address
+    assert launched.alive() is None
+    assert not launched.wait(0.0)
+    assert caplog.messages[0] == (
+        f"the engine (pid {first}) ended: killed by SIGKILL; life 2 of it starts (pid {launched.pid}), at most 10 in "
+        f"{WINDOW_S:g} s do"
+    )
+    assert caplog.messages[1].startswith("life 2 of the engine serves after ")
+    (file,) = place.glob("vl-*/instance.json")
+    until(lambda: json.loads(file.read_text())["ready"], "the record of the one that is ready")
+    record = json.loads(file.read_text())
+    assert (record["engine"]["pid"], record["launcher"]["pid"]) == (launched.pid, os.getpid())
+
+
+def test_the_address_of_ones_own_stays(start: Callable[..., Launched], place: Path) -> None:
+    launched = start("serves", address=f"ipc://{place}/mine")
+    first = launched.pid
+    os.kill(first, signal.SIGKILL)
+    next_life(launched, first)
+    until(lambda: life(launched) == 2, "the second life")
+
+
+@pytest.mark.parametrize(
+    ("lives", "reason"),
+    [("fails,serves", "the engine failed: KeyError(7)"), ("dies,serves", "killed by SIGKILL")],
+)
+def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
+    start: Callable[..., Launched], lives: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched = start(lives)
+    first = launched.pid
+    ask(launched)
+    next_life(launched, first)
+    until(lambda: life(launched) == 2, "the second life")
+    assert f"ended: {reason};" in caplog.messages[0]
+
+
+def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., Launched]) -> None:
+    launched = start("freezes,serves", heartbeat_timeout_s=scaled(0.6))
+    first = launched.pid
+    ask(launched)
+    next_life(launched, first)
+    until(lambda: life(launched) == 2, "the second life")
+    assert not psutil.pid_exists(first)
+
+
+def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., Launched]) -> None:
+    launched = start("dies,hangs,serves", ready_timeout_s=1.0)
+    ask(launched)
+    until(lambda: life(launched) == 3, "the third life")
+
+
+def _is_over(launched: Launched, pid: int) -> bool:
+    return launched.pid != pid or launched.alive() is not None
+
+
+def test_past_the_limit_all_ends_with_the_first_cause(start: Callable[..., Launched]) -> None:
+    launched = start("fails,dies,dies", max_restarts=2)
+    for _ in range(3):
+        dead = launched.pid
+        ask(launched)
+        until(partial(_is_over, launched, dead), "the next life, or the end")
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == (
+        "the engine failed: KeyError(7) (the first of 3 deaths within 300 s; the last one: killed by SIGKILL)"
+    )
+    assert launched.session.dead is not None
+
+
+def test_one_that_gives_up_is_not_replaced(start: Callable[..., Launched]) -> None:
+    launched = start("gives-up,serves")
+    ask(launched)
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == "worker 0 died: killed by SIGKILL"
+
+
+def test_one_that_is_asked_to_end_is_not_replaced(start: Callable[..., Launched]) -> None:
+    launched = start("serves")
+    os.kill(launched.pid, signal.SIGTERM)
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == "exit status 0"
+
+
+def test_bad_input_at_another_start_ends_all(start: Callable[..., Launched]) -> None:
+    launched = start("dies,refuses")
+    ask(launched)
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == (
+        f"it cannot be started again: {fake_engine_process.REASON}; it was restarted because it ended: "
+        f"killed by SIGKILL"
+    )
+
+
+def test_another_start_that_fails_counts_as_a_death(start: Callable[..., Launched]) -> None:
+    launched = start("dies,ends,serves", max_restarts=2)
+    ask(launched)
+    until(lambda: life(launched) == 3, "the third life")
+    assert launched.alive() is None
+
+
+def test_without_restarts_the_first_death_is_the_end(start: Callable[..., Launched]) -> None:
+    launched = start("dies,serves", max_restarts=0)
+    ask(launched)
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == "killed by SIGKILL"
+
+
+def test_it_can_be_closed_while_another_life_starts(start: Callable[..., Launched]) -> None:
+    launched = start("dies,hangs")
+    first = launched.pid
+    ask(launched)
+    next_life(launched, first)
+    launched.close()
+    assert not psutil.pid_exists(launched.pid)
+    assert launched.wait(0.0)
+
+
+def test_kill_finds_it_in_any_life_and_ends_it_for_good(
+    start: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = start("serves")
+    first = launched.pid
+    os.kill(first, signal.SIGKILL)
+    next_life(launched, first)
+    until(lambda: life(launched) == 2, "the second life")
+    os.kill(launched.pid, signal.SIGSTOP)
+    assert main(["kill", "serves", "--timeout", "0.1", "--force"]) == 0
+    assert capsys.readouterr().out == f"{launched.pid} serves: killed\n"
+    assert launched.wait(DEADLINE_S)
+    assert launched.alive() == "killed by SIGKILL"
+
+
+def test_one_that_is_being_replaced_is_not_cleaned_away(start: Callable[..., Launched], place: Path) -> None:
+    launched = start("serves")
+    (file,) = place.glob("vl-*/instance.json")
+    record = instances._read(file.parent)
+    gone = instances.Process(record.engine.pid, record.engine.start_ticks + 1, record.engine.command)
+    instances.write(
+        str(file.parent),
+        record := instances.Record(
+            model="m", address=launched.address, started_s=1.0, engine=gone, launcher=record.launcher
+        ),
+    )
+    (found,) = instances.find()
+    assert found.state == "starting"
+    instances.write(str(file.parent), instances.Record(model="m", address="ipc:///no", started_s=1.0, engine=gone))
+    (found,) = instances.find()
+    assert found.state == "stale"

@@ -1,0 +1,66 @@
+"""What children leave behind that were killed: their own children, which end by themselves unless they are stopped.
+
+A child's parent is the last of its arguments (runtime/supervise.py), so it is found even when its parent is gone.
+"""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GONE_S = 5.0
+"""How long the kernel may take to end a killed process that holds much memory."""
+
+
+def end_children_of(pid: int, timeout_s: float = GONE_S) -> int:
+    """Kill the children that the dead process `pid` had started with supervise.spawn(), and wait until they are gone
+    and what they held is free. Returns how many still exist after `timeout_s`."""
+    watch = select.poll()
+    fds = [fd for child in _children_of(pid) if (fd := _killed(child, pid)) is not None]
+    try:
+        for fd in fds:
+            watch.register(fd, select.POLLIN)
+        left, deadline_s = len(fds), time.monotonic() + timeout_s
+        while left and (left_s := deadline_s - time.monotonic()) > 0:
+            for fd, _ in watch.poll(1000 * left_s):
+                watch.unregister(fd)
+                left -= 1
+        return left
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _children_of(pid: int) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _is_child(int(entry.name), pid):
+            yield int(entry.name)
+
+
+def _is_child(child: int, pid: int) -> bool:
+    """Whether a process of this user was started as `python -P -m MODULE PIPE PID`."""
+    try:
+        if os.stat(f"/proc/{child}").st_uid != os.getuid():
+            return False
+        arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return len(arguments) == 7 and arguments[1:3] == [b"-P", b"-m"] and arguments[5:] == [b"%d" % pid, b""]
+
+
+def _killed(child: int, pid: int) -> int | None:
+    """Kill a process through a descriptor of it, which is returned; None if it is gone. A process that has got its
+    number meanwhile is left alone."""
+    with suppress(OSError):
+        fd = os.pidfd_open(child)
+        try:
+            if _is_child(child, pid):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                return fd
+        except ProcessLookupError:
+            pass
+        os.close(fd)
+    return None
