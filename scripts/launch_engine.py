@@ -1,7 +1,8 @@
 """Run an engine until SIGTERM or Ctrl-C: python scripts/launch_engine.py --config configs/demo.yaml --block-size 8
 
 Flags win over VLLM_LITE_* variables, those over the file. When the engine is ready, one JSON line on stdout says where
-it is and what it holds. Exit status: 0 if it was stopped, 1 if it died, 2 if a flag or the model is at fault.
+it is and what it holds. One that dies later is replaced at the same address, and the log says so. Exit status: 0 if it
+was stopped, 1 if it died for good, 2 if a flag or the model is at fault.
 """
 
 import argparse

@@ -102,6 +102,12 @@ def test_a_killed_engine_is_replaced_at_its_address(
     assert (record["engine"]["pid"], record["launcher"]["pid"]) == (launched.pid, os.getpid())
 
 
+def test_an_engine_that_is_a_thread_is_replaced_when_it_fails(start: Callable[..., Launched]) -> None:
+    launched = start("fails,serves", single_process=True)
+    ask(launched)
+    until(lambda: life(launched) == 2, "the second life")
+
+
 def test_the_address_of_ones_own_stays(start: Callable[..., Launched], place: Path) -> None:
     launched = start("serves", address=f"ipc://{place}/mine")
     first = launched.pid

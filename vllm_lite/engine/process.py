@@ -185,7 +185,7 @@ class EngineProcess:
             self._port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, api.GetStats):
             stats = core.stats()
-            stats.malformed_messages = self._port.malformed
+            stats.malformed_messages, stats.life = self._port.malformed, self._settings.life
             self._port.send(peer, stats)
         elif isinstance(message, api.Describe):
             with_content = message.with_content
