@@ -31,6 +31,7 @@ from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.response import _as_error
+from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ForkBody
@@ -194,7 +195,7 @@ def known(output: list[int], scores: list[TokenLogprobs], **params: Any) -> tupl
 async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call:
     desk = Desk()
     desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
-    live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+    live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
     return await live._forks(*await live._parent("cmpl-parent"), body)
 
 
@@ -267,7 +268,7 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
 
     async def main() -> None:
         desk = Desk()
-        live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+        live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
         call = Call("parent", desk.call("parent").streams, AnswerStyle("cmpl", "demo", ("Once",)))
         with desk.calls.run(call):
             desk.session.say(Tokens("parent", 0, WORDS[:1]))
@@ -275,14 +276,14 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
             assert await live._parent("parent") == (call.streams[0], call.style)
             desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
             await settle()
-            ((context, state),) = await live._members("parent")
+            ((context, state),) = await live.members("parent")
             assert context == call.context(0)
             assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
             with pytest.raises(ApiError, match="has finished") as refused:
                 await live._parent("parent")
             assert refused.value.status == 409
         with pytest.raises(ApiError, match="no request 'parent' is running"):
-            await live._members("parent")
+            await live.members("parent")
 
     run(main)
 
@@ -290,10 +291,10 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
 def test_a_call_that_starts_while_the_engine_is_asked_is_not_said_to_have_finished() -> None:
     async def main() -> None:
         desk = Desk()
-        live = LiveRequests(desk.calls, FACTORY, cast(BodyReader, None))
+        live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
         answer: Future[Descriptions] = Future()
         desk.session.describe = lambda **_: answer  # type: ignore[method-assign]
-        asked = asyncio.ensure_future(live._members("parent"))
+        asked = asyncio.ensure_future(live.members("parent"))
         await settle()
         with desk.calls.run(desk.call("parent")):
             answer.set_result(Descriptions([]))

@@ -85,13 +85,15 @@ class Cursor:
 
     __slots__ = ("_ended", "_index", "_num_chars", "_num_tokens", "_sample")
 
-    def __init__(self, index: int, sample: Sample) -> None:
-        """`index` is the sample's in its request."""
+    def __init__(
+        self, index: int, sample: Sample, num_tokens: int = 0, num_chars: int = 0, *, has_ended: bool = False
+    ) -> None:
+        """`index` is the sample's in its request; the rest is what its reader has already."""
         self._index = index
         self._sample = sample
-        self._num_chars = 0
-        self._num_tokens = 0
-        self._ended = False
+        self._num_chars = num_chars
+        self._num_tokens = num_tokens
+        self._ended = has_ended
 
     def delta(self) -> CompletionOutput | None:
         """The new part of the sample: text, tokens, their logprobs, and its end; None if nothing is new.

@@ -143,7 +143,7 @@ class ApiRoutes:
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         echo = tuple(await self._texts(streams)) if echo is None else echo
         call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo))
-        return self._live.respond(call, stream=body.stream, headers=asked.headers)
+        return self._live.respond(call, asked.request, stream=body.stream, headers=asked.headers)
 
     async def _streams(
         self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
@@ -271,7 +271,9 @@ def _chat_changes(body: ChatBody) -> dict[str, Any]:
 # ---- the application
 
 
-def build(api: ApiRoutes, live: LiveRequests, config: ServeConfig, keys: Keys, metrics: Metrics) -> Starlette:
+def build(
+    api: ApiRoutes, live: LiveRequests, more: Sequence[Route], config: ServeConfig, keys: Keys, metrics: Metrics
+) -> Starlette:
     """Make the ASGI application."""
     gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
         ("/health", api.health),
@@ -295,7 +297,7 @@ def build(api: ApiRoutes, live: LiveRequests, config: ServeConfig, keys: Keys, m
     routes = [Route(path, method, methods=["GET"]) for path, method in gets]
     routes += [Route(path, live.reader.holding(method), methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
-    routes += live.routes()
+    routes += [*live.routes(), *more]
     metrics.know(routes)
     open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
     auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)

@@ -14,13 +14,16 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState, Tokens
-from vllm_lite.protocol.codec import unpack_tokens
+from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState
 from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
+from vllm_lite.server.calls.marked import MarkedWriter
+from vllm_lite.server.calls.place import MAX_CHOICES
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
-from vllm_lite.server.http.auth import require_admin
+from vllm_lite.server.calls.restored import restored
+from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.http.auth import owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
@@ -49,12 +52,13 @@ Member = tuple[CallContext, RequestState | EndedRequest]
 class LiveRequests:
     """Answers the routes about requests that run: one method for each."""
 
-    def __init__(self, calls: Calls, factory: StreamFactory, reader: BodyReader) -> None:
+    def __init__(self, calls: Calls, resumable: ResumableCalls, factory: StreamFactory, reader: BodyReader) -> None:
         self.calls = calls
+        self.resumable = resumable
         self.reader = reader
         self._factory = factory
         self._scoreboard = calls.scoreboard
-        self._spelling = Spelling(factory.tokenizer)
+        self.spelling = Spelling(factory.tokenizer)
 
     def routes(self) -> list[Route]:
         path = "/v1/requests/{request_id}"
@@ -69,16 +73,27 @@ class LiveRequests:
     async def new_id(self, kind: str, wanted: str | None) -> str:
         """The id of a new call. Raises ApiError if another server has a call with the id that is wanted."""
         call_id = f"{kind}-{wanted or os.urandom(12).hex()}"
+        if self.resumable.get(call_id) is not None:
+            raise in_use(call_id)
         if wanted is not None and self._scoreboard.num_servers > 1:
             found = await self.calls.ask(lambda session: session.describe(external_id=call_id))
             if found.requests:
                 raise in_use(call_id)
         return call_id
 
-    def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
-        """Make the response that starts `call`."""
-        made = writer(call, self._spelling)
-        return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
+    def respond(self, call: Call, request: Request, *, stream: bool | None, headers: dict[str, str]) -> Response:
+        """Make the response that starts `call`. Raises ApiError if it cannot be resumable and should be."""
+        if not call.style.resumable:
+            made = writer(call, self.spelling)
+            return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
+        if not self.resumable.resume_s:
+            raise ApiError(400, "this server keeps no streams to be resumed (--stream-resume-s 0)", "resumable")
+        if len(call.choices) > MAX_CHOICES:
+            text = f"a resumable stream has at most {MAX_CHOICES} choices, and this one has {len(call.choices)}"
+            raise ApiError(400, text, "resumable")
+        call.owner = owner_of(request, call.id)
+        marked = MarkedWriter(writer(call, self.spelling), call)
+        return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
     async def load(self, _: Request) -> Response:
         """How many requests run; with several servers how many on each, and which one answers."""
@@ -88,8 +103,8 @@ class LiveRequests:
 
     async def state(self, request: Request) -> Response:
         """Describe a request, and why it waits if it does."""
-        call_id = _id_in(request)
-        members = await self._members(call_id)
+        call_id = id_in(request)
+        members = await self.members(call_id)
         prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
         live = [member for _, member in members if isinstance(member, RequestState)]
@@ -107,27 +122,31 @@ class LiveRequests:
                 "state": next((state for state in _ORDER if state in states), "finished"),
                 "admission": None if first is None else _admission(first),
                 "usage": usage,
+                "resumable": context.style.resumable,
+                "disconnected_s": self.resumable.unread_s(call_id),
                 "prompts": prompts,
             }
         )
 
     async def abort(self, request: Request) -> Response:
         """End a request. Its client gets the finish reason "abort"."""
-        call_id = _id_in(request)
-        own = self.calls.get(call_id)
+        call_id = id_in(request)
+        own = self._own(call_id)
         aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
         if not aborted.num_requests and own is None:
             raise _not_running(call_id)
+        if own is not None and self.resumable.unread_s(call_id) is not None:
+            self.resumable.forget(own)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        parent, style = await self._parent(_id_in(request))
+        parent, style = await self._parent(id_in(request))
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
         call = await self._forks(parent, style, body)
-        return self.respond(call, stream=body.stream, headers=headers)
+        return self.respond(call, request, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Empty the prefix cache. What runs goes on."""
@@ -135,12 +154,10 @@ class LiveRequests:
         done = await self.calls.ask(lambda session: session.reset_prefix_cache())
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
-    # ---- inside
-
-    async def _members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
+    async def members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
         """The streams of a call, in order. Those of this server are known until its client has the whole answer, others
         until the engine has ended the last of them. Raises ApiError if there is no such call."""
-        own = self.calls.get(call_id)  # before the engine is asked: of a call that starts meanwhile it says nothing
+        own = self._own(call_id)  # before the engine is asked: of a call that starts meanwhile it says nothing
         found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
         if own is not None:
             live = {state.request_id: state for state in found.requests}
@@ -154,6 +171,12 @@ class LiveRequests:
         if not found.requests or not members:
             raise _not_running(call_id)
         return sorted(members, key=lambda member: member[0].index)
+
+    # ---- inside
+
+    def _own(self, call_id: str) -> Call | None:
+        """The call, if it runs here, or is kept here for its reader to come back."""
+        return self.calls.get(call_id) or self.resumable.get(call_id)
 
     async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody) -> Call:
         """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
@@ -175,32 +198,21 @@ class LiveRequests:
 
     async def _parent(self, call_id: str) -> tuple[RequestStream, AnswerStyle]:
         """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
-        own = self.calls.get(call_id)
+        own = self._own(call_id)
         if own is not None:
             num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
         else:
-            context, state = (await self._members(call_id, with_content=True))[0]
-            num_prompts, style, stream = context.num_streams, context.style, self._restored(state)
+            context, state = (await self.members(call_id, with_content=True))[0]
+            num_prompts, style, stream = (
+                context.num_streams,
+                context.style,
+                restored(self._factory, state, keep_stop=False),
+            )
         if num_prompts > 1:
             raise ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
         if stream is None:
             raise ApiError(409, f"request {call_id!r} has finished; only one that runs can be forked")
         return stream, style
-
-    def _restored(self, state: RequestState | EndedRequest) -> RequestStream | None:
-        """The stream of another server's request, as far as it has come; None if that has ended. It has not met a stop
-        string: a fork may have inherited one, which does not count. Raises ApiError if its logprobs are not known."""
-        if not isinstance(state, RequestState) or state.content is None:
-            return None
-        name, content = state.request_id, state.content
-        output, scored = unpack_tokens(content.output), content.logprobs
-        if content.params.logprobs is not None and content.params.n == 1 and len(scored) < len(output):
-            raise ApiError(409, f"request {name!r} has more logprobs than are kept for forks")
-        stream = self._factory.make(
-            unpack_tokens(content.prompt), msgspec.structs.replace(content.params, stop=()), name
-        )
-        stream.apply(Tokens(name, 0, output, scored or None))
-        return stream
 
 
 def _ended(stream: RequestStream) -> EndedRequest:
@@ -208,7 +220,7 @@ def _ended(stream: RequestStream) -> EndedRequest:
     return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
 
 
-def _id_in(request: Request) -> str:
+def id_in(request: Request) -> str:
     call_id: str = request.path_params["request_id"]
     if len(call_id) > MAX_ID_CHARS:
         raise _not_running(call_id)

@@ -11,6 +11,7 @@ from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
+from vllm_lite.server.calls.place import Place, Shown
 from vllm_lite.server.openai.chunks import AnswerStyle
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
@@ -20,7 +21,8 @@ MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
 class CallContext(msgspec.Struct, frozen=True):
     """What any API server needs to know of a call, beside its tokens: the engine keeps it with each of the streams.
 
-    `index` is the stream's among `num_streams`; they are `are_forks` of one request, or have a prompt each.
+    `index` is the stream's among `num_streams`; they are `are_forks` of one request, or have a prompt each. `owner`
+    stands for the API key that the call was started with, "" for none.
     """
 
     created: int
@@ -28,63 +30,115 @@ class CallContext(msgspec.Struct, frozen=True):
     num_streams: int
     are_forks: bool
     style: AnswerStyle
+    owner: str = ""
 
 
 class Choice:
     """One continuation of one prompt, as a choice of the answer. `delta()` delivers each part of it once."""
 
-    __slots__ = ("_cursor", "_ranked", "index", "stream")
+    __slots__ = ("_cursor", "_rank", "_sample_index", "index", "stream")
 
-    def __init__(self, index: int, stream: RequestStream, sample_index: int) -> None:
-        """`sample_index` counts within the stream: by sample or, where samples are ranked at the end, by rank."""
+    def __init__(self, index: int, stream: RequestStream, sample_index: int, shown: Shown) -> None:
+        """`sample_index` counts within the stream: by sample or, where samples are ranked at the end, by rank. `shown`
+        is what has been delivered before."""
         self.index = index
         self.stream = stream
-        self._cursor = None if stream.ends_at_once else Cursor(sample_index, stream.samples[sample_index])
-        self._ranked: int | None = sample_index
+        self._sample_index = sample_index
+        self._cursor: Cursor | None = None
+        self._rank: int | None = None
+        if stream.ends_at_once:
+            self._rank = None if shown.has_ended else sample_index
+        else:
+            sample = stream.samples[sample_index]
+            self._cursor = Cursor(sample_index, sample, shown.num_tokens, shown.num_chars, has_ended=shown.has_ended)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens that it has."""
+        if self.stream.ends_at_once:
+            return self.stream.output().outputs[self._sample_index].token_ids
+        return self.stream.samples[self._sample_index].token_ids
 
     def delta(self) -> CompletionOutput | None:
         """What is new since the last call, None if nothing is. An error is the whole call's, which reports it."""
         if self._cursor is not None:
             return self._cursor.delta()
-        if self._ranked is None or not self.stream.finished:
+        if self._rank is None or not self.stream.finished:
             return None
-        rank, self._ranked = self._ranked, None
+        rank, self._rank = self._rank, None
         return self.stream.output().outputs[rank]
+
+
+class Reading:
+    """One client's reading of a call: how much of each choice it has, and what wakes the response that it gets."""
+
+    def __init__(self, choices: Sequence[Choice], *, is_resumed: bool = False) -> None:
+        """`is_resumed`: the call was read before, by a client whose connection broke."""
+        self.choices = choices
+        self.is_resumed = is_resumed
+        self.is_over = False
+        """The client has disconnected, or another one reads instead."""
+        self.is_complete = False
+        """All of the answer has been sent."""
+        self.sent_s = time.monotonic()
+        """When the client was last sent something."""
+        self._changed = asyncio.Event()
+
+    def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
+        """Yield each choice that has something new, with what that is."""
+        for choice in self.choices:
+            if (delta := choice.delta()) is not None:
+                yield choice, delta
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def end(self) -> None:
+        """Report that the client has disconnected, or that another one reads instead."""
+        self.is_over = True
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Until something has come, the reading is over, or a comment is due. All that wakes it has a deadline of its
+        own."""
+        await self._changed.wait()
+        self._changed.clear()
 
 
 class Call:
     """One HTTP request that generates. It is woken whenever one of its streams has something new."""
 
     def __init__(
-        self, call_id: str, streams: Sequence[RequestStream], style: AnswerStyle, *, are_forks: bool = False
+        self,
+        call_id: str,
+        streams: Sequence[RequestStream],
+        style: AnswerStyle,
+        *,
+        are_forks: bool = False,
+        num_inherited: int | None = None,
     ) -> None:
-        """`streams` have the same number of samples each; if they `are_forks` of one request its prompt counts once."""
+        """`streams` have the same number of samples each; if they `are_forks` of one request its prompt counts once.
+        `num_inherited` of the tokens that they have now are none of their own, all of them if it is not given."""
         self.id = call_id
+        self.owner = ""
+        """As in CallContext."""
         self.created = int(time.time())
         self.streams = streams
         self.style = style
         self.are_forks = are_forks
         self._prompts = streams[:1] if are_forks else streams
-        self._num_inherited = self._num_tokens
-        num = streams[0].params.n
-        self.choices = [
-            Choice(place * num + sample, stream, sample)
-            for place, stream in enumerate(streams)
-            for sample in range(num)
-        ]
-        self.is_disconnected = False
+        self._num_inherited = self._num_tokens if num_inherited is None else num_inherited
+        self.reading = Reading(self._choices(Place.beginning(len(streams) * streams[0].params.n)))
         self.was_cut = False
         """The server ends before this had a single token of its own."""
-        self.sent_s = time.monotonic()
-        """When its client was last sent something."""
         self.was_woken = False
-        self._changed = asyncio.Event()
 
     def context(self, index: int) -> CallContext:
         style, count = self.style, len(self.streams)
         if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
-            style = msgspec.structs.replace(style, echo=())  # only a call with one stream can be forked
-        return CallContext(self.created, index, count, self.are_forks, style)
+            # Only a call with one stream can be forked or resumed, and it is resumed as it began.
+            style = msgspec.structs.replace(style, echo=(), resumable=False)
+        return CallContext(self.created, index, count, self.are_forks, style, self.owner)
 
     def message(self, index: int) -> Generate | ForkRequest:
         """What starts stream `index` in the engine, where any API server finds it by the call's id."""
@@ -92,8 +146,17 @@ class Call:
         return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 
     @property
+    def choices(self) -> Sequence[Choice]:
+        return self.reading.choices
+
+    @property
     def finished(self) -> bool:
         return all(stream.finished for stream in self.streams)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing new will come: all streams have finished, or one has failed, and with it the call."""
+        return self.finished or self.error is not None
 
     @property
     def has_begun(self) -> bool:
@@ -128,28 +191,49 @@ class Call:
     def num_cached_tokens(self) -> int:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
-    def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
-        """Yield each choice that has something new, with what that is."""
-        for choice in self.choices:
-            if (delta := choice.delta()) is not None:
-                yield choice, delta
+    def read_on(self, place: Place) -> Reading:
+        """Let another client read, from `place` on; the reading before is over."""
+        self.reading.end()
+        self.reading = Reading(self._choices(place), is_resumed=True)
+        self.reading.wake()
+        return self.reading
+
+    def has_reached(self, place: Place) -> bool:
+        """Whether there is as much of every choice as `place` says that a client has."""
+        if len(place.choices) != len(self.choices) or (place.closing and not self.has_ended):
+            return False
+        num = self.streams[0].params.n
+        return all(
+            _has_reached(self.streams[index // num], index % num, shown) for index, shown in enumerate(place.choices)
+        )
 
     def wake(self) -> None:
         self.was_woken = True
-        self._changed.set()
+        self.reading.wake()
 
     def cut_short(self) -> None:
         """End the call as the server ends: it does not wait for the engine to end its streams."""
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
-    def disconnect(self) -> None:
-        """Report that its client has disconnected."""
-        self.is_disconnected = True
-        self._changed.set()
+    def _choices(self, place: Place) -> list[Choice]:
+        num = self.streams[0].params.n
+        return [
+            Choice(index, self.streams[index // num], index % num, shown) for index, shown in enumerate(place.choices)
+        ]
 
-    async def wait(self) -> None:
-        """Until something has come, its client has disconnected, or a comment is due. All that wakes it has a deadline
-        of its own."""
-        await self._changed.wait()
-        self._changed.clear()
+
+def _has_reached(stream: RequestStream, sample_index: int, shown: Shown) -> bool:
+    """Whether there is as much of a choice; what is ranked at the end is there as a whole or not at all."""
+    told = shown.num_tokens, shown.num_chars
+    if stream.ends_at_once:
+        if not shown.has_ended:
+            return told == (0, 0)
+        if not stream.finished or stream.error is not None:
+            return False
+        output = stream.output().outputs[sample_index]
+        return told == (len(output.token_ids), len(output.text))
+    sample = stream.samples[sample_index]
+    if shown.has_ended:
+        return sample.finish_reason not in (None, "error") and told == (len(sample.token_ids), len(sample.text))
+    return shown.num_tokens <= len(sample.token_ids) and shown.num_chars <= len(sample.text)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats
-from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.call import Call, Reading
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.openai.errors import ApiError, in_use, public_text, refused
@@ -94,8 +94,16 @@ class Calls:
             raise _full(f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})")
 
     @contextmanager
-    def run(self, call: Call) -> Iterator[None]:
-        """Start `call`; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
+    def run(self, call: Call) -> Iterator[Reading]:
+        """Start `call`, and read it; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
+        self.start(call)
+        try:
+            yield call.reading
+        finally:
+            self.end(call)
+
+    def start(self, call: Call) -> None:
+        """Start `call`, which runs until end(). Raises ApiError if it cannot be started; then nothing is left of it."""
         self.check(call.num_sequences)
         self._check_tokens(call)
         if call.id in self._running or self.dispatcher.has_one_of(call):
@@ -103,12 +111,16 @@ class Calls:
         self._running[call.id] = call
         self.scoreboard.report_load(len(self._running))
         try:
-            try:
-                self.dispatcher.start(call)
-            except VllmLiteError as error:
+            self.dispatcher.start(call)
+        except BaseException as error:
+            self.end(call)
+            if isinstance(error, VllmLiteError):
                 raise refused(error) from error
-            yield
-        finally:
+            raise
+
+    def end(self, call: Call) -> None:
+        """End what is left of `call`, if it still runs."""
+        if self._running.get(call.id) is call:
             del self._running[call.id]
             self.scoreboard.report_load(len(self._running))
             self.dispatcher.drop(call)
@@ -149,7 +161,7 @@ class Calls:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
             for call in list(self._running.values()):
-                if now_s - call.sent_s >= PING_S:
+                if now_s - call.reading.sent_s >= PING_S:
                     call.wake()
             await self._look_at_queue()
 

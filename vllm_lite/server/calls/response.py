@@ -1,4 +1,4 @@
-"""A call as an HTTP response, whole or streamed. Whichever way it ends, nothing of it is left in the engine.
+"""A call as an HTTP response, whole or streamed.
 
 A stream's status is decided by its first event: what the engine refuses is an error like any other, not a stream.
 """
@@ -7,16 +7,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.errors import RequestError, VllmLiteError
-from vllm_lite.server.calls.call import Call, Choice
+from vllm_lite.server.calls.call import Call, Choice, Reading
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import field_of
-from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
 PING = b": ping\n\n"
@@ -26,19 +26,34 @@ MANY_TOKENS = 256
 """Tokens with logprobs in one write of a stream, beyond which a thread encodes them."""
 
 
+class Writer(Protocol):
+    """Writes one answer: events of a stream, or the whole body. See AnswerWriter."""
+
+    def opening(self) -> list[bytes]: ...
+
+    def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes: ...
+
+    def closing(self) -> list[bytes]: ...
+
+    def failure(self, error: ApiError) -> bytes: ...
+
+    def whole(self) -> bytes: ...
+
+
 class CallResponse(Response):
-    """Runs `call` when the response is asked for; aborts it if the client disconnects."""
+    """Sends what is read of `call`, until that has ended or the reading is over."""
 
     def __init__(
         self,
         call: Call,
-        writer: AnswerWriter,
-        run: Callable[[Call], AbstractContextManager[None]],
+        writer: Writer,
+        run: Callable[[Call], AbstractContextManager[Reading]],
         *,
         stream: bool,
         headers: dict[str, str],
     ) -> None:
-        """`run` starts the call in the engine and, at its exit, ends what is left of it there."""
+        """`run` begins a reading of the call, which it starts in the engine if need be. At its exit the reading is
+        over: it ends what is left of the call, or keeps that for another reading."""
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
         super().__init__(headers={"content-type": kind, **headers})
         self._own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
@@ -48,20 +63,19 @@ class CallResponse(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        call = self._call
-        watch = asyncio.ensure_future(until_disconnected(receive))
-        watch.add_done_callback(lambda _: call.disconnect())
-        try:
-            with self._run(call):
-                await (self._send_chunks(send) if self._stream else self._send_whole(send))
-        finally:
-            watch.cancel()
+        with self._run(self._call) as reading:
+            watch = asyncio.ensure_future(until_disconnected(receive))
+            watch.add_done_callback(lambda _: reading.end())
+            try:
+                await (self._send_chunks(reading, send) if self._stream else self._send_whole(reading, send))
+            finally:
+                watch.cancel()
 
-    async def _send_whole(self, send: Send) -> None:
+    async def _send_whole(self, reading: Reading, send: Send) -> None:
         call = self._call
-        while not call.finished and not call.is_disconnected and call.error is None and not call.was_cut:
-            await call.wait()
-        if call.is_disconnected:
+        while not call.has_ended and not reading.is_over and not call.was_cut:
+            await reading.wait()
+        if reading.is_over:
             return
         if call.error is not None or call.was_cut:
             raise _as_error(call)
@@ -72,31 +86,32 @@ class CallResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_chunks(self, send: Send) -> None:
+    async def _send_chunks(self, reading: Reading, send: Send) -> None:
         call, writer = self._call, self._writer
-        await call.wait()
-        if call.error is not None or call.was_cut:
+        await reading.wait()
+        if call.was_cut or (call.error is not None and not (reading.is_resumed and call.has_begun)):
             raise _as_error(call)
-        if call.is_disconnected:
+        if reading.is_over:
             return
         headers = [*self._own_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = writer.opening()
-        while not call.is_disconnected:
-            ended = call.finished or call.error is not None
-            data += await self._chunks(list(call.deltas()))
+        data = b"".join(writer.opening())
+        while not reading.is_over:
+            ended = call.has_ended
+            data += await self._chunks(list(reading.deltas()))
             if ended:
-                data += writer.closing() if call.error is None else b"data: " + _as_error(call).body() + b"\n\n"
+                data += b"".join(writer.closing()) if call.error is None else writer.failure(_as_error(call))
             now_s = time.monotonic()
-            if not data and now_s - call.sent_s >= PING_S:
+            if not data and now_s - reading.sent_s >= PING_S:
                 data = PING
             if data:
-                call.sent_s = now_s
+                reading.sent_s = now_s
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})
             if ended:
+                reading.is_complete = True
                 return
             data = b""
-            await call.wait()
+            await reading.wait()
 
     async def _chunks(self, deltas: list[tuple[Choice, CompletionOutput]]) -> bytes:
         """A chunk for each delta. A choice that has nothing to show before its end has one long delta."""

@@ -21,6 +21,8 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """What needs no key. Compared with the path as the server routes it, so that no header moves it."""
 _NO_ADMIN = "vllm_lite.no_admin"
 """In a scope: why its sender is no admin, None if it is."""
+_KEY = "vllm_lite.key"
+"""In a scope: the digest of the key that it came with, b"" if that is none of ours."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
@@ -52,6 +54,7 @@ class AuthMiddleware:
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
             await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
             return
+        scope[_KEY] = _digest_in(authorization) if is_user or is_admin else b""
         scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, is_page=b"origin" in headers)
         await self._app(scope, receive, send_with_id)
 
@@ -75,6 +78,13 @@ def require_admin(request: Request) -> None:
         raise reason
 
 
+def owner_of(request: Request, call_id: str) -> str:
+    """What stands for the sender's key with this call, "" without keys. Nobody learns the key from it, nor which calls
+    have the same one."""
+    digest: bytes = request.scope[_KEY]
+    return sha256(digest + call_id.encode()).hexdigest()[:32] if digest else ""
+
+
 def _unknown(message: str) -> ApiError:
     return ApiError(401, f"{message}, as `Authorization: Bearer KEY`", headers={"WWW-Authenticate": "Bearer"})
 
@@ -86,7 +96,10 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 def _is_among(digests: Sequence[bytes], authorization: bytes) -> bool:
     """Whether the header has one of the keys. That takes the same time however much of a key is right, and whichever
     key it is."""
-    scheme, _, key = authorization.partition(b" ")
-    digest = sha256(key.strip()).digest()
+    digest = _digest_in(authorization)
     num_equal = sum(compare_digest(digest, other) for other in digests)
-    return num_equal > 0 and scheme.lower() == b"bearer"
+    return num_equal > 0 and authorization.partition(b" ")[0].lower() == b"bearer"
+
+
+def _digest_in(authorization: bytes) -> bytes:
+    return sha256(authorization.partition(b" ")[2].strip()).digest()

@@ -71,6 +71,7 @@ class ForkBody(SamplingFields, frozen=True, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resumable: bool | None = None
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
 
@@ -144,6 +145,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resumable: bool | None = None
     request_id: RequestId | None = None
     cache_salt: Name | None = None
     priority: int | None = None

@@ -4,6 +4,7 @@ What is the same in every chunk of a stream is encoded once: a chunk is a few jo
 each chunk repeats belongs into AnswerWriter's `_head`, one that only the last chunk of a choice has into its `_tail`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.openai import logprobs
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, ForkBody, GenerateBody, StreamOptions
+from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Offsets, Spelling
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     only_scores     only the prompt is shown, and nothing that was generated
     token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
+    resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
     """
 
     kind: Literal["cmpl", "chatcmpl", "gen"]
@@ -40,28 +43,30 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     token_ids: bool = True
     usage: bool = False
     usage_always: bool = False
+    resumable: bool = False
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str) -> Self:
         if isinstance(body, GenerateBody):
             scores = body.sampling_params.prompt_logprobs is not None
-            return cls("gen", model, prompt_logprobs=scores).with_usage(body.stream_options)
+            return cls("gen", model, prompt_logprobs=scores).streamed_as(body)
         kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
         style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
-        return style.with_usage(body.stream_options)
+        return style.streamed_as(body)
 
     def forked(self, body: ForkBody) -> Self:
-        """Return the style of a fork, which may ask for token ids and usage itself."""
-        style = self.with_usage(body.stream_options)
+        """Return the style of a fork, which may ask for token ids itself, and for what a stream has beside them."""
+        style = self.streamed_as(body)
         if self.kind == "gen" or body.return_token_ids is None:
             return style
         return msgspec.structs.replace(style, prompt_ids=body.return_token_ids, token_ids=body.return_token_ids)
 
-    def with_usage(self, options: StreamOptions | None) -> Self:
-        usage = options is not None and bool(options.include_usage)
-        always = usage and options is not None and bool(options.continuous_usage_stats)
-        return msgspec.structs.replace(self, usage=usage, usage_always=always)
+    def streamed_as(self, body: ForkBody | GenerateBody) -> Self:
+        """Return the style with what `body` wants a stream to have."""
+        options = body.stream_options or StreamOptions()
+        usage, always = bool(options.include_usage), bool(options.continuous_usage_stats)
+        return msgspec.structs.replace(self, usage=usage, usage_always=usage and always, resumable=bool(body.resumable))
 
 
 class AnswerWriter:
@@ -80,9 +85,13 @@ class AnswerWriter:
         self._head = b"data: " + _encode(self._identity(self.chunk_object))[:-1] + b',"choices":['
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
-    def opening(self) -> bytes:
-        """Write what a stream begins with, before the first token."""
-        return b""
+    def skip(self, choice: "Choice", token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        """Go on behind the first tokens of a choice, which have been written before."""
+        self._num_shown += 0 if self._style.only_scores else len(token_ids)
+
+    def opening(self) -> list[bytes]:
+        """Write the events that a stream begins with, before the first token."""
+        return []
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
         """What is new of `choice`, as a chunk of the stream; b"" if nothing of it is visible."""
@@ -93,17 +102,21 @@ class AnswerWriter:
         fields = _encode(self._new_fields(choice, delta))[1:-1]
         return self._line(b'{"index":%d,' % choice.index + fields + self._tail(delta))
 
-    def closing(self) -> bytes:
-        """Write what a stream ends with: the usage if it was asked for, and [DONE]."""
+    def closing(self) -> list[bytes]:
+        """Write the events that a stream ends with: the usage if it was asked for, and [DONE]."""
         if not self._style.usage:
-            return DONE
-        return self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n" + DONE
+            return [DONE]
+        return [self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n", DONE]
+
+    def failure(self, error: ApiError) -> bytes:
+        """Write the event that ends a stream with an error."""
+        return b"data: " + error.body() + b"\n\n"
 
     def whole(self) -> bytes:
         """The whole body. The fields about the prompt are in the choices of completions, which may have several."""
         is_completion = self._style.kind == "cmpl"
         choices = []
-        for choice, new in self._call.deltas():
+        for choice, new in self._call.reading.deltas():
             delta = self._shown(new)
             end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             if self._style.token_ids:
@@ -186,11 +199,11 @@ class ChatWriter(AnswerWriter):
         super().__init__(call, spelling)
         self._echo = "".join(call.style.echo)
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[bytes]:
         """Write the role of each choice, and the echo if there is one."""
         delta = {"role": "assistant", "content": self._echo}
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
-        return b"".join(self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices)
+        return [self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices]
 
     def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         return {"delta": {"content": delta.text}, "logprobs": self._content_logprobs(delta)}
@@ -214,13 +227,19 @@ class CompletionWriter(AnswerWriter):
         self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
         self._offsets = [Offsets(len(text)) for text in self._echo]
 
-    def opening(self) -> bytes:
+    def skip(self, choice: "Choice", token_ids: Sequence[int]) -> None:
+        super().skip(choice, token_ids)
+        if self._params.logprobs is not None:
+            for token_id in token_ids:
+                self._offsets[choice.index].next(self._spelling.of(token_id)[1])
+
+    def opening(self) -> list[bytes]:
         rest = b',"logprobs":null,"finish_reason":null}'
-        return b"".join(
+        return [
             self._line(b'{"index":%d,"text":' % choice.index + _encode(text) + rest)
             for choice, text in zip(self._call.choices, self._echo, strict=True)
             if text
-        )
+        ]
 
     def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         return {"text": delta.text, "logprobs": self._logprobs(choice, delta)}

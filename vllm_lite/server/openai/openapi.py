@@ -29,6 +29,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/v1/requests/{request_id}", "how a request is, and why it waits", None),
     ("delete", "/v1/requests/{request_id}", "end a request", None),
     ("post", "/v1/requests/{request_id}/fork", "branches of a request that runs, answered as that is", bodies.ForkBody),
+    ("get", "/v1/requests/{request_id}/stream", "a resumable stream, behind the event of Last-Event-ID", None),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
 )
 _WIDER = {"max_tokens", "seed", "stop"}

@@ -29,6 +29,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.server.app import ApiRoutes, ServedModel, build
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
+from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
@@ -38,6 +39,7 @@ from vllm_lite.server.openai.prompts import Prompts
 from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.resumption import Resumption
 
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
@@ -115,9 +117,10 @@ class HttpServer:
         if is_stopped():  # before there was a loop
             return 0
         calls = self._calls()
-        server = self._uvicorn(calls)
+        resumable = ResumableCalls(calls, self.config.stream_resume_s)
+        server = self._uvicorn(resumable)
         serving: list[asyncio.Future[None]] = []
-        watching = [asyncio.ensure_future(calls.watch())]
+        watching = [asyncio.ensure_future(calls.watch()), asyncio.ensure_future(resumable.watch())]
         try:
             await others.start()
             watching.append(asyncio.ensure_future(others.watch()))
@@ -180,17 +183,18 @@ class HttpServer:
         dispatcher = Dispatcher(self.engine.session, asyncio.get_running_loop())
         return Calls(dispatcher, limits, self.scoreboard)
 
-    def _uvicorn(self, calls: Calls) -> uvicorn.Server:
+    def _uvicorn(self, resumable: ResumableCalls) -> uvicorn.Server:
         config, files, engine = self.config, self.files, self.engine.session.welcome
+        calls = resumable.calls
         names = config.names or (engine.model,)
         model = ServedModel(names, None if config.names else config.model, engine.max_model_len, files.defaults)
         factory = StreamFactory(engine, files.tokenizer)
-        live = LiveRequests(calls, factory, BodyReader(config, engine.max_model_len))
+        live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len))
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
         api = ApiRoutes(config, model, factory, prompts, live)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(
-            build(api, live, config, self.keys, metrics),
+            build(api, live, Resumption(live, factory).routes(), config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
             ws="none",
             loop="none",

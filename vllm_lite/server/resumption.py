@@ -1,0 +1,118 @@
+"""GET /v1/requests/{id}/stream: a resumable stream, from where the connection before this one broke.
+
+The API server that started the request has all of its stream, also when it has ended. Any other one takes the request
+over, as long as it runs: the engine knows its tokens, if it has one sample, and sends those to come to the new server.
+"""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite.client.stream import StreamFactory
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import EndedRequest
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.marked import MarkedWriter
+from vllm_lite.server.calls.response import CallResponse
+from vllm_lite.server.calls.restored import restored
+from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.live_requests import LiveRequests, Member, id_in
+from vllm_lite.server.openai.chunks import writer
+from vllm_lite.server.openai.errors import ApiError, refused
+
+
+class Resumption:
+    """Answers the route."""
+
+    def __init__(self, live: LiveRequests, factory: StreamFactory) -> None:
+        self._live = live
+        self._factory = factory
+        self._resumable = live.resumable
+        self._calls = live.calls
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/requests/{request_id}/stream", self.stream, methods=["GET"])]
+
+    async def stream(self, request: Request) -> Response:
+        """Go on with a resumable stream, behind the event that the header Last-Event-ID names."""
+        call_id = id_in(request)
+        call = await self._found(call_id, owner_of(request, call_id))
+        marked = MarkedWriter(writer(call, self._live.spelling), call, request.headers.get("last-event-id", ""))
+        if marked.place.is_end:
+            return Response(status_code=204)  # the EventSource of a browser asks again after a 200, not after this
+        run = partial(self._resumable.resume, place=marked.place)
+        return CallResponse(call, marked, run, stream=True, headers={})
+
+    async def _found(self, call_id: str, owner: str) -> Call:
+        """The call, kept here or taken over from another server. Raises ApiError."""
+        own = self._resumable.get(call_id)
+        if own is not None:
+            _check(call_id, own.owner, owner, is_resumable=own.style.resumable)
+            if own.error is None or not await self._runs_elsewhere(call_id):
+                return own
+        elif self._calls.get(call_id) is not None:
+            raise _not_resumable(call_id)
+        elif self._calls.scoreboard.num_servers == 1:
+            raise self._unknown(call_id)
+        taken = await self._taken_over(call_id, owner)
+        now = self._resumable.get(call_id)
+        if now is not None and now is not own:  # by another connection, while the engine was asked
+            return now
+        if own is not None:
+            self._resumable.forget(own)
+        self._resumable.add(taken)
+        return taken
+
+    async def _runs_elsewhere(self, call_id: str) -> bool:
+        """Whether a call of this server, whose stream has failed, was taken over by another server."""
+        if self._calls.scoreboard.num_servers == 1 or self._calls.death is not None:
+            return False
+        found = await self._calls.ask(lambda session: session.describe(external_id=call_id))
+        return bool(found.requests)
+
+    async def _taken_over(self, call_id: str, owner: str) -> Call:
+        """Another server's call, not started here yet. Raises ApiError if the engine does not know all of it."""
+        try:
+            members = await self._live.members(call_id, with_content=True)
+        except ApiError as error:
+            raise (self._unknown(call_id) if error.status == 404 else error) from error
+        context = members[0][0]
+        _check(call_id, context.owner, owner, is_resumable=context.style.resumable)
+        try:
+            stream = restored(self._factory, members[0][1], keep_stop=True) if _is_whole(members) else None
+        except RequestError as error:
+            raise refused(error) from error
+        if stream is None:
+            text = f"the stream of request {call_id!r} is at another API server, and the engine does not know all of it"
+            raise ApiError(409, f"{text}; connect again, and that one may answer")
+        call = Call(call_id, [stream], context.style, are_forks=context.are_forks, num_inherited=0)
+        call.created, call.owner = context.created, context.owner
+        return call
+
+    def _unknown(self, call_id: str) -> ApiError:
+        which = f'those that were sent with "resumable": true can, for {self._resumable.resume_s:g} s'
+        return ApiError(404, f"no request {call_id!r} can be resumed; {which} after their connection broke")
+
+
+def _is_whole(members: list[Member]) -> bool:
+    """Whether the engine knows all that was shown. It knows one sample; the stop strings of a fork count from a place
+    that it does not know."""
+    context, state = members[0]
+    if len(members) > 1 or context.num_streams > 1 or isinstance(state, EndedRequest) or state.content is None:
+        return False
+    params = state.content.params
+    return params.n == 1 and not params.use_beam_search and not (context.are_forks and params.stop)
+
+
+def _check(call_id: str, started_by: str, owner: str, *, is_resumable: bool) -> None:
+    """Raises ApiError unless the call may be resumed by the sender."""
+    if not is_resumable:
+        raise _not_resumable(call_id)
+    if started_by != owner:
+        raise ApiError(403, f"request {call_id!r} was started with another API key; only that one resumes it")
+
+
+def _not_resumable(call_id: str) -> ApiError:
+    return ApiError(404, f'request {call_id!r} cannot be resumed: it was sent without "resumable": true')
