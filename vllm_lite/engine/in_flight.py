@@ -111,9 +111,10 @@ class InFlight:
         self._unsent = StepMessage()
         return outputs
 
-    def sent(self) -> list[SchedulerOutput]:
-        """The steps that the workers have, and may have begun."""
-        return [step.output for step in self._steps if step.message is not self._unsent]
+    @property
+    def outputs(self) -> list[SchedulerOutput]:
+        """All of the steps, as the workers get them."""
+        return [step.output for step in self._steps]
 
     def confirm(self) -> StepInFlight:
         """The oldest step has its result: take it out. Raises IndexError if no step is in flight."""

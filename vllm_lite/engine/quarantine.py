@@ -33,12 +33,17 @@ class Quarantine:
         convicted = self._suspects.died(progress, now_s, num_ended=num_ended)
         return None if convicted is None else (convicted, deaths[convicted])
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether there are suspects, or those that were held for them have not been let go yet."""
+        return bool(self._group or self._suspects.groups)
+
     def _batch(self) -> tuple[list[Request], int]:
-        """The live requests that the steps sent compute, as they arrived, and the number of sequences that have ended
-        since."""
+        """The live requests that the steps in flight compute, as they arrived, and the number of sequences that have
+        ended since. Which of the steps were begun is not known; all are sent before the engine looks at its workers."""
         handles = {
             entry.handle
-            for output in self._in_flight.sent()
+            for output in self._in_flight.outputs
             for entry in output.entries
             if isinstance(entry, NewRequest | Continue | Resume | Draft)
         }
@@ -49,7 +54,7 @@ class Quarantine:
 
     def lets_schedule(self, on_decision: OnDecision | None) -> bool:
         """Whether a step may be made now. If there are suspects, the queues hold all but the group on trial."""
-        if not (self._group or self._suspects.groups):
+        if not self.is_trying:
             return True
         if self._in_flight:
             return False

@@ -26,7 +26,7 @@ than that after it goes on is not found. With 64, kills at random every other se
 MIN_SUSPECT, MIN_CONVICT = 2, 4
 """Deaths in a row that make a suspect, and that convict."""
 MAX_STRAYS = 3
-"""Deaths more that are needed to convict, at most: with the stray ones themselves, all ten that a default engine survives."""
+"""Deaths more that are needed to convict, at most: with the stray ones ten in all, which a default engine survives."""
 STRAY_S = 300.0
 """So long a stray death is remembered."""
 MAX_SINGLES = 16
