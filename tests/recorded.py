@@ -11,7 +11,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.simulated import VirtualClock
@@ -70,8 +70,8 @@ class Recorded:
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         groups = tuple(KVGroupInfo("full" if window is None else "sliding", 1, window) for window in windows)
         ready = Ready(0, 1, num_blocks, 64, groups, 1000, VOCAB, EOS)
-        max_num_seqs = config.max_num_seqs
-        self.worker = SimulatedWorker(num_blocks, config.block_size, max_num_seqs, VOCAB, windows, num_host_blocks)
+        self._sizes = (num_blocks, config.block_size, config.max_num_seqs, VOCAB, windows, num_host_blocks)
+        self.worker = SimulatedWorker(*self._sizes)
         self.clock = VirtualClock(1000.0)
         sizes = Sizes(num_blocks, num_host_blocks, 50.0)
         self.core = EngineCore(config, ready, self.worker, sizes, Lives(3), self.clock)  # type: ignore[arg-type]
@@ -95,10 +95,33 @@ class Recorded:
             self.clock.now_s += 0.01
             produced += self.core.finish(self._spoilt(output) if fail else output)
         for item in produced:
-            if item.reason:
-                self.ended[item.request.request_id] = item.reason
+            self.take(item)
         self.scheduler.check_integrity()
         return output is not None
+
+    def take(self, item: Produced) -> None:
+        """A client gets this."""
+        if item.reason:
+            self.ended[item.request.request_id] = item.reason
+
+    def lose_workers(self, cause: str = "worker 0 died") -> None:
+        """The workers die with all they have; until replace_workers() none are there."""
+        self.worker.die()
+        for item in self.core.lose_workers(cause):
+            self.take(item)
+        self.scheduler.check_integrity()
+
+    def replace_workers(self) -> None:
+        self.worker = SimulatedWorker(*self._sizes)
+        self.core.resume(self.worker, self.scheduler.generation + 1, 60.0)  # type: ignore[arg-type]
+
+    def random_death(self, rng: random.Random, rate: float) -> None:
+        """The workers may die. If they have, others may take over."""
+        if not self.scheduler.has_workers and rng.random() < 0.5:
+            self.clock.now_s += rng.random()
+            self.replace_workers()
+        elif rng.random() < rate:
+            self.lose_workers(f"worker {rng.randint(0, 3)} died")
 
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
         """The same result, but the logits of one sequence were not finite."""
@@ -106,13 +129,16 @@ class Recorded:
         return msgspec.structs.replace(output, failed=[(handles[0], "not finite")]) if handles else output
 
     def drain(self) -> None:
+        if not self.scheduler.has_workers:
+            self.replace_workers()
         for _ in range(3000):
             if not self.loop() and not self.scheduler.requests:
                 return
         raise AssertionError("requests are left that make no progress")
 
-    def random_work(self, rng: random.Random, num_rounds: int = 25) -> None:
-        """Arrivals of every kind that share prefixes, forks, aborts, deadlines, failures; some requests are left."""
+    def random_work(self, rng: random.Random, num_rounds: int = 25, death_rate: float = 0.0) -> None:
+        """Arrivals of every kind that share prefixes, forks, aborts, deadlines, failures; some requests are left. The
+        workers die in this part of the rounds."""
         longest = min(self.core.max_model_len - 1, 60)
         for index in range(num_rounds):
             if longest >= 1 and rng.random() < 0.7:
@@ -130,6 +156,8 @@ class Recorded:
             if names:  # looking changes nothing that replay could find
                 self.core.describe(tuple(names))
             self.clock.now_s += rng.random() / 20
+            if death_rate:
+                self.random_death(rng, death_rate)
             for _ in range(rng.randint(0, 3)):
                 self.loop(fail=rng.random() < 0.03)
 
@@ -223,6 +251,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
             for sequence in [*scheduler.running, *scheduler.waiting]
         ],
         (scheduler.step, scheduler.queues.num_arrived, scheduler.rates),
+        (scheduler.generation, scheduler.has_workers, len(scheduler.in_flight)),
         [getattr(scheduler.counters, name) for name in COUNTED],
     )
 

@@ -48,11 +48,13 @@ class Rig:
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
-        self.worker = SimulatedWorker(num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
+        self._sizes = (num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
+        self.worker = SimulatedWorker(*self._sizes)
         self.max_swap_blocks = max_swap_blocks
         self.depth = depth
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
+        self.scores: dict[str, list[float]] = {}
 
     def add(
         self,
@@ -69,6 +71,23 @@ class Rig:
         request.deadline_s = deadline_s
         self.scheduler.add(request)
         return request
+
+    def lose_workers(self) -> None:
+        """The workers die with all they have; until replace_workers() none are there."""
+        self.worker.die()
+        assert not self.scheduler.lose_workers("the workers died", 0.0)
+        assert not self.scheduler.in_flight
+        self.scheduler.check_integrity()
+        assert self.kv.pool.num_used == self.kv.pool.num_cached == 0
+        assert self.kv.host is None or self.kv.host.pool.num_used == self.kv.host.pool.num_cached == 0
+
+    def replace_workers(self) -> None:
+        self.worker = SimulatedWorker(*self._sizes)
+        self.scheduler.resume(self.scheduler.generation + 1, 0.0)
+
+    def restart_workers(self) -> None:
+        self.lose_workers()
+        self.replace_workers()
 
     def abort(self, name: str) -> None:
         self.scheduler.branching.end_samples(self.scheduler.requests[name], (), "abort")
@@ -99,6 +118,10 @@ class Rig:
         known = self.outputs.setdefault(sample, [])
         assert item.start == len(known)
         known += item.token_ids
+        if item.prompt is not None:
+            scores = self.scores.setdefault(item.request.request_id, [])
+            assert item.prompt.start == len(scores) + 1, "each score comes once, in order"
+            scores += [entry.logprob for entry in item.prompt.entries]
         if item.reason:
             assert sample not in self.reasons, "a second terminal message"
             self.reasons[sample] = item.reason

@@ -4,7 +4,7 @@ lead every sequence to exactly its own history. The next token is a hash of all 
 from collections import abc, deque
 from hashlib import blake2b
 
-from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import (
@@ -45,9 +45,11 @@ def candidates(tokens: abc.Sequence[int], vocab_size: int, count: int) -> tuple[
 class History:
     """One sequence as a worker knows it."""
 
-    def __init__(self, tokens: list[int], sampling: Sampling, num_groups: int) -> None:
+    def __init__(self, tokens: list[int], sampling: Sampling, num_groups: int, num_prompt: int = 0) -> None:
         self.tokens = tokens
         self.sampling = sampling
+        self.num_prompt = num_prompt
+        self.num_scored = 1
         self.num_computed = 0
         self.num_cached = 0
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -81,9 +83,16 @@ class SimulatedWorker:
         self.num_drafted = self.num_accepted = 0
         self.num_scheduled: list[int] = []
         self.ops: list[tuple[int, int, int]] = []
+        self.is_dead = False
         self._outputs: deque[ModelOutput] = deque()
 
+    def die(self) -> None:
+        """Lose everything, results that nobody has fetched included."""
+        self.is_dead = True
+        self._outputs.clear()
+
     def submit(self, *steps: SchedulerOutput) -> None:
+        assert not self.is_dead
         for step in steps:
             decoded = engine_to_worker.decode(engine_to_worker.encode(step))
             assert isinstance(decoded, SchedulerOutput)
@@ -105,6 +114,7 @@ class SimulatedWorker:
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
         for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
             self._write(self.sequences[handle], count, drafts[handle])
+        scores = [found for handle, count, _ in scheduled if (found := self._score(handle, count)) is not None]
         tokens: list[int] = []
         counts: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -120,6 +130,7 @@ class SimulatedWorker:
             pack_tokens(tokens),
             counts if any(count > 1 for count in counts) else None,
             logprobs if any(logprobs) else None,
+            prompts=scores or None,
             drafted=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
@@ -130,7 +141,9 @@ class SimulatedWorker:
         match entry:
             case NewRequest():
                 assert entry.handle not in self.sequences
-                history = History(unpack_tokens(entry.tokens), entry.sampling, len(self.windows))
+                history = History(
+                    unpack_tokens(entry.tokens), entry.sampling, len(self.windows), entry.num_prompt_tokens
+                )
                 self.sequences[entry.handle] = history
                 self._place(history, entry)
             case Resume():
@@ -196,6 +209,16 @@ class SimulatedWorker:
                 assert 0 < block_id < self.num_blocks, "only device blocks are written, and never the null block"
                 self.kv[block_id][position % self.block_size] = (group, tuple(tokens[: position + 1]))
             self.num_written += 1
+
+    def _score(self, handle: Handle, count: int) -> tuple[Handle, PromptLogprobs] | None:
+        """The logprobs of the prompt tokens behind those that a step computes, where asked for: minus their number."""
+        history = self.sequences[handle]
+        first, end = history.num_scored, min(history.num_computed + count + 1, history.num_prompt)
+        if history.sampling.prompt_logprobs is None or first >= end:
+            return None
+        assert history.num_computed < first, "tokens that are to be scored are left out"
+        history.num_scored = end
+        return handle, PromptLogprobs(first, [TokenLogprobs(-float(token), 1, ()) for token in range(first, end)])
 
     def _sample(self, history: History, count: int, drafts: list[int]) -> list[int]:
         """Check what is read, and sample if the sequence is caught up: with drafts as long as they are right."""

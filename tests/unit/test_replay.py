@@ -39,7 +39,7 @@ def test_replay_decides_what_was_decided(seed: int, configuration: dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         recorded = Recorded(trace, **configuration)
-        recorded.random_work(rng)
+        recorded.random_work(rng, death_rate=rng.choice([0.0, 0.15]))
         if rng.random() < 0.3:
             recorded.drain()
         agrees(trace, recorded)

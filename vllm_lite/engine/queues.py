@@ -154,13 +154,13 @@ class Queues:
         running, self.running = self.running, []
         self.entries = []
         self.handles = Handles()
-        self._kv.lose_contents([*running, *self.waiting, *self.held])
-        for sequence in [*self.waiting, *self.held]:
-            sequence.lose_workers()
+        self._kv.lose_contents([*running, *self.waiting])
+        for request in self.requests.values():
+            request.lose_workers()
+        for sequence in self.waiting:
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
         for sequence in running:
-            sequence.lose_workers()
             self.wait(sequence, Status.PREEMPTED)
 
     # ---- some run, others are held

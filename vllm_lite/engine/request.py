@@ -83,13 +83,11 @@ class Request:
         """Whether logprobs of its prompt are still to be computed."""
         return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt
 
-    def take_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
-        """What of `scores` its client lacks, and has from now on: workers that took over score from the beginning."""
-        known = max(0, self.num_scored - scores.start)
-        if known >= len(scores.entries):
-            return None
-        self.num_scored = scores.start + len(scores.entries)
-        return PromptLogprobs(scores.start + known, scores.entries[known:]) if known else scores
+    def lose_workers(self) -> None:
+        """No worker knows any of it. Beams that have their candidates already compute them again, with the others."""
+        self.candidates = {}
+        for sequence in self.sequences:
+            sequence.lose_workers()
 
     def open_samples(self) -> list[tuple[int, int]]:
         """(index, number of output tokens) of every sample that has not ended."""

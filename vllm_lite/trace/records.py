@@ -191,8 +191,8 @@ class CacheReset(_Record, frozen=True, tag=9):
 
 
 class Kept(_Record, frozen=True):
-    """What an unfinished request has when its workers die: output tokens, of all its samples that go on, and the first
-    prompt token that is not scored (Request.num_scored)."""
+    """What an unfinished request has when its workers die: the output tokens of all its samples that go on, and the
+    number of its prompt tokens that are scored (Request.num_scored)."""
 
     number: int
     num_output: int

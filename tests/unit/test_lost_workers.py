@@ -1,0 +1,548 @@
+"""The workers die and others take over: what becomes of each kind of sequence. Every stream goes on as if nothing had
+happened; the simulated workers check each position that they read, and know nothing of what the dead ones had."""
+
+from typing import Any
+
+import pytest
+
+from tests.recorded import Recorded
+from tests.scheduler_rig import Rig, expected
+from tests.unit.test_core import make_core
+from vllm_lite.engine.policy import Fair, Priority
+from vllm_lite.engine.sequence import Status
+from vllm_lite.errors import ProtocolError, RequestError
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import NewRequest, Resume
+
+PROMPT = list(range(1, 11))
+
+
+def order(rig: Rig) -> list[str]:
+    return [sequence.request.request_id for sequence in rig.scheduler.waiting]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("num_steps", range(7))
+def test_streams_go_on_with_the_tokens_they_would_have_had(depth: int, num_steps: int) -> None:
+    rig = Rig(depth=depth)
+    rig.add("a", PROMPT, 9)
+    rig.add("b", [7, 8, 9], 9)
+    for _ in range(num_steps):
+        rig.step()
+    had = len(rig.output("a"))
+    rig.restart_workers()
+    assert len(rig.output("a")) == had
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 9)
+    assert rig.output("b") == expected([7, 8, 9], 9)
+
+
+def test_every_sequence_waits_in_the_old_order_with_its_tokens_and_nothing_else() -> None:
+    rig = Rig(max_num_seqs=2, depth=2)
+    requests = [rig.add(name, PROMPT, 9) for name in "abcd"]
+    for _ in range(3):
+        rig.step()
+    assert [sequence.status for request in requests for sequence in request.sequences][1:3] == [
+        Status.RUNNING,
+        Status.WAITING,
+    ]
+    rig.lose_workers()
+    assert not rig.scheduler.running
+    assert order(rig) == list("abcd")
+    for request in requests:
+        (sequence,) = request.sequences
+        assert sequence.tokens.tolist() == PROMPT + rig.output(request.request_id)
+        assert (sequence.handle, sequence.decode_entry, sequence.lookup) == (-1, None, None)
+        assert (sequence.num_pending, sequence.num_computed, sequence.num_cached, sequence.num_slots) == (0, 0, 0, 0)
+        assert not any(table.ids for table in sequence.tables)
+    assert [request.sequences[0].status for request in requests] == 2 * [Status.PREEMPTED] + 2 * [Status.WAITING]
+    assert rig.scheduler.counters.preemptions == sum(request.num_preemptions for request in requests) == 0
+    rig.replace_workers()
+    rig.drain()
+    assert all(rig.output(name) == expected(PROMPT, 9) for name in "abcd")
+
+
+@pytest.mark.parametrize(("policy", "first"), [(Priority(), list("cab")), (Fair(), list("bca"))])
+def test_the_policy_sorts_in_those_that_ran(policy: object, first: list[str]) -> None:
+    """Under `fair` the tenant of b and c has had less: the service of those that ran is not forgotten."""
+    rig = Rig(max_num_seqs=2, policy=policy)
+    rig.add("a", list(range(14)), 9, user="x", priority=1)
+    rig.add("b", [5, 6], 9, user="y", priority=1)
+    rig.step()
+    rig.add("c", [7, 8], 9, user="y", priority=0)
+    rig.lose_workers()
+    assert order(rig) == first
+    rig.replace_workers()
+    rig.drain()
+
+
+def test_nothing_is_passed_by_others_that_had_begun() -> None:
+    """One that ran has a stream that stands still, so no newcomer that fits is admitted before it."""
+    rig = Rig(num_blocks=10, max_num_batched_tokens=40)
+    rig.add("long", list(range(24)), 8)
+    rig.step()
+    rig.lose_workers()
+    rig.replace_workers()
+    rig.kv.pool.get_new_blocks(4)  # as if somebody held them
+    rig.add("short", [1, 2], 3)
+    assert rig.scheduler.schedule() is None
+    assert order(rig) == ["long", "short"]
+
+
+def test_a_chunked_prompt_begins_again() -> None:
+    rig = Rig(max_num_batched_tokens=4, depth=2)
+    rig.add("a", PROMPT, 4)
+    rig.step()
+    assert 0 < rig.scheduler.running[0].num_computed < len(PROMPT)
+    rig.restart_workers()
+    written = rig.worker.num_written
+    rig.drain()
+    assert rig.worker.num_written - written == len(PROMPT) + 3
+    assert rig.output("a") == expected(PROMPT, 4)
+
+
+def test_the_steps_in_flight_are_dropped_and_step_numbers_go_on() -> None:
+    rig = Rig(depth=3)
+    rig.add("a", PROMPT, 9)
+    rig.step()
+    before, generation = rig.scheduler.step, rig.scheduler.generation
+    stale = rig.worker._outputs[0]
+    rig.restart_workers()
+    output = rig.scheduler.schedule()
+    assert output is not None
+    assert (output.step, output.generation) == (before + 1, generation + 1)
+    with pytest.raises(ProtocolError, match=f"of generation {generation + 1}, got step {stale.step} of generation"):
+        rig.scheduler.update(stale)
+
+
+def test_new_workers_hear_of_everything_anew() -> None:
+    rig = Rig(num_blocks=9, depth=2)
+    rig.add("a", PROMPT, 15)
+    rig.add("b", PROMPT[::-1], 15)
+    while not rig.scheduler.counters.preemptions:
+        rig.step()
+    rig.restart_workers()
+    output = rig.scheduler.schedule()
+    assert output is not None
+    assert output.entries
+    assert all(isinstance(entry, NewRequest) for entry in output.entries), "neither Resume, nor Finish of old handles"
+    assert not output.block_ops
+
+
+def test_entries_that_waited_for_the_next_step_are_dropped() -> None:
+    """A Finish and a Fork that no worker has seen name handles that mean others now."""
+    rig = Rig()
+    rig.add("a", PROMPT, 9)
+    rig.add("b", PROMPT[::-1], 9)
+    rig.step()
+    rig.abort("a")
+    assert rig.scheduler.queues.entries
+    rig.restart_workers()
+    assert not rig.scheduler.queues.entries
+    rig.drain()
+    assert rig.output("b") == expected(PROMPT[::-1], 9)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted_and_swapped_sequences_are_computed_again(preemption: str) -> None:
+    rig = Rig(num_blocks=9, num_host_blocks=20, preemption=preemption, max_swap_blocks=1)
+    rig.add("a", PROMPT, 15)
+    rig.add("b", PROMPT[::-1], 15)
+    while not rig.scheduler.counters.preemptions:
+        rig.step()
+    (sequence,) = rig.scheduler.waiting
+    assert (sequence.host_ids is not None) == (preemption == "swap")
+    rig.lose_workers()
+    assert (sequence.host_ids, sequence.status, rig.kv.swapping.parked) == (None, Status.PREEMPTED, [])
+    assert not rig.kv.swapping.is_moving
+    rig.replace_workers()
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 15)
+    assert rig.output("b") == expected(PROMPT[::-1], 15)
+
+
+def test_moves_that_no_step_has_carried_are_dropped() -> None:
+    """A step that computes nothing leaves its block program to the next one; that must not move lost blocks."""
+    rig = Rig(num_blocks=9, num_host_blocks=20, preemption="swap", max_swap_blocks=2, depth=2)
+    rig.add("a", PROMPT, 15)
+    rig.add("b", PROMPT[::-1], 15)
+    while not rig.scheduler.counters.swaps:
+        rig.step()
+    rig.kv.swapping.copy(1, 2)
+    rig.kv.swapping._wanted = 2
+    rig.lose_workers()
+    assert not rig.kv.swapping.is_moving
+    rig.kv.swapping.begin_step()
+    assert rig.kv.swapping._reserved == 0
+    rig.replace_workers()
+    rig.drain()
+
+
+def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
+    rig = Rig(num_blocks=10, num_host_blocks=20)
+    for start in (0, 16, 32):
+        rig.add(f"r{start}", list(range(start, start + 16)), 2)
+        rig.drain()
+    assert rig.kv.pool.num_cached
+    assert rig.kv.host is not None
+    assert rig.kv.host.pool.num_cached
+    waits = rig.add("waits", list(range(16)), 2)
+    assert rig.kv.find_cached(waits.sequences[0]).num_tokens
+    rig.restart_workers()
+    assert not rig.kv.find_cached(waits.sequences[0]).num_tokens
+    rig.drain()
+    assert rig.output("waits") == expected(list(range(16)), 2)
+
+
+def test_a_waiting_sequence_forgets_what_it_had_found() -> None:
+    """What admission remembers of a lookup counts blocks that are lost."""
+    rig = Rig(num_blocks=10, max_num_batched_tokens=40)
+    rig.add("first", list(range(24)), 8)
+    rig.step()
+    prompt = [*range(12), *range(20)]
+    waits = rig.add("waits", prompt, 3)
+    rig.step()
+    (sequence,) = waits.sequences
+    assert sequence.lookup is not None
+    assert sequence.lookup.num_cached
+    rig.lose_workers()
+    assert sequence.lookup is None
+    rig.replace_workers()
+    rig.drain()
+    assert rig.output("waits") == expected(prompt, 3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_steps", range(6))
+def test_samples_before_and_after_their_birth(depth: int, num_steps: int) -> None:
+    """With 10 tokens of which a step computes 4 the samples are born in the third."""
+    rig = Rig(max_num_batched_tokens=4, depth=depth, max_num_seqs=3)
+    request = rig.add("a", PROMPT, 6, n=4)
+    for _ in range(num_steps):
+        rig.step()
+    born = not request.unforked
+    rig.lose_workers()
+    assert born == (not request.unforked)
+    rig.replace_workers()
+    rig.drain()
+    for index in range(4):
+        assert rig.output("a", index) == expected(PROMPT, 6, sample=index)
+
+
+def test_samples_of_which_some_have_ended() -> None:
+    stop = frozenset({expected(PROMPT, 4, sample=0)[1], expected(PROMPT, 4, sample=2)[2]})
+    rig = Rig()
+    request = rig.add("a", PROMPT, 12, stop, n=4)
+    while len(request.sequences) in {1, 4}:
+        rig.step()
+    assert 0 < len(request.sequences) < 4
+    rig.restart_workers()
+    rig.drain()
+    for index in range(4):
+        assert rig.output("a", index) == expected(PROMPT, 12, stop, index)
+
+
+def test_the_first_sample_ends_while_there_are_no_workers() -> None:
+    """Another one computes the prompt then."""
+    rig = Rig(max_num_batched_tokens=4)
+    request = rig.add("a", PROMPT, 6, n=3)
+    rig.step()
+    rig.lose_workers()
+    assert rig.scheduler.branching.end_samples(request, (0,), "stop") == [(0, 0)]
+    rig.scheduler.check_integrity()
+    rig.replace_workers()
+    rig.drain()
+    assert [rig.output("a", index) for index in (1, 2)] == [expected(PROMPT, 6, sample=index) for index in (1, 2)]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+@pytest.mark.parametrize("num_blocks", [12, 40])
+def test_beams_go_on_whatever_part_of_them_has_its_candidates(num_steps: int, num_blocks: int) -> None:
+    """With 3 rows' worth of tokens in a step, 4 beams take two steps, and the first wait for the others."""
+    outputs = []
+    for dies in (False, True):
+        rig = Rig(num_blocks=num_blocks, max_num_batched_tokens=4, num_host_blocks=8, preemption="swap")
+        rig.add("other", [3, 4], 12)
+        request = rig.add("a", PROMPT[:5], 6, n=4, use_beam_search=True)
+        for _ in range(num_steps + 2):
+            rig.step()
+        if dies:
+            rig.lose_workers()
+            assert request.candidates == {}
+            assert not any(sequence.num_pending for sequence in request.sequences)
+            rig.replace_workers()
+        rig.drain()
+        outputs.append([rig.output("a", index) for index in range(4)])
+        assert rig.output("other") == expected([3, 4], 12)
+    assert outputs[0] == outputs[1]
+
+
+def test_some_beams_have_their_candidates_when_the_workers_die() -> None:
+    """The case above is met, not only near."""
+    rig = Rig(max_num_batched_tokens=3)
+    request = rig.add("a", PROMPT[:3], 6, n=4, use_beam_search=True)
+    for _ in range(20):
+        if request.candidates:
+            break
+        rig.step()
+    assert 0 < len(request.candidates) < 4
+    rig.restart_workers()
+    assert request.candidates == {}
+    rig.drain()
+
+
+def core_and_parent() -> tuple[Recorded, Any]:
+    recorded = Recorded(None)
+    recorded.add("parent", PROMPT, 12, ignore_eos=True)
+    for _ in range(5):
+        recorded.loop()
+    return recorded, recorded.scheduler.requests["parent"]
+
+
+@pytest.mark.parametrize("when", ["before", "while", "running"])
+def test_forks_of_a_request(when: str) -> None:
+    recorded, parent = core_and_parent()
+    have = parent.sequences[0].num_output - 1
+    fork = ForkRequest("parent", "child", have, SamplingParams(max_tokens=12, ignore_eos=True))
+    if when == "while":
+        recorded.lose_workers()
+    recorded.core.fork(b"client", fork)
+    if when == "running":
+        recorded.loop()
+    if when != "while":
+        recorded.lose_workers()
+    child = recorded.scheduler.requests["child"]
+    assert child.sequences[0].status is not Status.RUNNING
+    sequences = parent.sequences[0], child.sequences[0]
+    recorded.replace_workers()
+    recorded.drain()
+    for sequence in sequences:
+        assert sequence.tokens.tolist() == PROMPT + expected(PROMPT, 12)
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_drafts_are_lost_with_their_step(num_steps: int) -> None:
+    rig = Rig(num_drafts=3, depth=2)
+    rig.add("a", PROMPT, 20)
+    rig.add("b", [5], 20)
+    for _ in range(num_steps):
+        rig.step()
+    rig.scheduler.schedule()  # a step with drafts, of which nobody hears
+    rig.restart_workers()
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 20)
+    assert rig.output("b") == expected([5], 20)
+    assert rig.worker.num_drafted
+
+
+@pytest.mark.parametrize("windows", [(5,), (None, 6), (None, 3, 9)])
+def test_windows(windows: tuple[int | None, ...]) -> None:
+    rig = Rig(num_blocks=30, windows=windows)
+    rig.add("a", PROMPT, 20)
+    for _ in range(9):
+        rig.step()
+    rig.restart_workers()
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 20)
+
+
+# ---- scores of prompts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_steps", range(6))
+def test_each_score_of_a_prompt_comes_once(depth: int, num_steps: int) -> None:
+    """Another request has the same prompt cached; nothing of it is taken as long as a score is missing."""
+    rig = Rig(max_num_batched_tokens=3, depth=depth)
+    rig.add("a", PROMPT, 5, prompt_logprobs=1)
+    for _ in range(num_steps):
+        rig.step()
+    rig.lose_workers()
+    rig.add("before", PROMPT, 3, priority=-1)
+    rig.replace_workers()
+    rig.drain()
+    assert rig.scores["a"] == [-float(token) for token in range(1, len(PROMPT))]
+    assert rig.output("a") == expected(PROMPT, 5)
+
+
+def test_a_prompt_is_scored_as_long_as_a_score_is_missing() -> None:
+    """Each group of workers lives for one step more than the one before."""
+    rig = Rig(max_num_batched_tokens=4)
+    request = rig.add("a", PROMPT, 9, prompt_logprobs=1)
+    (sequence,) = request.sequences
+    scored = []
+    for num_steps in range(1, 5):
+        for _ in range(num_steps):
+            rig.step()
+        rig.restart_workers()
+        scored.append(len(rig.scores["a"]))
+        assert sequence.unscored == (scored[-1] < len(PROMPT) - 1)
+        assert (sequence.sampling().prompt_logprobs is None) == (not sequence.unscored)
+    assert scored == [4, 8, 9, 9]
+    rig.drain()
+    assert rig.output("a") == expected(PROMPT, 9)
+
+
+# ---- while there are no workers
+
+
+def test_requests_come_and_go_while_there_are_no_workers() -> None:
+    recorded = Recorded(None)
+    core = recorded.core
+    recorded.add("ends", PROMPT, 9, ignore_eos=True)
+    recorded.add("late", PROMPT, 9, deadline_ms=500)
+    recorded.add("stays", PROMPT, 9, ignore_eos=True)
+    for _ in range(3):
+        recorded.loop()
+    stays = recorded.scheduler.requests["stays"].sequences[0]
+    recorded.lose_workers()
+    assert not core.begin(), "nothing is scheduled"
+    recorded.add("new", [7, 8], 4, ignore_eos=True)
+    new = recorded.scheduler.requests["new"].sequences[0]
+    assert core.abort("ends")
+    recorded.clock.now_s += 1.0
+    assert [item.request.request_id for item in core.expire()] == ["late"]
+    core.reset_prefix_cache()
+    with pytest.raises(RequestError, match="is not running"):
+        core.fork(b"client", ForkRequest("nobody", "child", 0, SamplingParams()))
+    assert not core.begin()
+    states = core.describe(("stays", "new")).requests
+    assert [state.admission.reason for state in states] == 2 * ["waits_for_workers"]
+    assert [state.samples[0].place for state in states] == [0, 1]
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_cached_blocks) == (0, 2, 0, 0)
+    assert not recorded.scheduler.queues.entries, "nobody would hear of it"
+    recorded.replace_workers()
+    recorded.drain()
+    assert stays.tokens.tolist() == PROMPT + expected(PROMPT, 9)
+    assert new.tokens.tolist() == [7, 8, *expected([7, 8], 4)]
+    assert core.describe(("stays",)).requests == []
+
+
+def test_workers_die_twice_before_anything_is_computed() -> None:
+    recorded = Recorded(None)
+    recorded.add("a", PROMPT, 9, ignore_eos=True)
+    recorded.loop()
+    (sequence,) = recorded.scheduler.requests["a"].sequences
+    for _ in range(3):
+        recorded.lose_workers()
+        recorded.replace_workers()
+    recorded.lose_workers()
+    recorded.lose_workers()
+    recorded.replace_workers()
+    recorded.drain()
+    assert sequence.tokens.tolist() == PROMPT + expected(PROMPT, 9)
+
+
+def test_workers_die_when_no_request_is_there() -> None:
+    recorded = Recorded(None)
+    recorded.add("a", PROMPT, 3)
+    recorded.drain()
+    recorded.lose_workers()
+    assert not recorded.core.begin()
+    recorded.replace_workers()
+    recorded.add("b", PROMPT, 3)
+    recorded.drain()
+    assert recorded.ended == {"a": "length", "b": "length"}
+
+
+def test_a_message_that_was_being_made_is_not_sent() -> None:
+    """Steps may wait for others to travel with; the next message begins with a step of the new generation."""
+    recorded = Recorded(None)
+    recorded.add("a", PROMPT, 9, ignore_eos=True)
+    recorded.loop()
+    recorded.core._message_length.steps = 4
+    while not recorded.core.in_flight.num_unsent:
+        assert recorded.core.begin()
+    recorded.lose_workers()
+    assert not recorded.core.in_flight
+    assert not recorded.core.in_flight.num_unsent
+    assert recorded.core._message_length.steps == 1
+    recorded.replace_workers()
+    recorded.drain()
+    assert recorded.ended == {"a": "length"}
+
+
+def test_a_generation_that_has_been_cannot_take_over() -> None:
+    recorded = Recorded(None)
+    recorded.lose_workers()
+    with pytest.raises(ValueError, match="generation 3 cannot follow 3"):
+        recorded.core.resume(recorded.worker, 3, 1.0)  # type: ignore[arg-type]
+
+
+def test_the_pause_is_a_gap_between_two_tokens() -> None:
+    """A reader has waited that long, so the histogram shows it."""
+    recorded = Recorded(None)
+    recorded.add("a", PROMPT, 9, ignore_eos=True)
+    for _ in range(3):
+        recorded.loop()
+    gaps = recorded.core.stats().requests.token_gap_s  # type: ignore[union-attr]
+    before = gaps.sum
+    recorded.lose_workers()
+    recorded.clock.now_s += 7.0
+    recorded.replace_workers()
+    recorded.drain()
+    recorded.core.stats()
+    assert 7.0 < gaps.sum - before < 7.5
+    assert sum(gaps.counts) == 8
+
+
+def test_a_request_is_sent_again_while_there_are_no_workers() -> None:
+    recorded = Recorded(None)
+    recorded.add("a", PROMPT, 9, ignore_eos=True)
+    for _ in range(4):
+        recorded.loop()
+    (sequence,) = recorded.scheduler.requests["a"].sequences
+    recorded.lose_workers()
+    again = Generate("a", pack_tokens(PROMPT), SamplingParams(max_tokens=9, ignore_eos=True), have=0)
+    assert recorded.core.add(b"other", again).resend == sequence.tokens[len(PROMPT) :].tolist()
+    recorded.replace_workers()
+    recorded.drain()
+    assert sequence.tokens.tolist() == PROMPT + expected(PROMPT, 9)
+
+
+def test_kv_events_are_one_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(20)
+    cleared: list[str] = []
+    monkeypatch.setattr(core.kv.pool, "observers", [Counting(cleared)])
+    core.add(b"client", Generate("r", pack_tokens(PROMPT), SamplingParams(max_tokens=9, ignore_eos=True)))
+    core.begin()
+    core.lose_workers("worker 0 died")
+    assert cleared == ["cleared"]
+
+
+class Counting:
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def allocated(self, ids: object) -> None: ...
+
+    def touched(self, ids: object) -> None: ...
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        self._seen.append("evicted")
+
+    def cleared(self) -> None:
+        self._seen.append("cleared")
+
+
+def test_resume_is_an_entry_of_the_same_generation_only() -> None:
+    """A sequence that is preempted after the death is known to the new workers, and comes back as ever."""
+    rig = Rig(num_blocks=9)
+    rig.add("a", PROMPT, 15)
+    rig.add("b", PROMPT[::-1], 15)
+    rig.step()
+    rig.restart_workers()
+    kinds = []
+    while rig.scheduler.requests:
+        output = rig.scheduler.schedule()
+        assert output is not None
+        kinds += [type(entry) for entry in output.entries if isinstance(entry, NewRequest | Resume)]
+        rig.worker.submit(output)
+        for item in rig.scheduler.update(rig.worker.poll()):  # type: ignore[arg-type]
+            rig.record(item)
+    assert kinds[:2] == 2 * [NewRequest]
+    assert Resume in kinds
+    assert rig.output("b") == expected(PROMPT[::-1], 15)
