@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests.deadlines import scaled
 from vllm_lite import transport
@@ -56,10 +56,14 @@ class FakeEngine:
     `expect(Generate)` returns the next message from a client; `send`, `tokens` and `finish` answer its sender.
     """
 
-    def __init__(self, *, answer: ToClient | None = None, silent: bool = False) -> None:
-        """`answer` is the reply to Hello; if `silent` there is none until `greet()`."""
-        self.address = f"inproc://fake-engine-{next(_numbers)}"
-        self.answer: ToClient = answer or welcome()
+    def __init__(
+        self, *, answer: ToClient | None = None, silent: bool = False, address: str | None = None, epoch: int = 1
+    ) -> None:
+        """`answer` is the reply to Hello; if `silent` there is none until `greet()`. With the `address` of one that has
+        died it takes its place."""
+        self.address = address or f"inproc://fake-engine-{next(_numbers)}"
+        self.epoch = epoch
+        self.answer: ToClient = answer or welcome(epoch=epoch)
         self.hellos: list[Hello] = []
         self._listener = transport.bind(self.address)
         self.heard: queue.Queue[FromClient] = queue.Queue()
@@ -100,13 +104,18 @@ class FakeEngine:
         self._listener.send(self._peer, payload)
 
     def send_outputs(self, *outputs: Tokens | Finished) -> None:
-        self.send(OutputBatch(1, list(outputs)))
+        self.send(OutputBatch(self.epoch, list(outputs)))
 
     def tokens(self, request_id: str, start: int, *token_ids: int) -> None:
         self.send_outputs(Tokens(request_id, start, list(token_ids)))
 
     def finish(self, request_id: str, start: int, *token_ids: int, reason: str = "length", **fields: object) -> None:
         self.send_outputs(Finished(request_id, start, list(token_ids), reason, **fields))  # type: ignore[arg-type]
+
+    def successor(self, **options: Any) -> "FakeEngine":
+        """End as a process does that is killed, and start another one at the same address."""
+        self.die()
+        return FakeEngine(address=self.address, **({"epoch": self.epoch + 1} | options))
 
     def die(self) -> None:
         """Close the connection, as a process does that is killed."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
+from vllm_lite.client.connection import Place
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
@@ -226,7 +227,7 @@ def is_dead(session: Session, text: str, kind: type[EngineError] = EngineDeadErr
 
 
 def test_a_lost_connection_ends_every_stream_once() -> None:
-    with FakeEngine() as engine, session_with(engine) as session:
+    with FakeEngine() as engine, session_with(engine, recovery_timeout_s=0) as session:
         sinks, stats = running(session, engine), session.request_stats()
         engine.die()
         ends_once(sinks, EngineDeadError, "closed its connection")
@@ -302,13 +303,13 @@ class LastWords:
 
 
 def test_last_words_win_over_the_end_of_the_connection() -> None:
-    session = Session(LastWords(Dying("worker 0 died")), welcome(), "inproc://x", None, heartbeat_timeout_s=DEADLINE_S)
+    session = Session(LastWords(Dying("worker 0 died")), welcome(), Place("inproc://x"))
     session._thread.join(DEADLINE_S)
     assert str(session.dead) == "worker 0 died"
 
 
 def test_silence_is_death_only_while_something_is_asked() -> None:
-    with FakeEngine() as engine, session_with(engine, heartbeat_timeout_s=scaled(0.2)) as session:
+    with FakeEngine() as engine, session_with(engine, recovery_timeout_s=0, heartbeat_timeout_s=scaled(0.2)) as session:
         threading.Event().wait(scaled(0.4))  # longer than the timeout, but nobody waits for tokens
         for _ in range(2):  # the second is sent after a look at the clock
             session.request_stats()

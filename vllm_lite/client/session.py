@@ -1,25 +1,26 @@
-"""Session: one connection to one engine, and the one thread that owns it.
+"""Session: the connection to one engine, and to those that take its place; and the one thread that owns it.
 
 Other threads append their messages to a deque and wake that thread. It calls their sinks with the outputs of the
 engine, once for each message and sink. Every submitted stream ends in one of three ways: with one Finished for each of
 its samples, with one Finished that carries an error, or with one Failure.
+
+When the engine is lost, the thread looks for the one that takes its place, and sends that one all that has not ended,
+in the order in which it was submitted: streams pause, and go on behind the tokens that their sinks have.
 """
 
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Any, TypeVar
 
-import msgspec
-
-from vllm_lite import transport
+from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
+from vllm_lite.client.open_stream import OpenStream, Sink
 from vllm_lite.client.stream import Event, Failure
-from vllm_lite.errors import EngineDeadError, EngineError, ModelError, ProtocolError, RequestError
-from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
+from vllm_lite.protocol import api
 from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, Stats, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
@@ -27,59 +28,56 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, KeysOption
 from vllm_lite.transport.interface import poller
 
-Sink = Callable[[list[Event]], None]
-"""Takes the events of one message, for all streams that share the sink. It runs on the session's thread and must not
-block."""
-
 DEFAULT_TIMEOUT_S = 60.0
 HEARTBEAT_TIMEOUT_S = 30.0
+RECOVERY_TIMEOUT_S = 120.0
 STATS_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
-_ALIVE_POLL_S = 0.05
-_REASON_S = 0.5
-"""How long after an engine's end the session waits for the reason of it."""
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
 
 _ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset)
 
+_OF_AN_EPOCH = (api.OutputBatch, api.Heartbeat, api.Recovering, api.Recovered)
+
 A = TypeVar("A")
 logger = log.get(__name__)
 
 
-@dataclass(slots=True)
-class _OpenStream:
-    """A stream that has not ended. `have` maps each sample that has not ended to the number of tokens its sink got."""
-
-    sink: Sink
-    have: dict[int, int]
-
-
 class Session:
-    """One connection to an engine. `Session.connect` makes it; every method may be called from any thread."""
+    """One client of an engine. `Session.connect` makes it; every method may be called from any thread."""
 
     def __init__(
         self,
         connection: Connection,
         welcome: Welcome,
-        address: str,
-        alive: Callable[[], str | None] | None,
-        heartbeat_timeout_s: float,
+        place: Place,
+        *,
+        alive: Alive | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        recovery_timeout_s: float = RECOVERY_TIMEOUT_S,
     ) -> None:
         self.welcome = welcome
-        self.address = address
+        """What the engine says of itself; it is another one's when one has taken its place."""
+        self.address = place.address
         self.num_malformed = 0
+        self._place = place
         self._connection = connection
         self._alive = alive
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._recovery_timeout_s = recovery_timeout_s
         self._last_heard_s = time.monotonic()
         self._wakeup = Wakeup()
         self._closing = False
-        self._reported_end: str | None = None  # why the engine ended, from fail()
+        self._reported_end: str | None = None  # why the engine ended for good, from fail()
+        self._lost: str | None = None
+        """Why there is no engine at present; the thread looks for another one."""
+        self._replacing: str | None = None
+        """Why the engine has no workers at present."""
         # Several threads change what follows, always under the lock.
         self._lock = threading.Lock()
         self._outgoing: deque[FromClient] = deque()
-        self._open: dict[str, _OpenStream] = {}
+        self._open: dict[str, OpenStream] = {}
         self._dropped: dict[str, deque[set[int]]] = {}
         """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
         id may be used again before that."""
@@ -89,39 +87,47 @@ class Session:
         self._thread.start()
 
     @classmethod
-    def connect(
+    def connect(  # noqa: PLR0913 - all but the first have defaults
         cls,
         address: str,
         *,
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        alive: Callable[[], str | None] | None = None,
+        recovery_timeout_s: float = RECOVERY_TIMEOUT_S,
+        alive: Alive | None = None,
         keys: KeysOption = None,
     ) -> "Session":
         """Shake hands with the engine at `address`, waiting while it loads.
 
-        A tcp address needs `keys`: the folder of this client's keys, or False for none. `alive()` returns None while
-        the engine's process runs, then why it ended. Raises EngineError if the engine refuses (another version or
-        model, a failed start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot
-        start because of its model or configuration; ConfigError for missing keys.
+        A tcp address needs `keys`: the folder of this client's keys, or False for none. An engine that dies later, or
+        owes something and is silent for `heartbeat_timeout_s`, may be replaced by another one, which has to be ready
+        within `recovery_timeout_s`; 0: its death is the end. `alive()` returns None while the engine's process runs or
+        is going to be replaced, then why it ended. Raises EngineError if the engine refuses (another version or model,
+        a failed start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start
+        because of its model or configuration; ConfigError for missing keys.
         """
-        connection = transport.connect(address, f"client-{os.getpid()}-{os.urandom(8).hex()}".encode(), keys)
-        try:
-            connection.send(client_to_engine.encode(api.Hello(PROTOCOL_VERSION, model)))
-            welcome = _await_welcome(connection, address, timeout_s, alive)
-        except BaseException:
-            connection.close()
-            raise
-        return cls(connection, welcome, address, alive, heartbeat_timeout_s)
+        place = Place(address, keys)
+        connection, welcome = shake_hands(place, model, timeout_s, alive)
+        timeouts = {"heartbeat_timeout_s": heartbeat_timeout_s, "recovery_timeout_s": recovery_timeout_s}
+        return cls(connection, welcome, place, alive=alive, **timeouts)
 
     @property
     def dead(self) -> EngineError | None:
         """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
         return None if self._dead is None else _copy(self._dead)
 
-    def submit(self, message: Generate | ForkRequest, sink: Sink) -> None:
-        """Start a request, whose events go to `sink`. Raises RequestError for an id in use, EngineError if dead."""
+    @property
+    def recovering(self) -> str | None:
+        """Why streams pause: the engine, or its workers, are being replaced. None while they serve."""
+        return self._lost or self._replacing
+
+    def submit(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
+        """Start a request, whose events go to `sink`; while there is no engine it waits for the next one.
+
+        `own` says what a ForkRequest does as a request of its own: so it goes on in an engine that does not know its
+        parent. Raises RequestError for an id in use, EngineError if dead.
+        """
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
         with self._lock:
             self._check_usable()
@@ -129,7 +135,7 @@ class Session:
                 raise RequestError(f"request id {request_id!r} is in use; choose another")
             if not self._open:
                 self._last_heard_s = time.monotonic()  # an idle engine was silent with good reason
-            self._open[request_id] = _OpenStream(sink, dict.fromkeys(range(message.params.n), message.have))
+            self._open[request_id] = OpenStream(message, sink, own)
             self._post(message)
 
     def is_live(self, request_id: str) -> bool:
@@ -145,10 +151,8 @@ class Session:
         """
         with self._lock:
             stream = self._open.get(request_id)
-            if stream is None:
-                return
-            named = [sample for sample in samples if sample in stream.have]
-            if named or not samples:
+            named = None if stream is None else stream.abort(samples)
+            if named is not None:
                 self._post(api.Abort(request_id, stopped, tuple(named)))
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
@@ -190,7 +194,7 @@ class Session:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
     def fail(self, reason: str) -> None:
-        """Report from outside that the engine has ended, which ends every stream."""
+        """Report from outside that the engine has ended and no other takes its place, which ends every stream."""
         with self._lock:
             self._reported_end = reason
             self._wakeup.set()
@@ -207,6 +211,8 @@ class Session:
         future: Future[A] = Future()
         with self._lock:
             self._check_usable()
+            if self._lost is not None:
+                raise self._no_answer(self._lost)
             self._questions[answer].append(future)
             self._post(message)
         return future
@@ -215,21 +221,23 @@ class Session:
         if self._dead is not None:
             raise _copy(self._dead)
 
+    def _no_answer(self, why: str) -> EngineDeadError:
+        return EngineDeadError(f"the engine is being replaced and answers no questions: {why}")
+
     def _post(self, message: FromClient) -> None:
-        self._outgoing.append(message)
+        """Send a message, to the engine that is there now. One that comes later is sent what has not ended."""
+        if self._lost is None:
+            self._outgoing.append(message)
         self._wakeup.set()
 
     # ---- the session's own thread
 
     def _run(self) -> None:
         try:
-            watched = poller(self._connection, self._wakeup)
             while not self._closing and self._dead is None:
-                watched.poll(_BUSY_POLL_MS if self._outgoing else _IDLE_POLL_MS)
-                self._wakeup.clear()
-                self._send_queued()
-                self._receive()
-                self._check()
+                self._serve()
+                if self._lost is not None and self._dead is None:
+                    self._recover(self._lost)
             self._leave()
         except Exception as error:
             logger.exception("the session with the engine failed")
@@ -239,6 +247,16 @@ class Session:
             with self._lock:
                 self._wakeup.close()
 
+    def _serve(self) -> None:
+        """Send and receive until the engine is lost."""
+        watched = poller(self._connection, self._wakeup)
+        while not self._closing and self._dead is None and self._lost is None:
+            watched.poll(_BUSY_POLL_MS if self._outgoing else _IDLE_POLL_MS)
+            self._wakeup.clear()
+            self._send_queued()
+            self._receive()
+            self._check()
+
     def _send_queued(self) -> None:
         while self._outgoing:
             if self._connection.send(client_to_engine.encode(self._outgoing[0])) is Delivery.BUSY:
@@ -246,7 +264,7 @@ class Session:
             self._outgoing.popleft()
 
     def _receive(self) -> None:
-        while (payload := self._connection.recv()) is not None:
+        while self._lost is None and (payload := self._connection.recv()) is not None:
             self._last_heard_s = time.monotonic()
             try:
                 message: ToClient = engine_to_client.decode(payload)
@@ -257,7 +275,9 @@ class Session:
             self._handle(message)
 
     def _handle(self, message: ToClient) -> None:
-        if isinstance(message, api.OutputBatch):
+        if isinstance(message, _OF_AN_EPOCH) and message.epoch != self.welcome.epoch:
+            self._lose(f"another engine took the place of the one at {self.address}")
+        elif isinstance(message, api.OutputBatch):
             self._dispatch(message.outputs)
         elif isinstance(message, _ANSWERS):
             with self._lock:
@@ -266,22 +286,90 @@ class Session:
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
         elif isinstance(message, api.Dying):
-            self._die(EngineDeadError(message.reason))
+            self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
+        elif isinstance(message, api.Recovering):
+            self._replacing = message.reason
+        elif isinstance(message, api.Recovered):
+            self._replacing = None
         elif isinstance(message, api.Refused):  # it was restarted and does not know this client
-            self._die(EngineDeadError(f"the engine at {self.address} was restarted and refused us: {message.reason}"))
+            self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
     def _check(self) -> None:
         if self._connection.lost() or self._reported_end is not None:
             self._receive()  # what was sent before the end counts
-            if self._dead is None:
-                self._die(EngineDeadError(f"the engine died: {self._reported_end or self._reason_of_death()}"))
+            if self._reported_end is not None:
+                self._die(EngineDeadError(f"the engine died: {self._reported_end}"))
+            elif self._dead is None and self._lost is None:
+                self._lose(f"the engine died: {self._reason_of_death()}")
         silent_s = time.monotonic() - self._last_heard_s
         if self._open and silent_s > self._heartbeat_timeout_s:
-            self._die(EngineDeadError(f"the engine at {self.address} has been silent for {silent_s:.0f} s"))
+            self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
+
+    def _lose(self, reason: str) -> None:
+        """This engine is not heard any more. Only the first call counts."""
+        if self._recovery_timeout_s == 0:
+            self._die(EngineDeadError(reason))
+        with self._lock:
+            if self._dead is not None or self._lost is not None:
+                return
+            self._lost, self._replacing = reason, None
+            # All that is open is sent again, and what was dropped ends without an engine.
+            self._outgoing.clear()
+            self._dropped.clear()
+            questions = self._take_questions()
+        logger.warning("%s; looking for the one that takes its place", reason)
+        _fail(questions, self._no_answer(reason))
+
+    def _recover(self, reason: str) -> None:
+        """Look for another engine and send it all that has not ended; meanwhile, end what is aborted."""
+        self._connection.close()
+        with closing(Search(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
+            found = None
+            while found is None:
+                self._end_aborted()
+                end = self._reported_end or (self._alive() if self._alive is not None else None)
+                if end is not None:
+                    self._die(EngineDeadError(f"the engine died: {end}"))
+                if self._closing or self._dead is not None:
+                    return
+                try:
+                    found = search.step(self._wakeup)
+                except EngineDeadError as error:
+                    self._die(error)
+                    return
+        self._connection, self.welcome = found
+        self._last_heard_s = time.monotonic()
+        self._send_again()
+
+    def _end_aborted(self) -> None:
+        """End the samples that were aborted and whose ends no engine has sent."""
+        with self._lock:
+            aborted = [(request_id, stream) for request_id, stream in self._open.items() if stream.aborted]
+            events = [(stream, stream.end_aborted(request_id)) for request_id, stream in aborted]
+            for request_id, stream in aborted:
+                if not stream.tokens:
+                    del self._open[request_id]
+        self._deliver(_by_sink(events))
+
+    def _send_again(self) -> None:
+        """Start in the new engine what has not ended, in the order in which it was submitted."""
+        self._end_aborted()
+        ended: list[tuple[OpenStream, list[Event]]] = []
+        with self._lock:
+            for request_id, stream in list(self._open.items()):
+                again = stream.again(request_id)
+                if isinstance(again, Generate):
+                    self._outgoing.append(again)
+                else:
+                    del self._open[request_id]
+                    ended.append((stream, [again]))
+            logger.info("an engine serves at %s again; %d requests go on", self.address, len(self._outgoing))
+            self._lost = None
+        self._deliver(_by_sink(ended))
 
     def _reason_of_death(self) -> str:
         """Find out why the connection was lost. The process that watches the engine may know a moment later."""
-        deadline_s = time.monotonic() + _REASON_S
+        deadline_s = time.monotonic() + (REASON_S if self._recovery_timeout_s == 0 else 0.0)
         while self._alive is not None and time.monotonic() < deadline_s:
             reason = self._reported_end or self._alive()
             if reason is not None:
@@ -291,9 +379,10 @@ class Session:
 
     def _leave(self) -> None:
         """Abort what runs in the engine and end every stream."""
-        with self._lock:
-            self._outgoing += [api.Abort(request_id) for request_id in self._open]
-        self._send_queued()
+        if self._lost is None:
+            with self._lock:
+                self._outgoing += [api.Abort(request_id) for request_id in self._open]
+            self._send_queued()
         self._die(EngineError("the client was closed"))
 
     # ---- streams
@@ -307,34 +396,24 @@ class Session:
                     self._count_end(output)
                     continue
                 stream = self._open.get(output.request_id)
-                event = None if stream is None else self._next_event(output, stream)
+                event = None if stream is None else stream.take(output)
                 if stream is not None and event is not None:
+                    if not stream.tokens or isinstance(event, Failure):
+                        self._close(output.request_id, stream)
                     events.setdefault(stream.sink, []).append(event)
         self._deliver(events)
 
-    def _next_event(self, output: Tokens | Finished, stream: _OpenStream) -> Event | None:
-        """Make the stream's next event of an output, and close the stream with the last one. None: the sample has ended
-        already."""
-        event: Event = output
-        if isinstance(output, Finished) and output.reason == "error":
-            stream.have.clear()  # an error ends all samples, whatever its index
-        elif (have := stream.have.get(output.index)) is None:
-            return None
-        else:
-            event = output if output.start == have else _undelivered(output, have)
-            if isinstance(output, Finished):
-                del stream.have[output.index]
-            elif isinstance(event, Tokens):
-                stream.have[output.index] = have + len(event.token_ids)
-        if not stream.have or isinstance(event, Failure):
-            del self._open[output.request_id]
-            if stream.have:
-                self._abort_dropped(output.request_id, stream)
-        return event
+    def _close(self, request_id: str, stream: OpenStream) -> None:
+        """Forget a stream that ends; needs the lock. What the engine still computes of it is aborted."""
+        del self._open[request_id]
+        if stream.tokens:
+            self._abort_dropped(request_id, stream)
 
-    def _abort_dropped(self, request_id: str, stream: _OpenStream, *, stopped: bool = False) -> None:
+    def _abort_dropped(self, request_id: str, stream: OpenStream, *, stopped: bool = False) -> None:
         """Abort a stream that has no sink any more; needs the lock. The engine will still send its samples' ends."""
-        self._dropped.setdefault(request_id, deque()).append(set(stream.have))
+        if self._lost is not None:
+            return
+        self._dropped.setdefault(request_id, deque()).append(set(stream.tokens))
         self._outgoing.append(api.Abort(request_id, stopped))
 
     def _count_end(self, output: Tokens | Finished) -> None:
@@ -365,69 +444,33 @@ class Session:
                 return
             self._dead = error
             streams, self._open = self._open, {}
-            questions = [future for futures in self._questions.values() for future in futures]
-        events: dict[Sink, list[Event]] = {}
-        for request_id, stream in streams.items():
-            events.setdefault(stream.sink, []).append(Failure(request_id, _copy(error)))
-        self._deliver(events)
-        for future in questions:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(_copy(error))
+            questions = self._take_questions()
+        failures = [(stream, [Failure(name, _copy(error))]) for name, stream in streams.items()]
+        self._deliver(_by_sink(failures))
+        _fail(questions, error)
+
+    def _take_questions(self) -> list[Future[Any]]:
+        """Remove all questions that are not answered; needs the lock."""
+        questions = [future for futures in self._questions.values() for future in futures]
+        for futures in self._questions.values():
+            futures.clear()
+        return questions
+
+
+def _by_sink(pairs: Iterable[tuple[OpenStream, Sequence[Event]]]) -> dict[Sink, list[Event]]:
+    events: dict[Sink, list[Event]] = {}
+    for stream, its_events in pairs:
+        if its_events:
+            events.setdefault(stream.sink, []).extend(its_events)
+    return events
+
+
+def _fail(questions: list[Future[Any]], error: EngineError) -> None:
+    for future in questions:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(_copy(error))
 
 
 def _copy(error: EngineError) -> EngineError:
     """Copy `error` for one raiser: an exception that several threads raise would collect all their tracebacks."""
     return type(error)(str(error))
-
-
-def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
-    """Cut off the tokens that were delivered before. A gap between those and `output` is a Failure."""
-    if output.start > have:
-        missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
-        return Failure(output.request_id, ProtocolError(missing))
-    known = have - output.start
-    logprobs = None if output.logprobs is None else output.logprobs[known:]
-    return msgspec.structs.replace(output, start=have, token_ids=output.token_ids[known:], logprobs=logprobs)
-
-
-def _await_welcome(
-    connection: Connection, address: str, timeout_s: float, alive: Callable[[], str | None] | None
-) -> Welcome:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        death = alive() if alive is not None else None  # before reading, as what it sent before its end counts
-        welcome = _read_welcome(connection, address)
-        if welcome is not None:
-            return welcome
-        if death is not None:
-            _await_refusal(connection, address)
-            raise EngineError(f"the engine did not start: {death}")
-        refusal = connection.refused()
-        if refusal is not None:
-            raise EngineError(f"the engine at {address} does not let this client in: {refusal}")
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise EngineError(f"no engine answered at {address} within {timeout_s:g} s")
-        transport.wait(min(left_s, _ALIVE_POLL_S), connection)
-
-
-def _await_refusal(connection: Connection, address: str) -> None:
-    """Wait for the Refused that an engine sends before it ends, which may still be on its way. Raises its reason."""
-    deadline_s = time.monotonic() + _REASON_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        _read_welcome(connection, address)
-        connection.lost()  # clears the event of the loss, which would end the wait below
-        transport.wait(left_s, connection)
-
-
-def _read_welcome(connection: Connection, address: str) -> Welcome | None:
-    while (payload := connection.recv()) is not None:
-        try:
-            message: ToClient = engine_to_client.decode(payload)
-        except ProtocolError as error:
-            raise EngineError(f"what answers at {address} is not an engine of this version: {error}") from error
-        if isinstance(message, Welcome):
-            return message
-        if isinstance(message, api.Refused):
-            raise ModelError(message.reason) if message.bad_input else EngineError(message.reason)
-    return None

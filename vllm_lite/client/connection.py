@@ -1,0 +1,171 @@
+"""Reaching an engine: the handshake with one that starts, and with the one that takes the place of one that died."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_lite import transport
+from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError, ProtocolError
+from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.protocol.api import ToClient, Welcome
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.transport import Connection, KeysOption
+
+FIRST_PAUSE_S = 0.02
+MAX_PAUSE_S = 0.5
+"""How long to wait between two attempts to reach another engine: at first, and at most."""
+ALIVE_POLL_S = 0.05
+REASON_S = 0.5
+"""How long after an engine's end its reason may still be on its way."""
+
+Alive = Callable[[], str | None]
+"""None while an engine's process runs or another will take its place, then why it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine is reached, and with which keys: the folder of a client's, or False for none."""
+
+    address: str
+    keys: KeysOption = None
+
+    def connect(self, model: str | None = None) -> Connection:
+        """Open a connection and say Hello on it. Raises ConfigError for missing keys, EngineError for a bad address."""
+        identity = f"client-{os.getpid()}-{os.urandom(8).hex()}".encode()
+        connection = transport.connect(self.address, identity, self.keys)
+        try:
+            connection.send(client_to_engine.encode(api.Hello(PROTOCOL_VERSION, model)))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def shake_hands(
+    place: Place, model: str | None, timeout_s: float, alive: Alive | None = None
+) -> tuple[Connection, Welcome]:
+    """Connect to an engine and wait until it serves. Raises what Session.connect does."""
+    connection = place.connect(model)
+    try:
+        return connection, _await_welcome(connection, place.address, timeout_s, alive)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Search:
+    """Looks for the engine that takes the place of one that died, step by step, until its time is over."""
+
+    def __init__(self, place: Place, model: str, reason: str, timeout_s: float) -> None:
+        """`reason` says why one is looked for; the engine that is found has to serve `model`."""
+        self._place = place
+        self._model = model
+        self._reason = reason
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._connection: Connection | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._next_s = time.monotonic()
+        self._last_words = ""
+        """What the latest engine that was reached had to say, if it did not serve."""
+
+    def step(self, wakeup: Wakeup) -> tuple[Connection, Welcome] | None:
+        """Wait a short time for an answer, or for `wakeup`, and clear that.
+
+        Returns the connection, which is the caller's from then on. Raises EngineDeadError when there is no hope left.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._deadline_s:
+            words = f"; the last one said: {self._last_words}" if self._last_words else ""
+            timeout = f"no other engine took its place within {self._timeout_s:g} s"
+            raise EngineDeadError(f"{self._reason}; {timeout}{words}")
+        if self._connection is None and now_s >= self._next_s:
+            self._connect()
+        wait_s = min(ALIVE_POLL_S, self._deadline_s - now_s)
+        if self._connection is None:
+            transport.wait(min(wait_s, max(0.0, self._next_s - now_s)), wakeup)
+        else:
+            transport.wait(wait_s, self._connection, wakeup)
+        wakeup.clear()
+        return None if self._connection is None else self._look(self._connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> None:
+        try:
+            self._connection = self._place.connect()
+        except EngineError as error:
+            self._retreat(str(error))
+        except ConfigError as error:
+            raise EngineDeadError(f"{self._reason}; it cannot be reached again: {error}") from error
+
+    def _look(self, connection: Connection) -> tuple[Connection, Welcome] | None:
+        try:
+            welcome = _read_welcome(connection, self._place.address)
+        except ModelError as error:
+            raise EngineDeadError(f"{self._reason}; the one that takes its place cannot start: {error}") from error
+        except EngineError as error:
+            self._retreat(str(error))
+            return None
+        if welcome is not None:
+            if welcome.model != self._model:
+                served = f"{welcome.model!r}, not {self._model!r}"
+                raise EngineDeadError(f"{self._reason}; the one that took its place serves {served}")
+            self._connection = None
+            return connection, welcome
+        if (refusal := connection.refused()) is not None or connection.lost():
+            self._retreat(refusal or "")
+        return None
+
+    def _retreat(self, words: str) -> None:
+        """Give up this attempt; the next one comes after a pause, longer each time."""
+        self.close()
+        self._last_words = words or self._last_words
+        self._next_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+
+
+def _await_welcome(connection: Connection, address: str, timeout_s: float, alive: Alive | None) -> Welcome:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        death = alive() if alive is not None else None  # before reading, as what it sent before its end counts
+        welcome = _read_welcome(connection, address)
+        if welcome is not None:
+            return welcome
+        if death is not None:
+            _await_refusal(connection, address)
+            raise EngineError(f"the engine did not start: {death}")
+        refusal = connection.refused()
+        if refusal is not None:
+            raise EngineError(f"the engine at {address} does not let this client in: {refusal}")
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise EngineError(f"no engine answered at {address} within {timeout_s:g} s")
+        transport.wait(min(left_s, ALIVE_POLL_S), connection)
+
+
+def _await_refusal(connection: Connection, address: str) -> None:
+    """Wait for the Refused that an engine sends before it ends, which may still be on its way. Raises its reason."""
+    deadline_s = time.monotonic() + REASON_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        _read_welcome(connection, address)
+        connection.lost()  # clears the event of the loss, which would end the wait below
+        transport.wait(left_s, connection)
+
+
+def _read_welcome(connection: Connection, address: str) -> Welcome | None:
+    while (payload := connection.recv()) is not None:
+        try:
+            message: ToClient = engine_to_client.decode(payload)
+        except ProtocolError as error:
+            raise EngineError(f"what answers at {address} is not an engine of this version: {error}") from error
+        if isinstance(message, Welcome):
+            return message
+        if isinstance(message, api.Refused):
+            raise ModelError(message.reason) if message.bad_input else EngineError(message.reason)
+    return None

@@ -1,0 +1,128 @@
+"""OpenStream: what a session knows of a request that has not ended: who reads it, and all that he was given.
+
+That is enough to start the request again in another engine, where it goes on behind the tokens that were delivered.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.errors import EngineDeadError, ProtocolError
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, SampleSoFar, Tokens
+
+Sink = Callable[[list[Event]], None]
+"""Takes the events of one message, for all streams that share the sink. It runs on the session's thread and must not
+block."""
+
+
+class OpenStream:
+    """A request that has not ended. `tokens` has the output of each sample that has not ended, as the sink got it."""
+
+    __slots__ = ("_known_from", "_num_scored", "_request", "_started_s", "aborted", "sink", "tokens")
+
+    def __init__(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
+        """`own` says what a ForkRequest does as a request of its own; a fork without it is not started again."""
+        self.sink = sink
+        self.aborted: set[int] = set()
+        """Samples whose end has been asked for."""
+        self._started_s = time.monotonic()
+        if isinstance(message, Generate):
+            self._request: Generate | None = message
+        elif own is not None:
+            named = {"external_id": message.external_id, "context": message.context}
+            self._request = msgspec.structs.replace(own, request_id=message.child_id, params=message.params, **named)
+        else:
+            self._request = None
+        request = self._request
+        self._num_scored = 0 if request is None else request.num_scored
+        if request is not None and request.samples:
+            self.tokens = {sample.index: array("I", sample.output) for sample in request.samples}
+        else:
+            output = b"" if request is None else request.output
+            self.tokens = {index: array("I", output) for index in range(message.params.n)}
+        has_output = request is not None and (request.samples or request.output)
+        self._known_from = 0 if has_output else message.have
+        """Output tokens before this one are the sink's, and not known here."""
+
+    def abort(self, samples: Iterable[int] = ()) -> list[int] | None:
+        """Remember that the end of `samples` has been asked for, of all by default. Returns those of them that are
+        open; None if there is nothing to ask for."""
+        named = [sample for sample in samples if sample in self.tokens]
+        if samples and not named:
+            return None
+        request = self._request
+        if not named or len(named) == len(self.tokens):
+            self.aborted.update(self.tokens)
+        elif request is None or not request.params.use_beam_search:  # beams end together only
+            self.aborted.update(named)
+        return named
+
+    def take(self, output: Tokens | Finished) -> Event | None:
+        """The sink's next event, made of an output of the engine. None: the sample has ended already."""
+        event: Event = output
+        if isinstance(output, Finished) and output.reason == "error":
+            self.tokens.clear()  # an error ends all samples, whatever its index
+            return event
+        if (tokens := self.tokens.get(output.index)) is None:
+            return None
+        have = self._known_from + len(tokens)
+        if output.start != have:
+            event = _undelivered(output, have)
+        if output.prompt is not None:
+            self._num_scored = max(self._num_scored, output.prompt.start + len(output.prompt.entries))
+        if isinstance(output, Finished):
+            del self.tokens[output.index]
+        elif isinstance(event, Tokens):
+            try:
+                tokens.extend(event.token_ids)
+            except (OverflowError, TypeError) as error:
+                return Failure(output.request_id, ProtocolError(f"the engine sent something that is no token: {error}"))
+        return event
+
+    def end_aborted(self, request_id: str) -> list[Event]:
+        """The ends of the samples that were aborted, made here because no engine is left to send them."""
+        ended = sorted(self.aborted & self.tokens.keys())
+        self.aborted.clear()
+        return [Finished(request_id, self._pop(sample), [], "abort", index=sample) for sample in ended]
+
+    def _pop(self, sample: int) -> int:
+        return self._known_from + len(self.tokens.pop(sample))
+
+    def again(self, request_id: str) -> Generate | Event:
+        """What starts this request in an engine that does not know it; or its end, if there is no way to."""
+        request = self._request
+        if request is None or self._known_from:
+            missing = "its prompt and the tokens it began with are not known here"
+            return Failure(request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}"))
+        params, left_ms = request.params, request.params.deadline_ms
+        if left_ms is not None:
+            left_ms -= int(1000 * (time.monotonic() - self._started_s))
+            if left_ms <= 0:
+                index, tokens = next(iter(self.tokens.items()))
+                late = f"the deadline of {params.deadline_ms} ms passed"
+                return Finished(request_id, len(tokens), [], "error", error=late, index=index)
+            params = msgspec.structs.replace(params, deadline_ms=left_ms)
+        plain = {"params": params, "have": 0, "output": b"", "samples": (), "num_scored": self._num_scored}
+        request = msgspec.structs.replace(request, **plain)
+        if params.use_beam_search:  # what nobody has seen yet is searched for anew
+            return request
+        if params.n == 1:
+            tokens = self.tokens[0]
+            return msgspec.structs.replace(request, have=len(tokens), output=tokens.tobytes())
+        if len(self.tokens) == params.n and not any(self.tokens.values()):
+            return request
+        samples = tuple(SampleSoFar(index, tokens.tobytes()) for index, tokens in sorted(self.tokens.items()))
+        return msgspec.structs.replace(request, samples=samples)
+
+
+def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
+    """Cut off the tokens that were delivered before. A gap between those and `output` is a Failure."""
+    if output.start > have:
+        missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
+        return Failure(output.request_id, ProtocolError(missing))
+    known = have - output.start
+    logprobs = None if output.logprobs is None else output.logprobs[known:]
+    return msgspec.structs.replace(output, start=have, token_ids=output.token_ids[known:], logprobs=logprobs)
