@@ -63,6 +63,8 @@ class Recorded:
         num_blocks: int = 20,
         windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
+        life: int = 1,
+        launch: str = "",
         **settings: Any,
     ) -> None:
         values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "prefix_hash_seed": "s"} | settings
@@ -74,7 +76,7 @@ class Recorded:
         self.worker = SimulatedWorker(*self._sizes)
         self.clock = VirtualClock(1000.0)
         sizes = Sizes(num_blocks, num_host_blocks, 50.0)
-        self.core = EngineCore(config, ready, self.worker, sizes, Lives(3), self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
 
     @property

@@ -1,0 +1,144 @@
+"""Whatever runs when the workers die, and however often: every stream gets the tokens of a run in which nobody dies,
+each once; every block is free at last; and a replay of the trace decides the same."""
+
+import random
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.recorded import Recorded, agrees
+from tests.simulated_worker import next_token
+from tests.unit.test_replay import configurations
+from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.intake import Attached
+from vllm_lite.engine.request import Produced, Request
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
+
+
+class WatchedCore(EngineCore):
+    """Passes on what it is asked and what it answers."""
+
+    watcher: "Watched"
+
+    def add(self, client: bytes, message: Generate) -> Attached:
+        attached = super().add(client, message)
+        self.watcher.added(attached, message)
+        return attached
+
+    def fork(self, client: bytes, message: ForkRequest) -> Request:
+        child = super().fork(client, message)
+        tokens = child.sequences[0].tokens.tolist()
+        self.watcher.begin(child, tokens[: child.num_prompt], tokens[child.num_prompt :])
+        return child
+
+    def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> list[tuple[int, int]]:
+        ended = super().abort(request_id, samples, stopped=stopped)
+        self.watcher.reasons.update(((request_id, sample), "abort") for sample, _ in ended)
+        return ended
+
+
+class Watched(Recorded):
+    """Is the client of every request: keeps its streams, and insists that no token comes twice or is left out."""
+
+    def __init__(self, trace: Path | None, **configuration: Any) -> None:
+        super().__init__(trace, **configuration)
+        self.core.__class__ = WatchedCore
+        self.core.watcher = self  # type: ignore[attr-defined]
+        self.requests: dict[str, Request] = {}
+        self.beginnings: dict[str, tuple[list[int], list[int]]] = {}
+        """The prompt of each request, and the output that it began with."""
+        self.streams: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.scores: dict[str, int] = defaultdict(int)
+        self.reasons: dict[tuple[str, int], str] = {}
+
+    def begin(self, request: Request, prompt: list[int], output: list[int]) -> None:
+        self.requests[request.request_id] = request
+        self.beginnings[request.request_id] = prompt, output
+        self.streams[request.request_id, 0] = list(output)
+
+    def added(self, attached: Attached, message: Generate) -> None:
+        name = message.request_id
+        if name not in self.requests:
+            self.begin(attached.request, unpack_tokens(message.prompt), unpack_tokens(message.output))
+        else:  # it was sent again, by a client that has what the message says
+            for sample in message.samples:
+                self.streams[name, sample.index] = unpack_tokens(sample.output)
+            if not message.samples:
+                self.streams[name, 0] = unpack_tokens(message.output)
+            self.streams[name, 0] += attached.resend
+            if (name, 0) not in self.reasons:
+                self.scores[name] = 0
+        for item in attached.done:  # it lacked the end and nothing else
+            self.take(item)
+            self.scores[name] = attached.request.num_prompt - 1
+
+    def take(self, item: Produced) -> None:
+        super().take(item)
+        name, stream = item.request.request_id, self.streams[item.request.request_id, item.sample]
+        assert (name, item.sample) not in self.reasons, "it has ended"
+        assert item.start == len(stream) or item.reason == "error"
+        stream += item.token_ids
+        if item.prompt is not None:
+            assert item.prompt.start == self.scores[name] + 1, "each score comes once, in order"
+            self.scores[name] += len(item.prompt.entries)
+        if item.reason == "error":  # the whole request ends
+            for sample in range(item.request.params.n):
+                self.reasons.setdefault((name, sample), "error")
+        elif item.reason is not None:
+            self.reasons[name, item.sample] = item.reason
+
+    def lose_workers(self, cause: str = "worker 0 died") -> None:
+        super().lose_workers(cause)
+        assert not any(pool.num_used or pool.num_cached for pool in self.pools())
+
+    def pools(self) -> list[Any]:
+        kv = self.core.kv
+        return [kv.pool] if kv.host is None else [kv.pool, kv.host.pool]
+
+    def check_streams(self) -> None:
+        """Compare every stream with what the model says of its prompt, or with a beam search that nothing disturbs."""
+        for name, request in self.requests.items():
+            beams = self._beams(name, request) if request.beam is not None else None
+            for index in range(request.params.n):
+                stream, reason = self.streams[name, index], self.reasons[name, index]
+                wanted = self._continuation(name, request, index) if beams is None else beams[index]
+                is_whole = reason in {"stop", "length"}
+                assert stream == (wanted if is_whole else wanted[: len(stream)]), (name, index, reason)
+                if is_whole and index == 0 and request.params.prompt_logprobs is not None:
+                    assert self.scores[name] == request.num_prompt - 1
+
+    def _continuation(self, name: str, request: Request, index: int) -> list[int]:
+        prompt, output = self.beginnings[name]
+        tokens = prompt + output
+        while len(tokens) < request.max_len and not (output and tokens[-1] in request.stop_ids):
+            tokens.append(next_token(tokens, self.worker.vocab_size, index))
+            output = tokens[len(prompt) :]
+        return tokens[len(prompt) :]
+
+    def _beams(self, name: str, request: Request) -> list[list[int]]:
+        alone = Watched(None, num_blocks=400)
+        prompt, _ = self.beginnings[name]
+        params = msgspec.structs.replace(request.params, deadline_ms=None)
+        alone.core.add(b"client", Generate("alone", pack_tokens(prompt), params))
+        alone.drain()
+        return [alone.streams["alone", index] for index in range(request.params.n)]
+
+
+@settings(max_examples=80, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(seed=st.integers(0, 2**32), configuration=configurations, death_rate=st.sampled_from([0.05, 0.2, 0.5]))
+def test_nobody_sees_that_workers_died(seed: int, configuration: dict[str, Any], death_rate: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        watched = Watched(trace, **configuration)
+        watched.random_work(random.Random(seed), death_rate=death_rate)
+        watched.drain()
+        assert not any(pool.num_used for pool in watched.pools())
+        watched.check_streams()
+        agrees(trace, watched)
