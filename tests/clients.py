@@ -16,17 +16,21 @@ SIZE = TOKENIZER.vocab_size
 
 
 @asynccontextmanager
-async def connected(folder: Path | None) -> AsyncIterator[tuple[AsyncClient, FakeEngine]]:
+async def connected(folder: Path | None, **options: Any) -> AsyncIterator[tuple[AsyncClient, FakeEngine]]:
     """`folder` has the tokenizer, see the fixture of that name; None: the engine names none."""
     tokenizer = None if folder is None else str(folder)
     with FakeEngine(answer=welcome(vocab_size=SIZE, tokenizer=tokenizer)) as engine:
-        async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+        async with AsyncClient(engine.address, timeout_s=DEADLINE_S, **options) as client:
             yield client, engine
 
 
-def run(folder: Path | None, body: Callable[[AsyncClient, FakeEngine], Coroutine[Any, Any, None]]) -> None:
+def run(
+    folder: Path | None, body: Callable[[AsyncClient, FakeEngine], Coroutine[Any, Any, None]], **options: Any
+) -> None:
+    """`options` are AsyncClient's."""
+
     async def main() -> None:
-        async with connected(folder) as (client, engine):
+        async with connected(folder, **options) as (client, engine):
             await asyncio.wait_for(body(client, engine), DEADLINE_S)
 
     asyncio.run(main())

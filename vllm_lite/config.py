@@ -260,7 +260,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 10
     recovery_timeout_s: Annotated[
-        float, about("how long clients wait for the engine that takes the place of one that died", ge=0)
+        float,
+        about(
+            "how long clients wait for the engine that takes the place of one that died, until it has loaded; with 0 "
+            "its death ends their requests",
+            ge=0,
+        ),
     ] = 120.0
     standby_workers: Annotated[
         bool, about("keep a second group of worker processes ready, which takes over when one of the first dies")

@@ -247,7 +247,7 @@ def test_the_engines_death_ends_every_iterator(folder: Path) -> None:
         with pytest.raises(EngineDeadError):
             await anext(client.generate([1]))
 
-    run(folder, body)
+    run(folder, body, recovery_timeout_s=0)
 
 
 def test_close_ends_streams_that_are_read(folder: Path) -> None:

@@ -12,7 +12,9 @@ prompt.py        checks a prompt and its sampling params, tokenizes
 chat.py          messages to prompts, and the tokenizer object that scripts get
 sampling.py      sampling params: a checkpoint's defaults, the seed, the form on the wire
 stream.py        one request: events in, RequestOutput out
-session.py       one connection to an engine, and the thread that owns it
+session.py       one connection to an engine, or to the next one, and the thread that owns it
+connection.py    the handshake, and the search for the engine that takes the place of one that died
+open_stream.py   what a session knows of a request: enough to start it again
 sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
 outputs.py       what a user gets
 

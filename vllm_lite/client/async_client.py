@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, STATS_TIMEOUT_S, Session
+from vllm_lite.client.session import (
+    DEFAULT_TIMEOUT_S,
+    HEARTBEAT_TIMEOUT_S,
+    RECOVERY_TIMEOUT_S,
+    STATS_TIMEOUT_S,
+    Session,
+)
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
@@ -64,6 +70,7 @@ class ClientOptions(TypedDict, total=False):
     model: str | None
     timeout_s: float
     heartbeat_timeout_s: float
+    recovery_timeout_s: float
     keys: KeysOption
 
 
@@ -74,7 +81,7 @@ class AsyncClient:
     `await client.close()` at the end.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first have defaults
         self,
         address: str,
         *,
@@ -82,16 +89,18 @@ class AsyncClient:
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        recovery_timeout_s: float = RECOVERY_TIMEOUT_S,
         keys: KeysOption = None,
     ) -> None:
         """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
         another; `timeout_s` is how long an engine may load before it answers; one that has requests and is silent for
-        `heartbeat_timeout_s` counts as dead; `keys` is the folder that `vllm-lite keys` made for this client (default:
-        VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
+        `heartbeat_timeout_s` counts as dead; streams of one that died pause for at most `recovery_timeout_s`, until the
+        engine that takes its place has loaded (0: they end at once); `keys` is the folder that `vllm-lite keys` made
+        for this client (default: VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
         self.address = address
         self._tokenizer = tokenizer
-        connect = partial(Session.connect, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
-        self._connect = partial(connect, address, model=model, keys=keys)
+        connect = partial(Session.connect, address, model=model, timeout_s=timeout_s, keys=keys)
+        self._connect = partial(connect, heartbeat_timeout_s=heartbeat_timeout_s, recovery_timeout_s=recovery_timeout_s)
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
@@ -137,7 +146,7 @@ class AsyncClient:
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
-        engine dies.
+        engine dies and no other takes its place.
         """
         request_id = request_id or os.urandom(12).hex()
         stream = await self._make(prompt, sampling_params, request_id)
@@ -205,7 +214,7 @@ class AsyncClient:
         inbox = self._inboxes[request_id] = _Inbox()
         self._streams[request_id] = stream
         try:
-            session.submit(stream.message(), self._arrive)
+            session.submit(stream.message(), self._arrive, stream.own_message())
             if is_fork:
                 yield stream.output()
             while not stream.finished:

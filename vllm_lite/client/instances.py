@@ -231,7 +231,7 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
 
 
 def _ask(address: str) -> Stats | None:
-    with suppress(VllmLiteError), closing(Session.connect(address, timeout_s=ASK_S)) as session:
+    with suppress(VllmLiteError), closing(Session.connect(address, timeout_s=ASK_S, recovery_timeout_s=0)) as session:
         return session.stats(ASK_S)
     return None
 

@@ -83,6 +83,7 @@ class Launched:
             self.address,
             timeout_s=self.config.ready_timeout_s,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            recovery_timeout_s=self.config.recovery_timeout_s,
             alive=lambda: "stopped while it was starting" if stopped() else self.alive(),
         )
         self._supervisor.serves()

@@ -3,9 +3,9 @@
 That is enough to start the request again in another engine, where it goes on behind the tokens that were delivered.
 """
 
-import time
 from array import array
 from collections.abc import Callable, Iterable
+from time import monotonic
 
 import msgspec
 
@@ -28,7 +28,7 @@ class OpenStream:
         self.sink = sink
         self.aborted: set[int] = set()
         """Samples whose end has been asked for."""
-        self._started_s = time.monotonic()
+        self._started_s = monotonic()
         if isinstance(message, Generate):
             self._request: Generate | None = message
         elif own is not None:
@@ -99,7 +99,7 @@ class OpenStream:
             return Failure(request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}"))
         params, left_ms = request.params, request.params.deadline_ms
         if left_ms is not None:
-            left_ms -= int(1000 * (time.monotonic() - self._started_s))
+            left_ms -= int(1000 * (monotonic() - self._started_s))
             if left_ms <= 0:
                 index, tokens = next(iter(self.tokens.items()))
                 late = f"the deadline of {params.deadline_ms} ms passed"

@@ -91,12 +91,19 @@ class RequestStream:
 
     def message(self) -> Generate | ForkRequest:
         """Make the message that starts this request in an engine, behind the tokens that it has already, if any."""
-        prompt, have = pack_tokens(self.prompt.token_ids), self.num_tokens
         is_scored = self.prompt_scores is None or self.prompt_scores.complete
         if self._parent_id is not None and is_scored:  # a ForkRequest does not compute its prompt
-            return ForkRequest(self._parent_id, self.request_id, have, self._wire_params())
+            return ForkRequest(self._parent_id, self.request_id, self.num_tokens, self._wire_params())
+        return self._generate()
+
+    def own_message(self) -> Generate | None:
+        """What a fork sends to an engine that does not know its parent; None of a stream that is no fork."""
+        return None if self._parent_id is None else self._generate()
+
+    def _generate(self) -> Generate:
+        have = self.num_tokens
         output = pack_tokens(self.samples[0].token_ids) if have else b""
-        return Generate(self.request_id, prompt, self._wire_params(), have, output)
+        return Generate(self.request_id, pack_tokens(self.prompt.token_ids), self._wire_params(), have, output)
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
         """Whether to send this fork again, as a request with tokens of its own, which message() then returns.

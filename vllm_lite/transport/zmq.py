@@ -25,6 +25,8 @@ HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 LINGER_MS = 1_000
 HANDSHAKE_MS = 10_000
+FIRST_PAUSE_MS, MAX_PAUSE_MS = 20, 500
+"""Between two attempts to connect to an address where nobody listens yet."""
 MAX_FAILED_HANDSHAKES = 3
 """The other side may end so many handshakes without giving a reason, as one that is being started does. More of them
 mean that it refuses."""
@@ -133,8 +135,8 @@ class ZmqConnection:
     def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self._socket = _configured(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, FIRST_PAUSE_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_PAUSE_MS)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._has_keys = keys is not None
         if keys is not None:

@@ -73,7 +73,7 @@ class Dispatcher:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
         try:
             for index, stream in enumerate(call.streams):
-                self.session.submit(call.message(index), self._receive)
+                self.session.submit(call.message(index), self._receive, stream.own_message())
                 self._streams[stream.request_id] = stream, call
                 if not stream.num_tokens:  # a fork has some already, and with them the prompt
                     self._queued[stream.request_id] = len(stream.prompt.token_ids)

@@ -308,7 +308,11 @@ def main(settings: ApiServerSettings, stop: Wakeup) -> int:
     """Run one of the other servers, with a session of its own, until `stop` is set or a signal comes."""
     config = settings.config
     log.setup(f"server {settings.number}", *config.logging)
-    session = Session.connect(settings.address, heartbeat_timeout_s=settings.engine.heartbeat_timeout_s)
+    session = Session.connect(
+        settings.address,
+        heartbeat_timeout_s=settings.engine.heartbeat_timeout_s,
+        recovery_timeout_s=settings.engine.recovery_timeout_s,
+    )
     scoreboard = Scoreboard(config.api_server_count, settings.number, settings.scoreboard)
     engine = EngineLink(session, settings.engine, lambda: str(session.dead))
     try:
