@@ -280,7 +280,7 @@ def test_sigterm_drains_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["first server", "engine"])
 def test_all_end_together(whose: str) -> None:
-    with serving("--api-server-count", "3") as server:
+    with serving("--api-server-count", "3", "--max-restarts", "0") as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert sum(MODULE in child.cmdline() for child in family) == 2
         found = children(server.process.pid)

@@ -1,5 +1,7 @@
 """Processes die in every way they can: who notices, how fast, with which words, and what is left behind.
 
+Nothing is restarted here; what is and how streams go on is tested in test_engine_recovery.py and others.
+
 The limits are those promised to outside tools for an idle machine: clients are told within 2 s, orphans gone within 5.
 """
 
@@ -60,7 +62,7 @@ class Engine:
 
 @pytest.fixture
 def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
-    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(SILENCE_S))
+    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(SILENCE_S), "--max-restarts", "0")
     yield started
     started.end()
 
