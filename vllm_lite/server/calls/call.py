@@ -200,7 +200,9 @@ class Call:
 
     def has_reached(self, place: Place) -> bool:
         """Whether there is as much of every choice as `place` says that a client has."""
-        if len(place.choices) != len(self.choices) or (place.closing and not self.has_ended):
+        if len(place.choices) != len(self.choices):
+            return False
+        if place.closing and self.error is None and not all(shown.has_ended for shown in place.choices):
             return False
         num = self.streams[0].params.n
         return all(

@@ -1,0 +1,533 @@
+"""Streams that outlive their connections: cut anywhere, they go on without a token repeated or missing."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.resumable_stage import (
+    CHAT,
+    RESUME_S,
+    WORDS,
+    Client,
+    Stage,
+    asking,
+    content,
+    events_in,
+    settle,
+    steps,
+)
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.errors import EngineDeadError
+from vllm_lite.protocol.api import Finished, Tokens
+from vllm_lite.server.calls import resumable as resumable_module
+from vllm_lite.server.http.body import decode
+from vllm_lite.server.openai.bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    StreamOptions,
+)
+from vllm_lite.server.openai.errors import ApiError
+
+USAGE, ALWAYS = StreamOptions(include_usage=True), StreamOptions(include_usage=True, continuous_usage_stats=True)
+COMPLETION: dict[str, Any] = {"prompt": "Say: ", "stream": True, "resumable": True}
+CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # body, prompts, params
+    "chat": (ChatBody(**CHAT), 1, {}),
+    "two with usage": (ChatBody(**CHAT, stream_options=USAGE), 1, {"n": 2}),
+    "logprobs": (ChatBody(**CHAT, logprobs=True, top_logprobs=1, stream_options=ALWAYS), 1, {"logprobs": 1}),
+    "echo": (ChatBody(**CHAT, echo=True, return_token_ids=True), 1, {"n": 2}),
+    "completion": (CompletionBody(**COMPLETION, logprobs=1), 1, {"n": 2, "logprobs": 1}),
+    "echoed": (CompletionBody(**COMPLETION, echo=True, stream_options=USAGE), 2, {"n": 2}),
+    "only the prompt": (CompletionBody(**COMPLETION, echo=True, max_tokens=0, stream_options=USAGE), 1, {"n": 1}),
+    "beams": (CompletionBody(**COMPLETION, stream_options=USAGE), 1, {"n": 2, "use_beam_search": True, "seed": None}),
+    "ranked": (CompletionBody(**COMPLETION), 1, {"n": 1, "best_of": 2, "logprobs": 0}),
+    "ids": (GenerateBody(token_ids=[5, 6, 7], stream=True, resumable=True), 2, {"n": 1}),
+    "stop": (ChatBody(**CHAT), 1, {"n": 1, "stop": (" a",)}),
+}
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+def play(case: str) -> tuple[Stage, Client, list[list[Event]], str]:
+    """A stage, the client of the case, all that the engine will say, and the call's id."""
+    body, num_prompts, params = CASES[case]
+    stage = Stage()
+    client = stage.start(body, num_prompts=num_prompts, **params)
+    kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl" if isinstance(body, CompletionBody) else "gen"
+    names = stage.calls.stream_ids(f"{kind}-1", num_prompts)
+    count = params.get("best_of", params.get("n", 1))
+    return stage, client, steps(names, count, params.get("logprobs")), f"{kind}-1"
+
+
+async def uncut(case: str) -> tuple[Stage, Client, str]:
+    stage, client, said, call_id = play(case)
+    await settle()
+    for events in said:
+        await stage.say(*events)
+    await client.ended()
+    assert client.is_complete
+    return stage, client, call_id
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cut_at_every_byte_and_resumed_when_all_is_there(case: str) -> None:
+    async def main() -> None:
+        stage, client, call_id = await uncut(case)
+        whole = [data for _, data in events_in(client.data)]
+        expected = content(whole)
+        assert expected["done"] == 1
+        assert len({last for last, _ in events_in(client.data)}) == len(whole)  # each event has an id of its own
+        resumed: dict[str, list[str]] = {}
+        for cut in range(len(client.data) + 1):
+            seen = events_in(client.data[:cut])
+            last = seen[-1][0] if seen else ""
+            if last not in resumed:
+                again = await stage.resume(call_id, last)
+                await again.ended()
+                assert again.status == (204 if len(seen) == len(whole) else 200)
+                resumed[last] = [data for _, data in events_in(again.data)]
+            assert content([data for _, data in seen] + resumed[last]) == expected
+        assert len(resumed) == len(whole) + 1
+        assert stage.kept.unread_s(call_id) == 0.0
+        assert stage.calls.dispatcher.num_sequences == len(stage.calls) == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cut_after_every_token_and_resumed_while_it_runs(case: str) -> None:
+    """What comes while nobody reads is one chunk later, and so is all that comes after: the events are others."""
+
+    async def main() -> None:
+        _, client, _ = await uncut(case)
+        expected = content([data for _, data in events_in(client.data)])
+        num_steps = len(play(case)[2])
+        for cut in range(num_steps):
+            stage, client, said, call_id = play(case)
+            await settle()
+            for events in said[:cut]:
+                await stage.say(*events)
+            client.go()
+            await client.ended()
+            assert len(stage.kept) == 1
+            middle = (cut + num_steps) // 2
+            await stage.say(*(event for events in said[cut:middle] for event in events))
+            seen = events_in(client.data)
+            seen = seen[: len(seen) - cut % 2]  # the last event may not have come
+            again = await stage.resume(call_id, seen[-1][0] if seen else "")
+            await settle()
+            rest = [event for events in said[middle:] for event in events if event.request_id in stage.session.sinks]
+            await stage.say(*rest)
+            await again.ended()
+            assert content([data for _, data in seen + events_in(again.data)]) == expected
+
+    run(main)
+
+
+def test_other_streams_are_as_they_were() -> None:
+    """Without ids, and gone with their clients."""
+
+    async def main() -> None:
+        stage = Stage()
+        client = stage.start(ChatBody(messages=[ChatMessage("user", "Hi")], stream=True))
+        await settle()
+        await stage.say(Tokens("chatcmpl-1", 0, WORDS[:1]))
+        assert b"id: " not in client.data
+        with pytest.raises(ApiError, match='without "resumable": true') as caught:
+            await stage.resume()
+        assert caught.value.status == 404
+        client.go()
+        await client.ended()
+        assert stage.session.dropped == ["chatcmpl-1"]
+        assert len(stage.calls) == len(stage.kept) == 0
+        with pytest.raises(ApiError, match="no request 'chatcmpl-1' can be resumed") as caught:
+            await stage.resume()
+        assert caught.value.status == 404
+
+    run(main)
+
+
+# ---- who reads
+
+
+async def begun(stage: Stage, count: int = 2, **settings: Any) -> Client:
+    """A resumable call with some tokens, which its client has."""
+    client = stage.start(**settings)
+    await settle()
+    await stage.say(Tokens("chatcmpl-1", 0, WORDS[:count]))
+    assert events_in(client.data)
+    return client
+
+
+async def finish(stage: Stage, start: int = 2) -> None:
+    await stage.say(Finished("chatcmpl-1", start, WORDS[start:], "length"))
+
+
+def test_the_newer_of_two_readers_reads() -> None:
+    """The server has not noticed that the connection is broken, and may be in the middle of a write."""
+
+    async def main() -> None:
+        stage = Stage()
+        old = await begun(stage)
+        old.may_write.clear()
+        await stage.say(Tokens("chatcmpl-1", 2, WORDS[2:3]))
+        seen = events_in(old.data)
+        new = await stage.resume(last=seen[-1][0])
+        await settle()
+        await finish(stage, 3)
+        await new.ended()
+        assert new.is_complete
+        assert content([data for _, data in seen + events_in(new.data)])[0]["text"] == "Once \N{BEAR FACE} upon a bear"
+        old.may_write.set()
+        await old.ended()
+        assert not old.is_complete
+        assert b"DONE" not in old.data
+        assert stage.kept.unread_s("chatcmpl-1") == 0.0
+        assert stage.kept.get("chatcmpl-1") is not None
+
+    run(main)
+
+
+def test_an_older_reader_that_waits_ends_at_once_and_harms_nothing() -> None:
+    async def main() -> None:
+        stage = Stage()
+        old = await begun(stage)
+        new = await stage.resume()
+        await old.ended()
+        assert stage.kept.unread_s("chatcmpl-1") is None
+        await stage.say(Tokens("chatcmpl-1", 2, WORDS[2:4]))
+        await finish(stage, 4)
+        await new.ended()
+        assert content([data for _, data in events_in(new.data)])[0]["text"] == "Once \N{BEAR FACE} upon a bear"
+
+    run(main)
+
+
+def test_only_the_key_that_started_it_resumes_it() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage, key=b"a" * 32)
+        client.go()
+        await client.ended()
+        for key in (b"", b"b" * 32):
+            with pytest.raises(ApiError, match="another API key") as caught:
+                await stage.resume(key=key)
+            assert caught.value.status == 403
+        again = await stage.resume(key=b"a" * 32)
+        await finish(stage)
+        await again.ended()
+        assert again.is_complete
+
+    run(main)
+
+
+# ---- how long
+
+
+def test_it_is_aborted_when_nobody_comes_back() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        stage.now_s += 1000
+        stage.kept.look()  # it is read: that may take as long as it likes
+        client.go()
+        await client.ended()
+        assert stage.session.dropped == []
+        stage.now_s += RESUME_S - 0.01
+        stage.kept.look()
+        again = await stage.resume()
+        await settle()
+        again.go()
+        await again.ended()
+        stage.now_s += RESUME_S - 0.01  # counts from the last break
+        stage.kept.look()
+        assert len(stage.calls) == 1
+        stage.now_s += 0.01
+        stage.kept.look()
+        assert stage.session.dropped == ["chatcmpl-1"]
+        assert len(stage.calls) == len(stage.kept) == stage.calls.dispatcher.num_sequences == 0
+        with pytest.raises(ApiError, match="for 30 s after") as caught:
+            await stage.resume()
+        assert caught.value.status == 404
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_one_that_has_ended_is_kept_as_long(is_sent: bool) -> None:
+    """Also if all was sent: to a client that was not there any more, perhaps. It runs no more."""
+
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        if not is_sent:
+            client.go()
+        await settle()
+        await finish(stage)
+        await client.ended()
+        stage.now_s += RESUME_S - 0.01
+        stage.kept.look()
+        assert len(stage.calls) == 0
+        again = await stage.resume(last=events_in(client.data)[1][0])
+        await again.ended()
+        assert again.is_complete
+        stage.now_s += RESUME_S
+        stage.kept.look()
+        assert len(stage.kept) == 0
+
+    run(main)
+
+
+def test_the_end_of_the_server_ends_them() -> None:
+    async def main() -> None:
+        stage = Stage()
+        running, ended = await begun(stage), stage.start(name="2")
+        await settle()
+        await stage.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"))
+        await ended.ended()
+        running.go()
+        await running.ended()
+        stage.calls.is_draining = True
+        stage.kept.look()
+        assert [stage.kept.get(name) is None for name in ("chatcmpl-1", "chatcmpl-2")] == [False, True]
+        assert len(stage.calls) == 1
+        stage.calls.abort_all()
+        await stage.say(Finished("chatcmpl-1", 2, [], "abort"))
+        stage.kept.look()
+        assert len(stage.calls) == len(stage.kept) == 0
+
+    run(main)
+
+
+def test_delete_ends_it() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        await stage.live.abort(asking("chatcmpl-1"))
+        assert stage.session.ended_externally == ["chatcmpl-1"]
+        assert len(stage.kept) == 1  # its client is to read that it was aborted
+        client.go()
+        await client.ended()
+        state = msgspec.json.decode((await stage.live.state(asking("chatcmpl-1"))).body)
+        assert (state["resumable"], state["disconnected_s"]) == (True, 0.0)
+        await stage.live.abort(asking("chatcmpl-1"))
+        assert stage.session.dropped == ["chatcmpl-1"]
+        assert len(stage.kept) == len(stage.calls) == 0
+
+    run(main)
+
+
+# ---- how many
+
+
+def test_what_runs_without_a_reader_counts_as_what_runs() -> None:
+    async def main() -> None:
+        stage = Stage(max_queued=0)
+        clients = [stage.start(name=str(number)) for number in range(9)]
+        await settle()
+        for client in clients:
+            client.go()
+        await settle()
+        assert len(stage.calls) == 9
+        with pytest.raises(ApiError) as caught:
+            await stage.start(name="10").task
+        assert caught.value.status == 429
+        assert len(stage.kept) == 9
+        await stage.say(Finished("chatcmpl-3", 0, WORDS[:1], "length"))
+        client = stage.start(name="10")
+        await settle()
+        assert len(stage.kept) == 10
+        client.go()
+
+    run(main)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_ENDED", 2), ("MAX_ENDED_TOKENS", 2 * (3 + len(WORDS)))])
+def test_of_those_that_have_ended_the_oldest_go(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First those whose client was sent all."""
+
+    async def main() -> None:
+        stage = Stage()
+        broken: list[str] = []
+        sent: list[str] = []
+        for number in range(5):
+            client = stage.start(name=str(number))
+            await settle()
+            stage.now_s += 1
+            if number in (0, 2, 4):
+                client.go()
+                await client.ended()
+            await stage.say(Finished(f"chatcmpl-{number}", 0, WORDS, "length"))
+            await settle()
+            stage.kept.look()
+            (broken if number in (0, 2, 4) else sent).append(f"chatcmpl-{number}")
+        assert [name for name in broken + sent if stage.kept.get(name) is not None] == broken[1:]
+
+    monkeypatch.setattr(resumable_module, limit, most)
+    run(main)
+
+
+def test_one_that_is_larger_than_all_may_be_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        client.go()
+        await client.ended()
+        await finish(stage)
+        stage.kept.look()
+        assert len(stage.kept) == 1
+
+    monkeypatch.setattr(resumable_module, "MAX_ENDED_TOKENS", 1)
+    run(main)
+
+
+# ---- errors
+
+
+def test_what_is_refused_is_not_kept() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = stage.start()
+        await settle()
+        await stage.say(Finished("chatcmpl-1", 0, [], "error", error="max_tokens is wrong"))
+        with pytest.raises(ApiError) as caught:
+            await client.ended()
+        assert caught.value.status == 400
+        assert len(stage.kept) == len(stage.calls) == 0
+
+    run(main)
+
+
+def test_an_error_is_told_to_the_one_who_comes_back() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        client.go()
+        await client.ended()
+        await stage.say(Failure("chatcmpl-1", EngineDeadError("it died")))
+        again = await stage.resume(last=events_in(client.data)[-1][0])
+        await again.ended()
+        ((last, error),) = events_in(again.data)
+        assert content([error])["errors"] == ["it died"]
+        third = await stage.resume(last=last)
+        await third.ended()
+        assert third.status == 204
+        from_start = await stage.resume()
+        await from_start.ended()
+        found = content([data for _, data in events_in(from_start.data)])
+        assert (found[0]["roles"], found[0]["ids"], found["errors"], found["done"]) == (1, [], ["it died"], 0)
+
+    run(main)
+
+
+def test_an_error_before_anything_was_shown_is_a_status_later_as_well() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = stage.start()
+        await settle()
+        client.go()
+        await client.ended()
+        await stage.say(Finished("chatcmpl-1", 0, [], "error", error="max_tokens is wrong"))
+        again = await stage.resume()
+        with pytest.raises(ApiError, match="max_tokens is wrong") as caught:
+            await again.ended()
+        assert caught.value.status == 400
+        assert len(stage.kept) == 0
+
+    run(main)
+
+
+def test_an_id_is_taken_as_long_as_its_stream_is_kept() -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage)
+        await finish(stage)
+        await client.ended()
+        with pytest.raises(ApiError, match="in use"):
+            await stage.live.new_id("chatcmpl", "1")
+        with pytest.raises(ApiError, match="in use"):
+            await stage.start().ended()
+        assert stage.kept.get("chatcmpl-1") is not None
+
+    run(main)
+
+
+# ---- strangers
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "x",
+        "0",
+        "-1-0-0.0-0.0",
+        "0-0-0.0",  # one choice, there are two
+        "0-0-0.0-0.0-0.0",
+        "0-0" + "-0.0" * 65,
+        "0-0" + "-0.0" * 3000,
+        "3-0-0.0-0.0",  # the opening has two events
+        "2-0-99.0-0.0",
+        "2-0-0.99-0.0",
+        "2-0--1.0-0.0",
+        "2-0-2.5!-0.0",  # it has not ended
+        "2-1-0.0-0.0",
+        "2-2-0.0-0.0",
+        "2-3-0.0-0.0",
+        "2-0-999999999999.0-0.0",
+        "2-0-\u00b2.0-0.0",
+        "2-0-0.0-0.0 ",
+        "2-0-0.0-0.0\n",
+    ],
+)
+def test_no_place_in_the_stream(last: str) -> None:
+    async def main() -> None:
+        stage = Stage()
+        client = await begun(stage, n=2)
+        with pytest.raises(ApiError, match="is no place in the stream") as caught:
+            await stage.resume(last=last)
+        assert caught.value.status == 400
+        assert len(caught.value.message) < 250
+        await stage.say(Tokens("chatcmpl-1", 0, WORDS[:1], index=1))  # its reader has not noticed
+        assert content([data for _, data in events_in(client.data)])[1]["text"] == "Once"
+        client.go()
+
+    run(main)
+
+
+@pytest.mark.parametrize("last", ["0-0-2.8!", "0-0-9.9", "0-0-1.0", "0-2-0.0"])
+def test_beams_are_there_at_once_or_not_at_all(last: str) -> None:
+    async def main() -> None:
+        stage = Stage()
+        body = CompletionBody(**COMPLETION)
+        stage.start(body, use_beam_search=True, seed=None)
+        await settle()
+        for end in ([], [Finished("cmpl-1", 0, WORDS, "length", cumulative_logprob=-1.0)]):
+            await stage.say(*end) if end else None
+            with pytest.raises(ApiError, match="is no place"):
+                await stage.resume("cmpl-1", last)
+
+    run(main)
+
+
+def test_a_client_is_told_what_cannot_be_resumable() -> None:
+    body = b'{"messages":[{"role":"user","content":"Hi"}],"resumable":true%s}'
+    with pytest.raises(ApiError, match="only a stream is resumable") as caught:
+        decode(body % b"", ChatBody)
+    assert (caught.value.status, caught.value.param) == (400, "resumable")
+    assert decode(body % b',"stream":true', ChatBody)[0].resumable
+
+    async def main() -> None:
+        with pytest.raises(ApiError, match="--stream-resume-s 0"):
+            Stage(resume_s=0).start()
+        with pytest.raises(ApiError, match="at most 64 choices, and this one has 66"):
+            Stage().start(CompletionBody(**COMPLETION), num_prompts=33, n=2)
+        Stage(max_queued=99).start(CompletionBody(**COMPLETION), num_prompts=32, n=2)
+        await settle()
+
+    run(main)

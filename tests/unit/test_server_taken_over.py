@@ -1,0 +1,230 @@
+"""A resumable stream that is asked for at another API server than its own: what that one makes of what the engine
+knows."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.resumable_stage import CHAT, WORDS, Client, Stage, content, events_in, settle
+from vllm_lite.protocol.api import (
+    AdmissionState,
+    Finished,
+    Generate,
+    RequestContent,
+    RequestState,
+    SampleState,
+    TokenLogprobs,
+    Tokens,
+)
+from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
+from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, CompletionBody
+from vllm_lite.server.openai.errors import ApiError
+
+SCORES = [TokenLogprobs(-0.5 - place, 1, ((5, -2.0),)) for place in range(len(WORDS))]
+TAKEN = "another client took over request 'chatcmpl-1' by sending it again"
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+def described(
+    message: Generate, num_output: int, scores: Sequence[TokenLogprobs] = (), output: list[int] = WORDS
+) -> RequestState:
+    """How an engine describes the request that `message` has started."""
+    content = RequestContent(message.params, message.prompt, pack_tokens(output[:num_output]), list(scores))
+    admission, sample = AdmissionState("OK", None, 1, 1, 0, 1), SampleState(0, "running", None, 3, num_output, 1, 0)
+    numbers = (0, 3, 0, 0, 0, 1.0, None)
+    return RequestState(message.request_id, admission, [sample], *numbers, context=message.context, content=content)
+
+
+class Pair:
+    """Two API servers of one engine; the first has the call, and its client has two tokens."""
+
+    def __init__(self) -> None:
+        self.first, self.second = Stage(num_servers=2), Stage(num_servers=2)
+
+    async def begin(self, body: Any = None, **settings: Any) -> Client:
+        client = self.first.start(body, **settings)
+        await settle()
+        (message,) = self.first.session.messages
+        scores = SCORES[:2] if message.params.logprobs is not None else None
+        await self.first.say(Tokens(message.request_id, 0, WORDS[:2], scores))
+        client.go()
+        await client.ended()
+        self.know(3)
+        return client
+
+    def know(self, num_output: int, scores: Sequence[TokenLogprobs] = (), output: list[int] = WORDS) -> None:
+        (message,) = self.first.session.messages[:1]
+        for stage in (self.first, self.second):
+            stage.session.known = [described(message, num_output, scores, output)]
+
+
+def last_id(client: Client) -> str:
+    return events_in(client.data)[-1][0]
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> None:
+    async def main() -> None:
+        pair = Pair()
+        more: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if with_logprobs else {}
+        client = await pair.begin(ChatBody(**CHAT, **more), key=b"k", logprobs=1 if with_logprobs else None)
+        scores = SCORES if with_logprobs else None
+        pair.know(3, SCORES[:3] if with_logprobs else ())
+        again = await pair.second.resume(last=last_id(client), key=b"k")
+        await settle()
+        (original,), (message,) = pair.first.session.messages, pair.second.session.messages
+        assert (message.request_id, message.prompt, message.params) == (
+            original.request_id,
+            original.prompt,
+            original.params,
+        )
+        assert (message.have, unpack_tokens(message.output)) == (3, WORDS[:3])
+        assert (message.external_id, message.context) == ("chatcmpl-1", original.context)
+        await pair.second.say(Finished("chatcmpl-1", 3, WORDS[3:], "length", logprobs=scores and scores[3:]))
+        await again.ended()
+        found = content([data for _, data in events_in(client.data) + events_in(again.data)])
+        assert (found[0]["text"], found[0]["roles"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", 1, 1)
+        assert len(found[0]["scores"]) == (len(WORDS) if with_logprobs else 0)
+        assert pair.second.kept.unread_s("chatcmpl-1") == 0.0
+
+    run(main)
+
+
+def test_the_first_server_takes_it_back() -> None:
+    """The engine has ended its stream. What that had to say of it is nobody's business."""
+
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin()
+        other = await pair.second.resume(last=last_id(client))
+        await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error=TAKEN))
+        await pair.second.say(Tokens("chatcmpl-1", 3, WORDS[3:6]))
+        other.go()
+        await other.ended()
+        pair.know(6)
+        again = await pair.first.resume(last=last_id(other))
+        await settle()
+        assert pair.first.session.messages[1].have == 6
+        await pair.first.say(Finished("chatcmpl-1", 6, WORDS[6:], "length"))
+        await again.ended()
+        found = content([data for each in (client, other, again) for _, data in events_in(each.data)])
+        assert (found[0]["text"], found["errors"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", [], 1)
+        assert len(pair.first.kept) == 1
+
+    run(main)
+
+
+def test_an_error_of_its_own_is_shown_if_it_runs_nowhere() -> None:
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin()
+        await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error="it took too much"))
+        pair.first.session.known = []
+        again = await pair.first.resume(last=last_id(client))
+        await again.ended()
+        assert "it took too much" in content([data for _, data in events_in(again.data)])["errors"]
+
+    run(main)
+
+
+def test_a_stop_string_in_what_is_known_ends_it() -> None:
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin(stop=(" a",))
+        pair.know(len(WORDS))
+        again = await pair.second.resume(last=last_id(client))
+        await again.ended()
+        assert pair.second.session.messages == []
+        found = content([data for _, data in events_in(client.data) + events_in(again.data)])
+        assert (found[0]["text"], found[0]["ends"], found["done"]) == ("Once \N{BEAR FACE} upon", ["stop"], 1)
+        assert len(pair.second.calls) == 0
+
+    run(main)
+
+
+def test_two_connections_take_it_over_once() -> None:
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin()
+        one, two = await asyncio.gather(*(pair.second.resume(last=last_id(client)) for _ in range(2)))
+        await settle()
+        assert len(pair.second.session.messages) == 1
+        await pair.second.say(Finished("chatcmpl-1", 3, WORDS[3:], "length"))
+        await asyncio.gather(one.ended(), two.ended())
+        assert [one.is_complete, two.is_complete] == [False, True]
+
+    run(main)
+
+
+LONG_ECHO = CompletionBody(prompt="x", stream=True, resumable=True, echo=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "says"),
+    [
+        ({"n": 2}, 409, "the engine does not know all of it; connect again"),
+        ({"use_beam_search": True, "seed": None}, 409, "connect again"),
+        ({"num_prompts": 2}, 409, "connect again"),
+        ({"logprobs": 1}, 409, "more logprobs than are kept"),
+        ({"body": ChatBody(messages=[ChatMessage("user", "Hi")], stream=True)}, 404, 'without "resumable": true'),
+        ({"key": b"other"}, 403, "another API key"),
+    ],
+)
+def test_what_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:
+    async def main() -> None:
+        pair = Pair()
+        pair.first.start(**settings)
+        await settle()
+        messages = pair.first.session.messages
+        pair.second.session.known = [described(each, 2) for each in messages]
+        with pytest.raises(ApiError, match=says) as caught:
+            await pair.second.resume()
+        assert caught.value.status == status
+        assert len(pair.second.kept) == len(pair.second.calls) == 0
+        pair.second.session.known = []
+        with pytest.raises(ApiError, match="can be resumed") as caught:
+            await pair.second.resume()
+        assert caught.value.status == 404
+
+    run(main)
+
+
+@pytest.mark.parametrize(("stop", "status"), [((), None), (("x",), 409)])
+def test_the_stop_strings_of_a_fork_count_from_its_own_tokens(stop: tuple[str, ...], status: int | None) -> None:
+    async def main() -> None:
+        pair = Pair()
+        await pair.begin(stop=stop)
+        call = pair.first.kept.get("chatcmpl-1")
+        assert call is not None
+        forked = msgspec.msgpack.encode(msgspec.structs.replace(call.context(0), are_forks=True))
+        (state,) = pair.second.session.known
+        pair.second.session.known = [msgspec.structs.replace(state, context=forked)]
+        if status is None:
+            (await pair.second.resume()).go()
+            return
+        with pytest.raises(ApiError, match="connect again") as caught:
+            await pair.second.resume()
+        assert caught.value.status == status
+
+    run(main)
+
+
+def test_a_stream_whose_echo_is_not_known_elsewhere_is_resumed_at_its_own_server_only() -> None:
+    async def main() -> None:
+        pair = Pair()
+        client = pair.first.start(LONG_ECHO)
+        await settle()
+        call = pair.first.kept.get("cmpl-1")
+        assert call is not None
+        assert call.context(0).style.resumable
+        call.style = msgspec.structs.replace(call.style, echo=("x" * 100_000,))
+        assert not call.context(0).style.resumable
+        client.go()
+
+    run(main)
