@@ -1,0 +1,89 @@
+"""A worker process that kills itself where a plan says so, see kill_plan.py; otherwise it serves like any other."""
+
+import os
+from typing import Any
+
+from tests.e2e import light_worker
+from tests.e2e.kill_plan import Points, kind
+from vllm_lite.config import WorkerSettings
+from vllm_lite.protocol.step import BlockOp
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.worker import process
+
+LIGHT = "LIGHT_WORKERS"
+"""The environment variable that says: without torch, see light_worker.py."""
+
+
+def add_points_of_the_loop(points: Points) -> None:
+    """Before and after every kind of message that it sends, and after each that it gets; in a layer or after a step."""
+    loop: Any = process.WorkerLoop
+
+    def said(when: str, arguments: tuple[Any, ...]) -> None:
+        points.reach(f"{when} {kind(arguments[1])}")
+
+    points.around(loop, "send", lambda a: said("before", a), lambda a, _: said("after", a))
+    points.around(loop, "receive", None, lambda _, message: points.reach(f"got {kind(message)}"))
+    points.before(process, "_execute", "beginning of a message")
+    points.before(process.Progress, "advance", "in a layer")
+
+
+def add_points_of_a_step(points: Points) -> None:
+    """What is imported with torch."""
+    from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
+    from vllm_lite.worker import model_runner
+    from vllm_lite.worker.memory.cache_engine import CacheEngine
+    from vllm_lite.worker.worker import Worker
+
+    execute, move, num_done = Worker.execute, CacheEngine.execute, 0
+
+    def counting(self: Worker, step: Any) -> Any:
+        nonlocal num_done
+        if num_done:
+            points.reach("between two steps of a message")
+        output = execute(self, step)
+        num_done += 1
+        return output
+
+    def begin(_: Any) -> None:
+        nonlocal num_done
+        num_done = 0
+
+    def moving(self: CacheEngine, ops: Any) -> None:
+        for op in BlockOp:
+            own = [entry for entry in ops if entry[0] == op]
+            where = f"in a {op.name.lower()}"
+            if own and points.is_next(where):
+                move(self, own[: (len(own) + 1) // 2])
+                points.reach(where)
+        move(self, ops)
+
+    Worker.execute = counting  # type: ignore[method-assign]
+    CacheEngine.execute = moving  # type: ignore[assignment, method-assign]
+    points.around(process, "_execute", begin, None)
+    points.before(model_runner, "score", "before scores of a prompt")
+    points.after(model_runner, "score", "after scores of a prompt")
+    points.after(model_runner.ModelRunner, "_logits", "before a draw")
+    points.before(SharedMemoryCommunicator, "all_reduce", "before a collective")
+    points.after(SharedMemoryCommunicator, "all_reduce", "after a collective")
+
+
+def main(settings: WorkerSettings, stop: Wakeup) -> int:
+    points = Points(f"worker {settings.rank}")
+    add_points_of_the_loop(points)
+    if LIGHT in os.environ:
+        light_worker.install()
+        return process.process_main(settings, stop)
+    load = process._import_worker
+
+    def loading() -> Any:
+        worker = load()
+        add_points_of_a_step(points)
+        return worker
+
+    process._import_worker = loading
+    return process.process_main(settings, stop)
+
+
+if __name__ == "__main__":
+    run_child(main, WorkerSettings)

@@ -1,0 +1,230 @@
+"""Processes are killed at each of the moments that matter: every stream gets the tokens it would have had, and nothing
+is left in the end.
+
+One engine lives through death after death. Where it does not matter what a worker computes it is a simulated one in a
+real process, which starts fast and checks that every block it reads holds the history of the sequence that reads it.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deadlines import scaled
+from tests.e2e.kill_plan import VARIABLE, Death, Plan
+from tests.e2e.killed_worker import LIGHT
+from tests.e2e.test_processes import assert_nothing_left, family
+from vllm_lite import AsyncClient, EngineConfig, SamplingParams
+from vllm_lite.client import launch as launching
+from vllm_lite.client.launch import Launched
+
+LOAD_S = scaled(60.0)
+NUM_BLOCKS, NUM_TOKENS = 34, 60
+Tokens = dict[str, list[list[int]]]
+
+WORKER = [
+    Death("worker 0", "got SchedulerOutput", 3),
+    Death("worker 0", "beginning of a message", 4),
+    Death("worker 0", "in a layer", 5),
+    Death("worker 0", "before a draw", 4),
+    Death("worker 0", "between two steps of a message"),
+    Death("worker 0", "before ModelOutput", 3),
+    Death("worker 0", "after ModelOutput", 3),
+    Death("worker 0", "in a swap_out"),
+    Death("worker 0", "in a swap_in"),
+    Death("worker 0", "in a copy"),
+    Death("worker 0", "before scores of a prompt"),
+    Death("worker 0", "after scores of a prompt"),
+]
+RANKS = [
+    Death("worker 1", "before a collective", 3),
+    Death("worker 0", "after a collective", 4),
+    Death("worker 1", "before Started"),
+]
+START = [
+    Death("worker 0", "after ModelOutput", 2),  # so that there is another start
+    *(
+        Death("worker 0", where)
+        for where in (
+            "before WorkerHello",
+            "after WorkerHello",
+            "before Ready",
+            "after Ready",
+            "got Start",
+            "before Started",
+            "after Started",
+        )
+    ),
+]
+ENGINE = [
+    Death("engine", "after a request was accepted", 3),
+    Death("engine", "after a fork was accepted"),
+    Death("engine", "after an abort"),
+    Death("engine", "between schedule and submit", 4),
+    Death("engine", "after submit", 4),
+    Death("engine", "between results and publish", 3),
+    Death("engine", "in the middle of publishing", 5),
+    Death("engine", "between publish and the next step", 6),
+]
+RECOVERY = [
+    Death("engine", "before the loss of workers"),
+    Death("engine", "after the loss of workers"),
+    Death("engine", "before a worker is started"),
+    Death("engine", "after a worker was started"),
+    Death("engine", "before workers are back"),
+    Death("engine", "after workers are back"),
+]
+"""Where an engine dies while it replaces its workers."""
+END = [Death("engine", "before the workers end"), Death("worker 0", "got Shutdown")]
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return random.Random(number).choices(range(3, 384), k=length)
+
+
+LOAD = {f"greedy {n}": (prompt(n, 9 + 8 * n), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)) for n in range(4)}
+LOAD["pair"] = (prompt(4, 21), SamplingParams(n=2, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True))
+SCORED = {"scored": (prompt(5, 70), SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=12))}
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+class Killed:
+    """An engine, its plan of deaths, and what its load got when nobody died."""
+
+    def __init__(self, launched: Launched, plan: Plan, load: dict[str, tuple[list[int], SamplingParams]]) -> None:
+        self.launched = launched
+        self.plan = plan
+        self.load = load
+        self.expected = self.serve()
+
+    def serve(self) -> Tokens:
+        return asyncio.run(asyncio.wait_for(self._serve(), LOAD_S))
+
+    async def _serve(self) -> Tokens:
+        """All of the load at once, with a fork of its first request and with one that is aborted."""
+        async with AsyncClient(self.launched.address) as client:
+
+            async def read(asked: Any) -> Any:
+                tokens: dict[int, list[int]] = {}
+                async for output in asked:
+                    for sample in output.outputs:
+                        had = tokens.setdefault(sample.index, [])
+                        assert sample.token_ids[: len(had)] == had, "a token that was shown has changed"
+                        tokens[sample.index] = list(sample.token_ids)
+                return output
+
+            async def fork() -> Any:
+                async for _ in (parent := client.generate(prompt(9, 12), ENDLESS, "parent")):
+                    (branch,) = await client.fork("parent", 1, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+                    output = await read(branch)
+                    break
+                await parent.aclose()
+                return output
+
+            names = [*self.load, "fork"]
+            streams = [read(client.generate(*self.load[name])) for name in self.load]
+            outputs = await asyncio.gather(*streams, fork())
+            await idle(client)
+        for name, output in zip(names, outputs, strict=True):
+            wants_scores = name in self.load and self.load[name][1].prompt_logprobs is not None
+            assert not wants_scores or len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        return {
+            name: [sample.token_ids for sample in output.outputs] for name, output in zip(names, outputs, strict=True)
+        }
+
+    def check(self, *deaths: Death) -> None:
+        """Serve the load while processes die as said."""
+        self.plan.write(deaths)
+        found = self.serve()
+        assert self.plan.read() == [], "nobody came there"
+        assert found == self.expected
+
+
+async def idle(client: AsyncClient) -> None:
+    """Wait until nothing is in use."""
+    while (stats := await client.stats()).num_running + stats.num_waiting + stats.num_used_blocks:
+        pass  # the whole load has a deadline
+
+
+@contextmanager
+def engine(model: Path, folder: Path, **settings: Any) -> Iterator[tuple[Launched, Plan]]:
+    """An engine that kills itself by plan. When it has ended, nothing of it is left."""
+    plan, run_root = Plan(folder / "plan"), folder / "t"
+    plan.write([])
+    run_root.mkdir()
+    small = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, "max_restarts": 1000}
+    small |= {"num_gpu_blocks_override": NUM_BLOCKS, "swap_space": 0.001, "preemption_mode": "swap"}
+    small |= {"max_num_batched_tokens": 64, "log_level": "error"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(run_root))
+        patch.setenv("TMPDIR", str(run_root))
+        patch.setenv(VARIABLE, str(plan.path))
+        patch.setattr(launching, "ENGINE_MODULE", "tests.e2e.killed_engine")
+        launched = launching.launch(EngineConfig.check({"model": str(model)} | small | settings))
+        try:
+            yield launched, plan
+        finally:
+            pids = family(os.getpid())[1:]
+            launched.close()
+        assert_nothing_left(pids, run_root)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
+    with engine(tiny_checkpoint, tmp_path_factory.mktemp("k")) as (launched, plan):
+        yield Killed(launched, plan, LOAD | SCORED)
+
+
+@pytest.fixture(scope="module")
+def light(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LIGHT, "1")
+        with engine(tiny_checkpoint, tmp_path_factory.mktemp("k")) as (launched, plan):
+            yield Killed(launched, plan, LOAD)
+
+
+def where(death: Death) -> str:
+    return f"{death.who}, {death.where}"
+
+
+@pytest.mark.parametrize("death", WORKER, ids=where)
+def test_a_worker_dies(alone: Killed, death: Death) -> None:
+    alone.check(death)
+
+
+def test_a_worker_dies_at_every_moment_of_its_start(light: Killed) -> None:
+    light.check(*START)
+
+
+@pytest.mark.parametrize("death", ENGINE, ids=where)
+def test_an_engine_dies(light: Killed, death: Death) -> None:
+    light.check(death)
+
+
+@pytest.mark.parametrize("death", RECOVERY, ids=where)
+def test_an_engine_dies_while_it_replaces_its_workers(light: Killed, death: Death) -> None:
+    light.check(Death("worker 0", "before ModelOutput", 3), death)
+
+
+def test_an_engine_dies_again_as_soon_as_it_serves(light: Killed) -> None:
+    light.check(Death("engine", "after submit", 3), Death("engine", "after Welcome"))
+
+
+def test_one_of_two_ranks_dies(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The other one waits for it in a collective, or for its start."""
+    with engine(tiny_checkpoint, tmp_path, tensor_parallel_size=2) as (launched, plan):
+        killed = Killed(launched, plan, LOAD | SCORED)
+        killed.check(*RANKS)
+
+
+@pytest.mark.parametrize("death", END, ids=where)
+def test_one_dies_while_all_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: Any, death: Death) -> None:
+    monkeypatch.setenv(LIGHT, "1")
+    with engine(tiny_checkpoint, tmp_path) as (_, plan):
+        plan.write([death])
+    assert plan.read() == [], "nobody came there"
