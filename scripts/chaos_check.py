@@ -41,11 +41,9 @@ def compare(expected: Sequence[int], got: Sequence[int], *, prefix: bool = False
     tail = list(got[at:])
     if any(tail == list(expected[at + skipped : at + skipped + len(tail)]) for skipped in range(1, len(expected) - at)):
         return "missing"
-    if any(got[at - again : at] == got[at : at + again] for again in range(1, at + 1)) and (
-        tail[: len(expected)] != list(expected[at:])
-        and any(tail[again : again + 4] == list(expected[at : at + 4]) for again in range(1, at + 1))
-    ):
-        return "repeated"
+    for again in range(1, at + 1):
+        if tail[:again] == list(got[at - again : at]) and tail[again:][:4] == list(expected[at : at + 4]):
+            return "repeated"
     return "different"
 
 

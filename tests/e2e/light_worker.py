@@ -53,5 +53,5 @@ class LightWorker:
 
 def install() -> None:
     """Have this worker process serve with a LightWorker. It is alone."""
-    Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+    Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
     process._import_worker = lambda: LightWorker  # type: ignore[assignment, return-value]
