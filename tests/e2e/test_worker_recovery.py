@@ -17,7 +17,9 @@ from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched
 from vllm_lite.config import EngineSettings
+from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
+from vllm_lite.worker import process
 
 __all__ = ["run_root"]
 
@@ -42,11 +44,12 @@ Tokens = list[list[int]]
 @pytest.fixture
 def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """Starts an engine whose first workers fail as tests/e2e/failing_worker.py is asked to. Nothing of it is left."""
-    module = "tests.e2e.failing_worker"
-    monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
     launched: list[Launched] = []
 
-    def start(world: int, failure: str | None = None, **settings: object) -> Launched:
+    def start(
+        world: int, failure: str | None = None, *, module: str = "tests.e2e.failing_worker", **settings: object
+    ) -> Launched:
+        monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
         if failure is not None:
             monkeypatch.setenv("FAILURE", failure)
         config = {"model": str(tiny_checkpoint), "tensor_parallel_size": world, "heartbeat_timeout_s": SILENCE_S}
@@ -56,7 +59,7 @@ def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
 
     yield start
     for engine in launched:
-        pids = family(engine.pid)
+        pids = family(engine.pid) if engine.pid != os.getpid() else []
         engine.close()
         assert_nothing_left(pids, run_root)
 
@@ -171,15 +174,31 @@ def test_a_model_that_has_gone_is_the_end_of_every_stream(
             file.unlink()
         os.kill(pid, signal.SIGKILL)
 
-    async def check(client: AsyncClient) -> list[Any]:
+    async def check(client: AsyncClient) -> str:
         started = asyncio.Semaphore(0)
         stream = asyncio.ensure_future(follow(client.generate([5, 6, 7], GREEDY), started))
         await asyncio.wait_for(started.acquire(), START_S)
         fail()
-        return await asyncio.wait_for(asyncio.gather(stream, return_exceptions=True), START_S)
+        with pytest.raises(EngineDeadError) as caught:
+            await asyncio.wait_for(stream, START_S)
+        return str(caught.value)
 
-    (error,) = run(engine.address, check)
-    words = str(error)
+    words = run(engine.address, check)
     assert words.startswith("the workers cannot be started again: "), words
     assert words.endswith(f"they were restarted because worker 0 (pid {pid}) died: killed by SIGKILL"), words
     assert engine.wait(START_S)
+
+
+def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute, num_messages = process._execute, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal num_messages
+        num_messages += 1
+        if num_messages == 10:
+            raise ValueError("injected")
+        return execute(*arguments)
+
+    monkeypatch.setattr(process, "_execute", failing)
+    stats = fail_and_compare(launch(1, module="vllm_lite.worker.process", single_process=True))
+    assert stats.restarts == {"failed": 1}
