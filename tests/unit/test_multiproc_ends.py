@@ -1,0 +1,153 @@
+"""The executor of worker processes, asked in parts, as an engine that serves meanwhile asks it: the start, the cause
+of a failure, the end. With the fake workers of test_multiproc.py."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.deadlines import scaled
+from tests.unit.test_multiproc import BUG, GENERATION, HELLO, READY, FakeWorker, Host, host, two_workers, waited
+from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.executor.base import WorkersLostError
+from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S
+from vllm_lite.protocol.control import Load, Shutdown, Start, Started
+
+__all__ = ["host"]
+
+DEADLINE_S = scaled(10.0)
+
+
+def start_up(host: Host) -> None:
+    host.executor.spawn()
+    host.executor.begin_load(60.0)
+    host.all_say(HELLO, READY)
+    assert host.executor.ready() is not None
+    host.executor.begin_allocate(100, 0, 60.0)
+    host.all_say(Started(0, GENERATION, 9.0))
+    assert host.executor.started() == 9.0
+
+
+def lose(act: Callable[[], object]) -> None:
+    with pytest.raises(WorkersLostError):
+        act()
+
+
+@two_workers
+def test_workers_load_when_they_may_and_not_before(host: Host) -> None:
+    executor = host.executor
+    executor.spawn()
+    host.workers[0].say(HELLO)
+    assert executor.ready() is None
+    host.now_s += 1000.0
+    assert executor.ready() is None, "a group on standby has no deadline"
+    assert [worker.heard() for worker in host.workers] == [[], []]
+    executor.begin_load(60.0)
+    assert [worker.heard() for worker in host.workers] == [[Load(GENERATION)], []]
+    host.workers[1].say(HELLO)
+    assert executor.ready() is None
+    assert [worker.heard() for worker in host.workers] == [[], [Load(GENERATION)]], "each once"
+    host.all_say(READY)
+    assert executor.ready() == READY
+    executor.begin_allocate(50, 5, 60.0)
+    assert executor.started() is None
+    assert host.workers[1].heard() == [Start(GENERATION, 50, 5)]
+
+
+def test_every_part_of_a_start_has_its_deadline(host: Host) -> None:
+    executor = host.executor
+    executor.spawn()
+    executor.begin_load(60.0)
+    host.all_say(HELLO)
+    host.now_s += 59.0
+    assert executor.ready() is None
+    host.now_s += 1.0
+    with pytest.raises(EngineError, match=r"^worker 0 is not ready after 60 s$"):
+        executor.ready()
+    host.all_say(READY)
+    assert executor.ready() == READY
+    executor.begin_allocate(50, 5, 10.0)
+    host.now_s += 10.0
+    with pytest.raises(EngineError, match=r"^worker 0 is not started after 10 s$"):
+        executor.started()
+
+
+def test_a_worker_that_dies_on_standby_is_noticed(host: Host) -> None:
+    host.executor.spawn()
+    host.workers[0].death = "exit status 1"
+    lose(host.executor.ready)
+
+
+def test_a_kill_explains_itself(host: Host) -> None:
+    start_up(host)
+    host.workers[0].death = "killed by SIGKILL"
+    lose(host.executor.poll)
+    failure = host.executor.failure()
+    assert failure is not None
+    assert (failure.rank, failure.cause) == (0, "died")
+
+
+@two_workers
+def test_a_cause_that_may_still_come_is_waited_for(host: Host) -> None:
+    start_up(host)
+    host.workers[0].say(waited(1))
+    host.workers[0].death = "exit status 1"
+    lose(host.executor.poll)
+    assert host.executor.failure() is None
+    lose(host.executor.poll)  # it stays lost meanwhile
+    host.now_s += LATE_MESSAGE_S / 2
+    host.workers[1].say(BUG)
+    failure = host.executor.failure()
+    assert failure is not None
+    assert (failure.rank, failure.cause, str(failure.error)) == (1, "failed", "worker 1 failed: ValueError: a bug")
+
+
+@pytest.mark.parametrize("death", ["exit status 1", "killed by SIGSEGV"])
+def test_a_cause_that_does_not_come_is_not_waited_for_long(host: Host, death: str) -> None:
+    start_up(host)
+    host.workers[0].death = death
+    lose(host.executor.poll)
+    host.now_s += LATE_MESSAGE_S - 0.1
+    assert host.executor.failure() is None
+    host.now_s += 0.1
+    failure = host.executor.failure()
+    assert failure is not None
+    assert isinstance(failure.error, EngineDeadError)
+    assert str(failure.error) == f"worker 0 (pid 4711) died: {death}"
+
+
+def test_a_group_that_is_well_has_not_failed(host: Host) -> None:
+    start_up(host)
+    assert host.executor.failure() is None
+
+
+def test_the_engine_does_not_wait_for_the_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_up(host)
+    let_go, stopping = threading.Event(), threading.Event()
+
+    def stop(worker: FakeWorker, _grace_s: float) -> None:
+        stopping.set()
+        assert let_go.wait(DEADLINE_S)
+        worker.death = "killed by SIGTERM"
+
+    monkeypatch.setattr(FakeWorker, "stop", stop)
+    host.executor.end()
+    host.executor.end()
+    assert stopping.wait(DEADLINE_S)
+    assert not host.executor.has_ended()
+    let_go.set()
+    assert host.executor._are_gone.wait(DEADLINE_S)
+    assert host.executor.has_ended()
+    assert host.workers[0].heard()[-1:] == [Shutdown()]
+
+
+def test_a_worker_that_cannot_be_ended_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_up(host)
+    let_go = threading.Event()
+    monkeypatch.setattr(FakeWorker, "stop", lambda *_: let_go.wait(DEADLINE_S))
+    host.executor.end()
+    assert not host.executor.has_ended()
+    host.now_s += GONE_S
+    with pytest.raises(EngineError, match=r"^worker 0 \(pid 4711\) cannot be ended$"):
+        host.executor.has_ended()
+    let_go.set()
