@@ -335,6 +335,8 @@ def test_a_model_that_cannot_be_loaded_again_is_the_end(host: Host) -> None:
     host.loads = False
     host.current.die()
     host.loop(5)
+    host.current.die("worker 0 died once more")
+    host.loop(5)
     host.current.die("m/model.safetensors does not exist", "failed", ModelError)
     host.ends(
         EngineDeadError,
@@ -362,6 +364,14 @@ def test_workers_that_can_do_less_than_before_are_the_end(host: Host, ready: Rea
     host.ready = ready
     host.current.die()
     host.ends(EngineDeadError, words)
+
+
+def test_a_little_less_room_is_tried(host: Host) -> None:
+    """Two profiles of a GPU do not find the same to the block."""
+    host.groups._num_blocks = 10_000
+    host.groups._check_stays(Ready(0, 2, 9_901, 64, READY.groups, 1000, VOCAB, (EOS,)))
+    with pytest.raises(EngineError, match="room for 9899 KV blocks"):
+        host.groups._check_stays(Ready(0, 2, 9_899, 64, READY.groups, 1000, VOCAB, (EOS,)))
 
 
 def test_a_worker_that_cannot_be_ended_is_the_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

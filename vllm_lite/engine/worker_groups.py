@@ -22,6 +22,9 @@ MAX_STANDBY_DEATHS = 3
 STANDBY_LOOK_S = 1.0
 MUST_STAY = ("groups", "max_model_len", "vocab_size", "eos_token_ids", "block_bytes")
 """Fields of Ready in which no group may differ from the first: requests go on where they were."""
+ROOM_TOLERANCE = 0.01
+"""How much less room, as a share, is no reason to give up: two profiles of a GPU differ a little, and its memory is not
+handed out to the last part. If the pools really do not fit, their allocation says so."""
 Waiting = Generator[None, None, float]
 """It yields whenever there is something to wait for, and returns blocks per second that move between the KV pools."""
 
@@ -107,7 +110,7 @@ class WorkerGroups:
             now, before = getattr(ready, name), getattr(self._ready, name)
             if now != before:
                 raise EngineError(f"the model is not what it was: its {name} is {now!r} and was {before!r}")
-        if ready.num_blocks < self._num_blocks:
+        if ready.num_blocks < (1 - ROOM_TOLERANCE) * self._num_blocks:
             raise EngineError(
                 f"there is room for {ready.num_blocks} KV blocks now, and the engine counts on {self._num_blocks}"
             )
