@@ -12,7 +12,7 @@ import msgspec
 from tests.fakes import DEADLINE_S, welcome
 from vllm_lite import transport
 from vllm_lite.config import EngineSettings
-from vllm_lite.protocol.api import Dying, FromClient, Generate, Heartbeat, Hello, Ping, Refused, ToClient
+from vllm_lite.protocol.api import FromClient, Generate, GetStats, Hello, Refused, Stats, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -21,10 +21,9 @@ REASON = "weights are missing: lm_head.weight"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
-    """serves, refuses (and ends), hangs (before it is ready), exits (at once), ends (with status 1 before it is ready),
-    dies, freezes, fails or gives-up (at the first request)."""
-    behaviours = settings.config.served_model_name.split(",")
-    behaviour = behaviours[min(settings.life, len(behaviours)) - 1]
+    """serves, recovers (always), refuses (and ends), hangs (before it is ready), exits (at once), dies (at
+    the first request)."""
+    behaviour = settings.config.served_model_name
     if behaviour == "exits":
         return 3
     listener, peers = transport.bind(settings.address), set[bytes]()
@@ -36,13 +35,17 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
                 message: FromClient = client_to_engine.decode(item[1])
                 if behaviour == "hangs":
                     continue
-                peers.add(item[0])
-                answer, status = respond(message, behaviour, settings)
-                if answer is not None:
-                    for peer in peers if isinstance(answer, Dying) else (item[0],):
-                        listener.send(peer, engine_to_client.encode(answer))
-                if status is not None:
-                    return status
+                if isinstance(message, Hello):
+                    refused = behaviour == "refuses"
+                    answer: ToClient = Refused(REASON, bad_input=True) if refused else welcome(model=behaviour)
+                    listener.send(item[0], engine_to_client.encode(answer))
+                    if refused:
+                        return 2
+                elif isinstance(message, GetStats) and behaviour == "recovers":
+                    stats = Stats(recovering="worker 0 died", restarts={"died": 2, "engine": 1}, life=2)
+                    listener.send(item[0], engine_to_client.encode(stats))
+                elif isinstance(message, Generate) and behaviour == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
     finally:
         listener.close()
         if not settings.config.single_process:

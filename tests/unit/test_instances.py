@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_a_stopped_engine_is_reported_and_force_kills_it(engine: Launched, capsy
     assert capsys.readouterr().out == f"{engine.pid} serves: killed\n"
     assert engine.wait(DEADLINE_S)
     assert engine.alive() == "killed by SIGKILL"
+
+
+def test_an_engine_without_workers_is_recovering(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(launch(EngineConfig.check({"served_model_name": "recovers"}))):
+        (row,) = ps(capsys)
+        assert (row["state"], row["restarts"]) == ("recovering", 3)
+        assert main(["ps"]) == 0
+        heads, cells = capsys.readouterr().out.splitlines()
+        assert cells[heads.index("restarts") : heads.index("address")].strip() == "3"
 
 
 def test_an_engine_that_is_not_ready_is_starting(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

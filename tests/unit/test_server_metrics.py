@@ -114,6 +114,16 @@ def test_the_ranks_of_the_engine() -> None:
     assert 'vllm_lite:workers{engine="0",model_name="name"} 4.0' in look(full(), tensor_parallel_size=4)
 
 
+def test_what_was_replaced() -> None:
+    text = look(full(life=3, generation=5, restarts={"died": 2, "stuck": 1}, recovering="", lost_s=2.5))
+    causes = {"died": 2, "failed": 0, "unreachable": 0, "silent": 0, "stuck": 1, "engine": 2}
+    for cause, count in causes.items():
+        assert f'vllm_lite:restarts_total{{cause="{cause}",engine="0",model_name="name"}} {count}.0' in text
+    assert 'vllm_lite:recovery_seconds_total{engine="0",model_name="name"} 2.5' in text
+    assert 'vllm_lite:recovering{engine="0",model_name="name"} 0.0' in text
+    assert 'vllm_lite:recovering{engine="0",model_name="name"} 1.0' in look(full(recovering="worker 0 died"))
+
+
 def test_no_pool_is_no_fault() -> None:
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="name"} 0.0' in look(full(num_blocks=0))
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from importlib.resources import files
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.dead: EngineError | None = None
+        self.recovering: str | None = None
+        self.stats = Stats()
         self.sinks: dict[str, Callable[[list[Event]], None]] = {}
         self.dropped: list[str] = []
         self.aborted: list[str] = []
@@ -50,6 +53,11 @@ class FakeSession:
         if self.dead is not None:
             raise self.dead
         self.sinks[message.request_id] = sink
+
+    def request_stats(self) -> Future[Stats]:
+        future = Future[Stats]()
+        future.set_result(self.stats)
+        return future
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self.sinks and request_id not in self.dropped
@@ -383,6 +391,30 @@ def test_nothing_starts_when_nothing_is_served(draining: bool) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("who", ["engine", "workers"])
+def test_what_is_being_replaced_is_not_healthy_and_takes_requests(who: str) -> None:
+    async def main() -> None:
+        talk = Talk()
+        await talk.started()
+        assert await talk.calls.probe() is talk.session.stats
+        if who == "engine":
+            talk.session.recovering = "the engine at ipc:///tmp/secret/e died"
+        else:
+            talk.session.stats = Stats(recovering="worker 0 at ipc:///tmp/secret/e died")
+        with pytest.raises(ApiError) as caught:
+            await talk.calls.probe()
+        assert caught.value.status == 503
+        assert caught.value.message.startswith("streams pause: ")
+        assert "died" in caught.value.message
+        assert "secret" not in caught.value.message
+        assert await talk.calls.stats() is talk.session.stats, "it can still be watched"
+        talk.calls.check()
+        talk.gone.set()
+        await talk.ended()
+
+    run(main)
+
+
 def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         talk = Talk(stream=False)
@@ -406,8 +438,7 @@ def test_the_engine_is_asked_how_many_wait() -> None:
     async def main() -> None:
         talk = Talk(max_queued=0)
         await talk.started()
-        monkey = Stats(1, 3, 10, 10, 0, 10, 1, 1, 0, 1, 0)
-        talk.calls.probe = lambda: _soon(monkey)  # type: ignore[method-assign]
+        talk.session.stats = Stats(num_running=1, num_waiting=3, recovering="a worker died")
         assert await talk.calls._count_waiting() == 3
         await talk.calls._look_at_queue()
         assert talk.calls._num_waiting == 0  # they may have come just now, and wait for the next step only
@@ -418,10 +449,6 @@ def test_the_engine_is_asked_how_many_wait() -> None:
         assert await talk.calls._count_waiting() == 0
 
     run(main)
-
-
-async def _soon(stats: Stats) -> Stats:
-    return stats
 
 
 def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:

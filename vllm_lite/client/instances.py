@@ -89,7 +89,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.server if self.server is not None and self.server.state() is not None else self.engine
 
 
-State = Literal["serving", "starting", "not answering", "stopped", "stale"]
+State = Literal["serving", "recovering", "starting", "not answering", "stopped", "stale"]
 
 
 class WorkerProcess(NamedTuple):
@@ -226,7 +226,9 @@ def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> In
     if "T" in letters:
         return Instance(folder, record, "stopped", size, None, workers)
     stats = _ask(record.address)
-    state: State = "serving" if stats is not None else "not answering" if record.ready else "starting"
+    state: State = "not answering" if record.ready else "starting"
+    if stats is not None:
+        state = "recovering" if stats.recovering else "serving"
     return Instance(folder, record, state, size, stats, workers)
 
 

@@ -21,7 +21,7 @@ PROBATION = 8
 """A request that got so many tokens after a death has come past it. It is small: others are held while a trial lasts,
 and a death of another cause must hardly ever fall into it."""
 MAX_PROBATION = 16
-"""Of a request that comes past a death only just, and then is in another one, so many are asked. One that kills later
+"""A request that comes past a death only just, and then is in another one, has to get so many. One that kills later
 than that after it goes on is not found. With 64, kills at random every other second convicted one time in 200."""
 MIN_SUSPECT, MIN_CONVICT = 2, 4
 """Deaths in a row that make a suspect, and that convict."""

@@ -366,7 +366,6 @@ class AdmissionState(Message):
 
     verdict      OK: it runs, or fits now. LATER: it fits once others have left. One that never fits is refused at once
     reason       what it waits for: a trace's code for that, or "waits_for_turn" behind others in the queue,
-                 "waits_for_workers" while they are being replaced,
                  "waits_for_step" if the next step takes it in, "waits_for_result" if it was preempted while its latest
                  token was computed, "waits_for_workers" while they are replaced; None if it runs
     required     blocks it needs to come in, less those found in the cache that others hold; of one that runs, what it

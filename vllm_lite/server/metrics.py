@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.protocol.api import Histogram, Stats, Welcome
+from vllm_lite.protocol.api import Histogram, RestartCause, Stats, Welcome
 from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"
@@ -87,6 +87,8 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
     ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of preempted sequences."),
+    ("vllm_lite:engine_life", "life", "Which engine at this address it is: 1 is the first."),
+    ("vllm_lite:worker_generation", "generation", "Which group of workers of this engine computes."),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
@@ -104,6 +106,9 @@ _COUNTERS = (
     ("vllm_lite:copied_blocks", "copied_blocks", "Shared KV blocks copied before they were written."),
     ("vllm_lite:rejected_requests", "rejected_requests", "Requests that the engine refused; counted nowhere else."),
     ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
+    ("vllm_lite:recovered_requests", "recovered_requests", "Requests that went on with other workers, each time."),
+    ("vllm_lite:poisoned_requests", "poisoned_requests", "Requests ended because they killed their workers."),
+    ("vllm_lite:recovery_seconds", "lost_s", "Time without workers, until others took over."),
     ("vllm_lite:malformed_messages", "malformed_messages", "Messages on the engine's socket that made no sense."),
 )
 _HISTOGRAMS = (  # name, field of RequestHistograms, text
@@ -178,6 +183,12 @@ def _swapped(at: Scrape) -> Values:
     return {("in",): at.stats.swapped_in_blocks, ("out",): at.stats.swapped_out_blocks}
 
 
+def _restarts(at: Scrape) -> Values:
+    """Those of workers by their cause, and how often the engine itself was replaced."""
+    counts = {**dict.fromkeys(get_args(RestartCause), 0), **at.stats.restarts, "engine": at.stats.life - 1}
+    return {(cause,): count for cause, count in counts.items()}
+
+
 def _responses(at: Scrape) -> Values:
     return {(at.server, *key): count for key, count in at.responses.items()}
 
@@ -191,6 +202,8 @@ _REASONS = "Requests that have ended; what a client stopped at a stop string cou
 _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
 _WORKERS = "Ranks that hold the model together; each has a part of every KV block."
+_RESTARTS = "Groups of workers that were replaced, by what happened to one of them; engine: engines that were."
+_RECOVERING = "1 while workers are being replaced."
 _LOAD = "HTTP requests under way that generate."
 
 METRICS: tuple[Definition, ...] = (
@@ -209,6 +222,8 @@ METRICS: tuple[Definition, ...] = (
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
+    Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),
+    Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),
     Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),

@@ -138,10 +138,17 @@ class Calls:
             self.dispatcher.abort(call)
 
     async def probe(self) -> Stats:
-        """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer."""
+        """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer, or if it or its
+        workers are being replaced: what comes meanwhile waits."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
-        return await self.stats()
+        pause = self.dispatcher.session.recovering
+        if pause is None:
+            stats = await self.stats()
+            if not stats.recovering:
+                return stats
+            pause = stats.recovering
+        raise ApiError(503, public_text(EngineError(f"streams pause: {pause}")))
 
     async def stats(self) -> Stats:
         """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
@@ -175,7 +182,7 @@ class Calls:
         if self.trouble is not None or self.dispatcher.num_sequences <= self._limits.max_queued:
             return 0
         try:
-            return (await self.probe()).num_waiting
+            return (await self.stats()).num_waiting
         except ApiError:
             return 0
 

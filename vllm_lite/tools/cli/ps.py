@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 from vllm_lite.client.instances import Instance, clean, find
+from vllm_lite.protocol.api import Stats
 
-COLUMNS = ("pid", "kind", "model", "state", "up", "workers", "memory", "running", "waiting", "address")
-NUMBERS = ("pid", "up", "workers", "memory", "running", "waiting")
+COLUMNS = ("pid", "kind", "model", "state", "up", "workers", "memory", "running", "waiting", "restarts", "address")
+NUMBERS = ("pid", "up", "workers", "memory", "running", "waiting", "restarts")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,13 @@ def row(instance: Instance) -> dict[str, Any]:
         "memory_bytes": instance.memory_bytes,
         "running": None if stats is None else stats.num_running,
         "waiting": None if stats is None else stats.num_waiting,
+        "restarts": None if stats is None else num_restarts(stats),
     }
+
+
+def num_restarts(stats: Stats) -> int:
+    """How often workers of this engine were replaced, and engines before it."""
+    return sum(count for cause, count in stats.restarts.items() if cause != "engine") + stats.life - 1
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -64,7 +71,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 def _words(values: dict[str, Any]) -> tuple[str, ...]:
     """Format the cells of a row."""
-    counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting")]
+    counts = ["" if values[name] is None else str(values[name]) for name in ("running", "waiting", "restarts")]
     memory = f"{values['memory_bytes'] / 2**20:,.0f} MiB" if values["memory_bytes"] else ""
     names = (str(values["pid"]), values["kind"], values["model"], values["state"])
     workers = str(len(values["workers"]) or "")
