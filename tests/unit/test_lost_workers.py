@@ -127,7 +127,9 @@ def test_new_workers_hear_of_everything_anew() -> None:
     output = rig.scheduler.schedule()
     assert output is not None
     assert output.entries
-    assert all(isinstance(entry, NewRequest) for entry in output.entries), "neither Resume, nor Finish of old handles"
+    new = [entry for entry in output.entries if isinstance(entry, NewRequest)]
+    assert new == output.entries, "neither Resume, nor Finish of old handles"
+    assert [entry.handle for entry in new] == [*range(len(new))], "handles start anew as well"
     assert not output.block_ops
 
 
