@@ -434,6 +434,7 @@ def test_workers_die_twice_before_anything_is_computed() -> None:
     recorded.lose_workers()
     recorded.lose_workers()
     recorded.replace_workers()
+    assert recorded.scheduler.rates.swap_blocks_per_s == 60.0, "as measured by the new ones"
     recorded.drain()
     assert sequence.tokens.tolist() == PROMPT + expected(PROMPT, 9)
 

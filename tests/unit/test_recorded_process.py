@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -13,18 +14,20 @@ from vllm_lite import transport
 from vllm_lite.config import EngineConfig, EngineSettings
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Finished, Generate, Hello, OutputBatch, Welcome
+from vllm_lite.protocol.api import Finished, Generate, Heartbeat, Hello, OutputBatch, Ping, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
 from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.segments import segment_paths
 from vllm_lite.trace.story import story
 from vllm_lite.transport import Connection
 
 PATIENCE_S = scaled(60.0)
+STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
 
 
-def ask(connection: Connection, message: Hello | Generate, answer: type) -> object:
+def ask(connection: Connection, message: Hello | Generate | Ping, answer: type) -> object:
     connection.send(client_to_engine.encode(message))
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
@@ -37,6 +40,69 @@ def ask(connection: Connection, message: Hello | Generate, answer: type) -> obje
     raise AssertionError(f"no {answer.__name__} came")
 
 
+def started(settings: EngineSettings, request: pytest.FixtureRequest) -> tuple[supervise.ChildProcess, Connection]:
+    """An engine process that serves, and a client of it."""
+    Path(settings.run_dir).mkdir()
+    child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
+    request.addfinalizer(lambda: child.stop(5.0))
+    connection = transport.connect(settings.address, b"tester")
+    request.addfinalizer(connection.close)
+    ask(connection, Hello(PROTOCOL_VERSION), Welcome)
+    return child, connection
+
+
+def stop_worker(engine: supervise.ChildProcess) -> psutil.Process:
+    """Have an engine's worker stand still, so that what comes now is in flight until it dies."""
+    (worker,) = psutil.Process(engine.pid).children()
+    worker.suspend()
+    return worker
+
+
+def test_a_trace_goes_on_when_processes_die(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A worker is killed under one request, the engine under another, which is sent again to the next engine."""
+    trace, launch = str(tmp_path / "trace"), "0123abcd"
+    config = EngineConfig.check({"record": trace, "log_level": "error"})
+    config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
+    lives = [
+        EngineSettings(config, f"ipc://{tmp_path}/{life}/c", f"{tmp_path}/{life}", STUB_WORKER, life, launch)
+        for life in (1, 2)
+    ]
+    params = SamplingParams(max_tokens=9, ignore_eos=True, seed=0)
+    one, two = (Generate(name, pack_tokens(range(40)), params) for name in ("one", "two"))
+
+    engine, connection = started(lives[0], request)
+    worker = stop_worker(engine)
+    connection.send(client_to_engine.encode(one))
+    ask(connection, Ping(), Heartbeat)  # it has been read, and scheduled
+    ask(connection, Ping(), Heartbeat)
+    worker.kill()
+    ended = ask(connection, Ping(), Finished)
+    assert isinstance(ended, Finished)
+    assert (ended.request_id, ended.reason, ended.start + len(ended.token_ids)) == ("one", "length", 9)
+    stop_worker(engine)
+    connection.send(client_to_engine.encode(two))
+    deadline_s = time.monotonic() + PATIENCE_S
+    while b"two" not in Path(trace).read_bytes():  # at most a second's worth of it is lost
+        ask(connection, Ping(), Heartbeat)
+        assert time.monotonic() < deadline_s
+    psutil.Process(engine.pid).kill()
+
+    engine, connection = started(lives[1], request)
+    ended = ask(connection, two, Finished)
+    assert isinstance(ended, Finished)
+    assert (ended.request_id, ended.reason) == ("two", "length")
+    engine.stop(10.0)
+    paths = segment_paths(trace)
+    assert paths == [trace, f"{trace}.2"]
+    assert [Replay(path).run().divergence for path in paths] == [None, None]
+    lines = story("one", *map(TraceReader, paths))
+    assert any("The workers died (worker 0" in line and "it had no output yet" in line for line in lines)
+    assert any("Workers of generation 2 took over after" in line for line in lines)
+    lines = story("two", *map(TraceReader, paths))
+    assert any("The engine died and was replaced; it came back with no tokens of output." in line for line in lines)
+    assert lines[-1].endswith("after 9 tokens of output.")
+
+
 def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run_dir = tmp_path / "run"  # goes with the process
     run_dir.mkdir()
@@ -44,7 +110,7 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
     config = EngineConfig.check({"record": str(trace), "kv_events_config": events, "log_level": "error"})
     config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
-    settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), "vllm_lite.tools.bench.stub_worker")
+    settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), STUB_WORKER)
     child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
     request.addfinalizer(lambda: child.stop(5.0))
     connection = transport.connect(settings.address, b"tester")

@@ -186,6 +186,7 @@ class TraceRecorder(Recorder):
     def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:
         self._scheduler.resume(generation, swap_blocks_per_s)
         self._write(records.WorkersReplaced(now_s, generation, swap_blocks_per_s))
+        self.flush()
 
     def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
         for what in self._reasons.faults:
@@ -193,9 +194,7 @@ class TraceRecorder(Recorder):
         self._reasons.faults.clear()
         summary = summary_of(step, self._scheduler)
         self._write(records.Step(now_s, *summary, self._hasher.take(), self._reasons.take()))
-        if now_s >= self._next_flush_s:
-            self._next_flush_s = now_s + FLUSH_S
-            self.flush()
+        self._flush_in_time(now_s)
 
     def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
         """A result that makes the scheduler fail is in the trace as well."""
@@ -223,8 +222,10 @@ class TraceRecorder(Recorder):
         self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
 
     def expired(self, produced: list[Produced], now_s: float) -> None:
+        """The engine asks for late requests in every pass of its loop, also while no step can be made."""
         if produced:
             self._write(records.Expired(now_s, [item.request.arrival for item in produced]))
+        self._flush_in_time(now_s)
 
     def cache_reset(self, now_s: float) -> None:
         self._write(records.CacheReset(now_s, self._hasher.take()))
@@ -251,6 +252,11 @@ class TraceRecorder(Recorder):
 
     def _write(self, record: records.Record) -> None:
         self._attempt(lambda writer: writer.write(record))
+
+    def _flush_in_time(self, now_s: float) -> None:
+        if now_s >= self._next_flush_s:
+            self._next_flush_s = now_s + FLUSH_S
+            self.flush()
 
     def flush(self) -> None:
         """Write everything up to here into the file."""
