@@ -197,7 +197,8 @@ class Recorded:
     def _send_again(self, rng: random.Random, request: Request) -> None:
         """As a client does that has lost its connection, and lacks the last tokens of each sample."""
         prompt = request.sequences[0].tokens[: request.num_prompt].tobytes()
-        samples, have = (), b""
+        samples: tuple[SampleSoFar, ...] = ()
+        have = b""
         if request.params.n > 1 and request.beam is None:
             samples = tuple(
                 SampleSoFar(

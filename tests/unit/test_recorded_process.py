@@ -40,7 +40,7 @@ def ask(connection: Connection, message: Hello | Generate | Ping, answer: type) 
     raise AssertionError(f"no {answer.__name__} came")
 
 
-def started(settings: EngineSettings, request: pytest.FixtureRequest) -> tuple[supervise.ChildProcess, Connection]:
+def started(settings: EngineSettings, request: pytest.FixtureRequest) -> tuple[supervise.Child, Connection]:
     """An engine process that serves, and a client of it."""
     Path(settings.run_dir).mkdir()
     child = supervise.spawn("vllm_lite.engine.process", settings, "engine", lambda _reason: None)
@@ -51,7 +51,7 @@ def started(settings: EngineSettings, request: pytest.FixtureRequest) -> tuple[s
     return child, connection
 
 
-def stop_worker(engine: supervise.ChildProcess) -> psutil.Process:
+def stop_worker(engine: supervise.Child) -> psutil.Process:
     """Have an engine's worker stand still, so that what comes now is in flight until it dies."""
     (worker,) = psutil.Process(engine.pid).children()
     worker.suspend()

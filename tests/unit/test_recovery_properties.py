@@ -16,16 +16,33 @@ from tests.recorded import Recorded, agrees
 from tests.simulated_worker import next_token
 from tests.unit.test_replay import configurations
 from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 
 
+class FixedLength(MessageLength):
+    """Puts so many steps into a message from the beginning, and learns nothing."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def ended(self, now_s: float, *, steady: bool) -> None: ...
+
+
 class WatchedCore(EngineCore):
-    """Passes on what it is asked and what it answers."""
+    """Passes on what it is asked and what it answers. A message has up to `steps_at_once` steps."""
 
     watcher: "Watched"
+    steps_at_once: int
+
+    def begin(self) -> bool:
+        if not self.in_flight:
+            self._message_length = FixedLength(self.steps_at_once)
+        return super().begin()
 
     def add(self, client: bytes, message: Generate) -> Attached:
         attached = super().add(client, message)
@@ -47,10 +64,10 @@ class WatchedCore(EngineCore):
 class Watched(Recorded):
     """Is the client of every request: keeps its streams, and insists that no token comes twice or is left out."""
 
-    def __init__(self, trace: Path | None, **configuration: Any) -> None:
+    def __init__(self, trace: Path | None, steps_at_once: int = 1, **configuration: Any) -> None:
         super().__init__(trace, **configuration)
         self.core.__class__ = WatchedCore
-        self.core.watcher = self  # type: ignore[attr-defined]
+        self.core.watcher, self.core.steps_at_once = self, steps_at_once  # type: ignore[attr-defined]
         self.requests: dict[str, Request] = {}
         self.beginnings: dict[str, tuple[list[int], list[int]]] = {}
         """The prompt of each request, and the output that it began with."""
@@ -132,11 +149,18 @@ class Watched(Recorded):
 
 
 @settings(max_examples=80, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-@given(seed=st.integers(0, 2**32), configuration=configurations, death_rate=st.sampled_from([0.05, 0.2, 0.5]))
-def test_nobody_sees_that_workers_died(seed: int, configuration: dict[str, Any], death_rate: float) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    configuration=configurations,
+    death_rate=st.sampled_from([0.05, 0.2, 0.5]),
+    steps_at_once=st.sampled_from([1, 1, 3]),
+)
+def test_nobody_sees_that_workers_died(
+    seed: int, configuration: dict[str, Any], death_rate: float, steps_at_once: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
-        watched = Watched(trace, **configuration)
+        watched = Watched(trace, steps_at_once, **configuration)
         watched.random_work(random.Random(seed), death_rate=death_rate)
         watched.drain()
         assert not any(pool.num_used for pool in watched.pools())

@@ -435,6 +435,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise RuntimeError if queues, requests and blocks disagree."""
         self.queues.check_integrity()
+        if not self.has_workers and (self.running or self.in_flight or self.queues.entries):
+            raise RuntimeError("there are no workers, but something runs or is on its way to them")
 
 
 def _results(
