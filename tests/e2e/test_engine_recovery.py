@@ -103,7 +103,7 @@ class Trouble:
         os.kill(self._engine(), signal.SIGSTOP)
 
     def with_its_worker_stopped(self) -> None:
-        """A stopped process does not notice the end of its parent."""
+        """A stopped process does not look whether its parent is there."""
         for worker in workers_of(self.launcher):
             os.kill(worker, signal.SIGSTOP)
         self.killed()

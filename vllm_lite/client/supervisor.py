@@ -166,7 +166,7 @@ class EngineSupervisor:
     def _replace(self, end: _End) -> str | None:
         """Start the next life. Returns why not, None if it was started."""
         restarted_for = self._limit.causes
-        if not self._serves or self._closing or not self._owner.may_restart() or end.status in (STOPPED, GAVE_UP):
+        if not self._serves or not self._owner.may_restart() or end.status in (STOPPED, GAVE_UP):
             return end.cause
         if end.status == BAD_INPUT and restarted_for:
             return f"it cannot be started again: {end.cause}; it was restarted because it ended: {restarted_for}"
