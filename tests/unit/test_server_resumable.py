@@ -186,7 +186,7 @@ def test_the_newer_of_two_readers_reads() -> None:
         assert content([data for _, data in seen + events_in(new.data)])[0]["text"] == "Once \N{BEAR FACE} upon a bear"
         old.may_write.set()
         await old.ended()
-        assert not old.is_complete
+        assert old.is_complete  # its connection has the end of a response, and the stream has none
         assert b"DONE" not in old.data
         assert stage.kept.unread_s("chatcmpl-1") == 0.0
         assert stage.kept.get("chatcmpl-1") is not None
@@ -205,6 +205,22 @@ def test_an_older_reader_that_waits_ends_at_once_and_harms_nothing() -> None:
         await finish(stage, 4)
         await new.ended()
         assert content([data for _, data in events_in(new.data)])[0]["text"] == "Once \N{BEAR FACE} upon a bear"
+
+    run(main)
+
+
+def test_a_reader_that_has_nothing_yet_learns_that_it_was_replaced() -> None:
+    async def main() -> None:
+        stage = Stage()
+        old = stage.start()
+        await settle()
+        new = await stage.resume()
+        with pytest.raises(ApiError, match="goes on over a newer connection") as caught:
+            await old.ended()
+        assert caught.value.status == 409
+        await stage.say(Finished("chatcmpl-1", 0, WORDS, "length"))
+        await new.ended()
+        assert content([data for _, data in events_in(new.data)])["done"] == 1
 
     run(main)
 

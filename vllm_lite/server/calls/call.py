@@ -77,7 +77,8 @@ class Reading:
         self.choices = choices
         self.is_resumed = is_resumed
         self.is_over = False
-        """The client has disconnected, or another one reads instead."""
+        """The client has disconnected, or another one reads instead: then it `is_replaced`."""
+        self.is_replaced = False
         self.is_complete = False
         """All of the answer has been sent."""
         self.sent_s = time.monotonic()
@@ -94,9 +95,14 @@ class Reading:
         self._changed.set()
 
     def end(self) -> None:
-        """Report that the client has disconnected, or that another one reads instead."""
+        """Report that the client has disconnected."""
         self.is_over = True
         self._changed.set()
+
+    def replace(self) -> None:
+        """Report that another client reads instead, perhaps at another server."""
+        self.is_replaced = True
+        self.end()
 
     async def wait(self) -> None:
         """Until something has come, the reading is over, or a comment is due. All that wakes it has a deadline of its
@@ -193,7 +199,7 @@ class Call:
 
     def read_on(self, place: Place) -> Reading:
         """Let another client read, from `place` on; the reading before is over."""
-        self.reading.end()
+        self.reading.replace()
         self.reading = Reading(self._choices(place), is_resumed=True)
         self.reading.wake()
         return self.reading

@@ -91,6 +91,8 @@ class CallResponse(Response):
         await reading.wait()
         if call.was_cut or (call.error is not None and not (reading.is_resumed and call.has_begun)):
             raise _as_error(call)
+        if reading.is_replaced:
+            raise ApiError(409, "the stream goes on over a newer connection")
         if reading.is_over:
             return
         headers = [*self._own_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -112,6 +114,8 @@ class CallResponse(Response):
                 return
             data = b""
             await reading.wait()
+        if reading.is_replaced:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _chunks(self, deltas: list[tuple[Choice, CompletionOutput]]) -> bytes:
         """A chunk for each delta. A choice that has nothing to show before its end has one long delta."""

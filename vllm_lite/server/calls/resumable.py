@@ -81,7 +81,7 @@ class ResumableCalls:
 
     def forget(self, call: Call) -> None:
         """Abort what of `call` still runs, and keep it no longer. Its reader, if it has one, gets no more."""
-        call.reading.end()
+        call.reading.replace()
         if self.get(call.id) is call:
             del self._kept[call.id]
         self.calls.end(call)
