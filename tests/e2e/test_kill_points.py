@@ -6,7 +6,6 @@ real process, which starts fast and checks that every block it reads holds the h
 """
 
 import asyncio
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from tests.e2e.test_processes import assert_nothing_left, family
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched
+from vllm_lite.errors import EngineDeadError
 
 LOAD_S = scaled(60.0)
 NUM_BLOCKS, NUM_TOKENS = 34, 60
@@ -146,9 +146,15 @@ class Killed:
 
 
 async def idle(client: AsyncClient) -> None:
-    """Wait until nothing is in use."""
-    while (stats := await client.stats()).num_running + stats.num_waiting + stats.num_used_blocks:
-        pass  # the whole load has a deadline
+    """Wait until nothing is in use. The whole load has a deadline."""
+    in_use = 1
+    while in_use:
+        try:
+            stats = await client.stats()
+        except EngineDeadError:  # while an engine is replaced, nobody answers
+            await asyncio.sleep(0.01)  # before the next question
+        else:
+            in_use = stats.num_running + stats.num_waiting + stats.num_used_blocks
 
 
 @contextmanager
@@ -169,7 +175,7 @@ def engine(model: Path, folder: Path, **settings: Any) -> Iterator[tuple[Launche
         try:
             yield launched, plan
         finally:
-            pids = family(os.getpid())[1:]
+            pids = family(launched.pid)
             launched.close()
         assert_nothing_left(pids, run_root)
 

@@ -1,0 +1,111 @@
+"""How long streams pause when a worker or the engine is killed: seconds from SIGKILL to the next token.
+
+    python benchmarks/recovery.py --rounds 10 --out benchmarks/results/recovery-cpu.json
+
+One stream of the demo model runs, with the default settings but for those given; a process is killed when it has some
+tokens, at a random moment of a step. The next token is the first that comes when those sent before are through
+(SENT_BEFORE_S). Every stream has to end with the tokens that it gets when nobody dies.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import time
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import peers_report
+
+from vllm_lite import AsyncClient, EngineConfig, SamplingParams
+from vllm_lite.client import instances
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.config import DEMO_MODEL
+
+SENT_BEFORE_S = 0.05
+TOKENS_BEFORE = 20
+STREAM_S = 60.0
+PROMPT = list(range(20, 60))
+PARAMS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, detokenize=False)
+MAX_RESTARTS = 1000
+SETTLE_S = 2.0
+"""The pause between two rounds, in which a new standby worker gets ready."""
+
+
+def victim(launched: Launched, role: str) -> int:
+    """The process to kill."""
+    if role == "engine":
+        return launched.pid
+    own = [instance for instance in instances.find() if instance.record.address == launched.address]
+    return own[0].workers[0].pid
+
+
+async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[list[int], float]:
+    """A stream's tokens, and the seconds from the death of a process to the next of them; 0 for no `role`."""
+    died_s, resumed_s, tokens = 0.0, 0.0, []
+    async for output in client.generate(PROMPT, PARAMS):
+        now_s = time.perf_counter()
+        if died_s and not resumed_s and now_s - died_s > SENT_BEFORE_S:
+            resumed_s = now_s
+        tokens = list(output.outputs[0].token_ids)
+        if role and not died_s and len(tokens) > TOKENS_BEFORE:
+            pid = victim(launched, role)
+            await asyncio.sleep(random.random() / 100)
+            died_s = time.perf_counter()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return tokens, resumed_s - died_s
+
+
+async def measure(launched: Launched, role: str, rounds: int) -> list[float]:
+    """Raises RuntimeError for a stream that ends with other tokens than one through which nobody died."""
+    async with AsyncClient(launched.address) as client:
+        expected, _ = await stream(launched, client, "")
+        found = []
+        for _ in range(rounds):
+            await asyncio.sleep(SETTLE_S)
+            tokens, pause_s = await asyncio.wait_for(stream(launched, client, role), STREAM_S)
+            if tokens != expected:
+                raise RuntimeError(f"after the death of the {role} came {tokens} instead of {expected}")
+            found.append(pause_s)
+        return found
+
+
+def row(role: str, rounds: int, settings: dict[str, Any]) -> dict[str, Any]:
+    config = EngineConfig.check({"max_restarts": MAX_RESTARTS, "log_level": "error"} | settings)
+    with closing(launch(config)) as launched:
+        found = sorted(asyncio.run(measure(launched, role, rounds)))
+    figures = {"median_s": statistics.median(found), "least_s": found[0], "most_s": found[-1]}
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    return {"killed": role, "settings": settings, "rounds": rounds} | rounded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument(
+        "--note", default="", help="a sentence about the machine for the file, such as that it was busy"
+    )
+    parser.add_argument("--out", help="write a JSON file")
+    arguments = parser.parse_args()
+    rows = []
+    for role in ("worker", "engine"):
+        for standby in (False, True):
+            settings = {"model": arguments.model, "standby_workers": standby}
+            rows.append(row(role, arguments.rounds, settings))
+            print("{killed:<8} {settings}  {median_s:.2f} s ({least_s:.2f} to {most_s:.2f})".format(**rows[-1]))
+    if arguments.out:
+        head = {"device": peers_report.device(), "date": f"{datetime.now(UTC):%F}", "commit": peers_report.commit()}
+        command = f"python benchmarks/recovery.py --rounds {arguments.rounds} --out {arguments.out}"
+        report = {**head, "command": command, "note": arguments.note, "rows": rows}
+        Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

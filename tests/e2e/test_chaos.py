@@ -1,0 +1,56 @@
+"""scripts/chaos.py for a few seconds: processes die, stop and slow down under a mixed load; every stream gets its tokens.
+
+Longer runs are for the command line. What the script would find is shown in tests/unit/test_chaos.py.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import scaled
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import chaos  # noqa: E402 - found only once scripts/ is on the path
+from chaos_report import Options  # noqa: E402
+from chaos_specs import References, make_references  # noqa: E402
+
+SECONDS, SEED = 8.0, 14
+SIZES = {"per_kind": 3, "longest": 160, "num_streams": 6}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path, for sockets."""
+    made = tempfile.mkdtemp(prefix="vc", dir="/tmp")
+    yield Path(made)
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def references(tiny_checkpoint: Path) -> References:
+    return make_references(str(tiny_checkpoint), SEED, SIZES["per_kind"], SIZES["longest"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stream_gets_its_tokens(tiny_checkpoint: Path, folder: Path, references: References, ranks: int) -> None:
+    options = Options(
+        seconds=SECONDS,
+        seed=SEED + ranks,
+        model=str(tiny_checkpoint),
+        tensor_parallel_size=ranks,
+        kinds=["kill-worker", "kill-engine", "kill-client", "pause-worker", "slow-engine", "kill-both"],
+        heartbeat_timeout_s=scaled(3.0),
+        stream_s=scaled(60.0),
+        every_s=0.3,
+        **SIZES,
+    )
+    report = chaos.run(options, folder, references)
+    assert report.is_good, "\n".join(report.examples)
+    assert sum(report.restarts.values()) > 0, "nobody died"
+    assert sum(report.streams.values()) > 0, "no stream ended"
