@@ -28,26 +28,33 @@ def add_points_of_the_loop(points: Points) -> None:
     points.before(process.Progress, "advance", "in a layer")
 
 
-def add_points_of_a_step(points: Points) -> None:
-    """What is imported with torch."""
-    from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
-    from vllm_lite.worker import model_runner
-    from vllm_lite.worker.memory.cache_engine import CacheEngine
-    from vllm_lite.worker.worker import Worker
-
-    execute, move, num_done = Worker.execute, CacheEngine.execute, 0
-
-    def counting(self: Worker, step: Any) -> Any:
-        nonlocal num_done
-        if num_done:
-            points.reach("between two steps of a message")
-        output = execute(self, step)
-        num_done += 1
-        return output
+def add_points_between_steps(points: Points, worker: Any) -> None:
+    """In messages of several steps. `worker` is the class whose steps they are."""
+    num_done = 0
 
     def begin(_: Any) -> None:
         nonlocal num_done
         num_done = 0
+
+    def before(_: Any) -> None:
+        if num_done:
+            points.reach("between two steps of a message")
+
+    def after(*_: Any) -> None:
+        nonlocal num_done
+        num_done += 1
+
+    points.around(process, "_execute", begin, None)
+    points.around(worker, "execute", before, after)
+
+
+def add_points_of_a_step(points: Points) -> None:
+    """In what is imported with torch."""
+    from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
+    from vllm_lite.worker import model_runner
+    from vllm_lite.worker.memory.cache_engine import CacheEngine
+
+    move = CacheEngine.execute
 
     def moving(self: CacheEngine, ops: Any) -> None:
         for op in BlockOp:
@@ -58,9 +65,7 @@ def add_points_of_a_step(points: Points) -> None:
                 points.reach(where)
         move(self, ops)
 
-    Worker.execute = counting  # type: ignore[method-assign]
     CacheEngine.execute = moving  # type: ignore[assignment, method-assign]
-    points.around(process, "_execute", begin, None)
     points.before(model_runner, "score", "before scores of a prompt")
     points.after(model_runner, "score", "after scores of a prompt")
     points.after(model_runner.ModelRunner, "_logits", "before a draw")
@@ -71,14 +76,16 @@ def add_points_of_a_step(points: Points) -> None:
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     points = Points(f"worker {settings.rank}")
     add_points_of_the_loop(points)
-    if LIGHT in os.environ:
-        light_worker.install()
-        return process.process_main(settings, stop)
-    load = process._import_worker
+    load: Any = process._import_worker
+    is_light = LIGHT in os.environ
+    if is_light:
+        load = light_worker.install()
 
     def loading() -> Any:
         worker = load()
-        add_points_of_a_step(points)
+        add_points_between_steps(points, worker)
+        if not is_light:
+            add_points_of_a_step(points)
         return worker
 
     process._import_worker = loading

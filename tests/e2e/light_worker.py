@@ -3,6 +3,7 @@
 Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
-from vllm_lite.worker import process
 from vllm_lite.worker.membership import Membership
 from vllm_lite.worker.process import Progress
 
@@ -51,7 +51,7 @@ class LightWorker:
         return output
 
 
-def install() -> None:
-    """Have this worker process serve with a LightWorker. It is alone."""
+def install() -> Callable[[], type[LightWorker]]:
+    """What takes the place of the import of a real one, in this process, whose worker is alone."""
     Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
-    process._import_worker = lambda: LightWorker  # type: ignore[assignment, return-value]
+    return lambda: LightWorker

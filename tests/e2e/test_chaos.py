@@ -1,4 +1,4 @@
-"""scripts/chaos.py for a few seconds: processes die, stop and slow down under a mixed load; every stream gets its tokens.
+"""scripts/chaos.py for a few seconds: processes die and hang under a mixed load; every stream gets its tokens.
 
 Longer runs are for the command line. What the script would find is shown in tests/unit/test_chaos.py.
 """
