@@ -1,7 +1,7 @@
 // Cuts a step's attention into items and tasks, once per step, and runs them, once per layer.
 //
-// How a sequence is cut depends on its own lengths alone, never on the batch nor on the number of threads, and splits
-// are merged in their order: a decoded token's bits are the same alone, in a batch and on any number of threads.
+// How a row's keys are summed up depends on its position alone (attention.h), never on the rows beside it, on the batch
+// or on the number of threads: a token's bits are the same decoded, drafted and in any chunk of a prompt.
 #include "attention.h"
 
 #include <algorithm>
@@ -16,10 +16,7 @@ using namespace vllm_lite;
 
 namespace {
 
-constexpr int kSplitKeys = 512;       // least keys of a split
-constexpr int kMaxSplits = 16;        // of a sequence; a longer one gets longer splits
 constexpr int kMaxPartialRows = 128;  // of a sequence, for all its splits; workspace_bytes relies on it
-constexpr int kAligned = 64;          // splits begin at multiples of it
 constexpr int kBlockRows = 6;         // the kernel takes so many rows together
 
 // Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
@@ -46,46 +43,64 @@ int round_up(int x, int unit) {
   return (x + unit - 1) / unit * unit;
 }
 
-// Adds the items of `item`'s rows, whose keys are set for all of them.
-void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item) {
-  const int begin = item.key_begin, end = item.key_end, base = begin / kAligned * kAligned;
-  const int most = std::clamp(kMaxPartialRows / item.num_rows, 1, kMaxSplits);
-  const int size = std::max(kSplitKeys, round_up((end - base + most - 1) / most, kAligned));
-  item.num_splits = (end - base + size - 1) / size;
-  if (item.num_splits > 1) {
-    item.partial = plan->num_partial_rows;
-    item.counter = plan->num_counters++;
-    plan->num_partial_rows += item.num_splits * item.num_rows;
+// Adds an item for each section of `item`'s rows, whose keys are set for all of them; or `item` itself, if there is one
+// section only or if the results of all would take too much memory.
+void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int size) {
+  const int begin = item.key_begin, end = item.key_end, first = begin / size, count = (end - 1) / size + 1 - first;
+  if (count == 1 || count > kMaxSections || count * item.num_rows > kMaxPartialRows) {
+    items->push_back(item);
+    return;
   }
-  for (; item.split < item.num_splits; ++item.split) {
-    item.key_begin = std::max(begin, base + item.split * size);
-    item.key_end = std::min(end, base + (item.split + 1) * size);
+  item.num_splits = count;
+  item.partial = plan->num_partial_rows;
+  item.counter = plan->num_counters++;
+  plan->num_partial_rows += count * item.num_rows;
+  for (; item.split < count; ++item.split) {
+    item.key_begin = std::max(begin, (first + item.split) * size);
+    item.key_end = std::min(end, (first + item.split + 1) * size);
     items->push_back(item);
   }
 }
 
-void add_sequence(Plan* plan, std::vector<AttentionItem>* items, int sequence, int query_row, int query_len,
-                  int seq_len, int group) {
-  const int num_rows = query_len * group, position = seq_len - query_len;
-  const int num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int tile_rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, kBlockRows);
-  // The longest first, for threads to finish together.
-  for (int first = (num_rows - 1) / tile_rows * tile_rows; first >= 0; first -= tile_rows) {
+// A sequence's rows of a step: l in [0, num_rows), the first at `position`.
+struct Rows {
+  int sequence, query_row, position, num_rows, group;
+
+  AttentionItem item(int first, int count, int window) const {
     AttentionItem item = {};
     item.sequence = sequence;
     item.query_row = query_row;
     item.position = position;
     item.first = first;
-    item.num_rows = std::min(tile_rows, num_rows - first);
+    item.num_rows = count;
     const int first_position = position + first / group;
-    item.key_begin = plan->window > 0 ? std::max(0, first_position - plan->window + 1) : 0;
-    item.key_end = position + (first + item.num_rows - 1) / group + 1;
+    item.key_begin = window > 0 ? std::max(0, first_position - window + 1) : 0;
+    item.key_end = position + (first + count - 1) / group + 1;
     item.num_splits = 1;
-    if (num_tiles == 1) {
-      add_splits(plan, items, item);
-    } else {
-      items->push_back(item);
+    return item;
+  }
+};
+
+// Adds the items of the rows [begin, end), whose sections have one size: the longest first, for threads to finish
+// together.
+void add_tiles(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, int begin, int end) {
+  const int count = end - begin, num_tiles = (count + kMaxRows - 1) / kMaxRows;
+  const int tile_rows = num_tiles == 1 ? count : round_up((count + num_tiles - 1) / num_tiles, kBlockRows);
+  for (int first = begin + (count - 1) / tile_rows * tile_rows; first >= begin; first -= tile_rows) {
+    items->push_back(rows.item(first, std::min(tile_rows, end - first), plan->window));
+  }
+}
+
+void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows) {
+  const int window = plan->window;
+  for (int end = rows.num_rows; end > 0;) {
+    const int position = rows.position + (end - 1) / rows.group, alike = first_alike(position, window);
+    const int begin = std::max(0, alike - rows.position) * rows.group;
+    if (begin == 0 && end == rows.num_rows && rows.num_rows <= kMaxRows) {
+      return add_splits(plan, items, rows.item(0, rows.num_rows, window), section_keys(position, window));
     }
+    add_tiles(plan, items, rows, begin, end);
+    end = begin;
   }
 }
 
@@ -135,7 +150,7 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
       const int query_len = starts[i + 1] - starts[i];
       if (query_len <= 0 || large != (query_len * group > kMaxRows)) continue;
       if (seq_lens[i] > 0) {
-        add_sequence(&plan, &draft.items, i, starts[i], query_len, seq_lens[i], group);
+        add_sequence(&plan, &draft.items, {i, starts[i], seq_lens[i] - query_len, query_len * group, group});
       } else {
         draft.gaps.insert(draft.gaps.end(), {starts[i], query_len});
       }

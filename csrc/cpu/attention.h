@@ -32,7 +32,7 @@ struct AttentionItem {
   int32_t position;            // that row's position
   int32_t first, num_rows;     // l
   int32_t key_begin, key_end;  // the items of one range of rows are consecutive
-  int32_t split, num_splits;   // 0, 1 when this item sees all of the keys
+  int32_t split, num_splits;   // 0, 1 when this item sees all of the keys; else it sees those of one section
   int32_t partial;             // rows of partial results before those of split 0, in units of num_kv_heads
   int32_t counter;             // which counter of finished splits, in units of num_kv_heads
 };
@@ -54,6 +54,31 @@ struct AttentionCall {
 
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
   return shape.head_size + 2;
+}
+
+// The keys of a row are summed up in sections, which begin at multiples of a size that the row's position alone
+// decides; then the sections' results are added in their order. So a row has the same bits whether its sections are
+// shared out to threads, as in decoding, or one follows the other, as in a chunk of a prompt.
+constexpr int kSectionKeys = 512;  // least keys of a section
+constexpr int kMaxSections = 16;   // of a row: one more than the keys alone would need, as a window begins anywhere
+constexpr int kSectionUnit = 64;   // sizes are multiples of it
+
+// The size of the sections of the row at `position`; window 0 = none.
+VLLM_LITE_INLINE int section_keys(int position, int window) {
+  const int seen = window > 0 && window <= position ? window : position + 1;
+  const int least = (seen + kMaxSections - 2) / (kMaxSections - 1);
+  return least <= kSectionKeys ? kSectionKeys : (least + kSectionUnit - 1) / kSectionUnit * kSectionUnit;
+}
+
+// The first position whose sections have the same size as those of `position`.
+VLLM_LITE_INLINE int first_alike(int position, int window) {
+  const int size = section_keys(position, window);
+  return size == kSectionKeys ? 0 : (kMaxSections - 1) * (size - kSectionUnit);
+}
+
+// All rows of an item have sections of one size.
+VLLM_LITE_INLINE int section_keys(const AttentionCall& call, const AttentionItem& item) {
+  return section_keys(item.position + item.first * call.shape->num_kv_heads / call.shape->num_heads, call.window);
 }
 
 // Where an item's partial results for one KV head begin.

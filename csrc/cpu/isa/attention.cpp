@@ -24,19 +24,13 @@ void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::Attenti
   alignas(64) float acc[kMaxHeadSize + kWidth];
   for (int i = 0; i < item.num_rows; ++i) {
     const int64_t offset = i * vllm_lite::partial_size(*call.shape);
-    float top = kNothing, sum = 0;
-    for (int split = 0; split < item.num_splits; ++split) {
-      const float split_top = partial_of(call, item, split, kv_head)[offset + size];
-      top = split_top > top ? split_top : top;
-    }
-    for (int d = 0; d < size; d += kWidth) store(acc + d, Vec{});
+    std::memset(acc, 0, sizeof acc);
+    Result all = {kNothing, 0, acc};
     for (int split = 0; split < item.num_splits; ++split) {
       const float* partial = partial_of(call, item, split, kv_head) + offset;
-      const float weight = exp(splat(partial[size] - top))[0];
-      sum += partial[size + 1] * weight;
-      for (int d = 0; d < size; d += kWidth) store(acc + d, load(acc + d) + load_some(partial + d, size - d) * weight);
+      add_section(&all, partial[size], partial[size + 1], partial, size);
     }
-    put_row(call, item, kv_head, i, acc, sum);
+    put_row(call, item, kv_head, i, acc, all.sum);
   }
 }
 

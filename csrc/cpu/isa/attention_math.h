@@ -13,8 +13,10 @@ using vllm_lite::AttentionShape;
 using vllm_lite::kMaxHeadSize;
 using vllm_lite::kMaxRows;
 using vllm_lite::kStreamRows;
+using vllm_lite::section_keys;
 
 constexpr int kGroup = 16;          // tokens that are gathered together
+constexpr int kKeys = 64;           // that take one step of the softmax, from a multiple of it on
 constexpr float kNothing = -1e30f;  // score of what is not seen; finite, so that a difference of two is not NaN
 
 VLLM_LITE_INLINE constexpr int least(int x, int y) {
@@ -46,7 +48,7 @@ VLLM_LITE_INLINE VecI lane_numbers() {
 // tanh to 5e-7 relative.
 VLLM_LITE_INLINE Vec tanh(Vec x) {
   const Vec size = vec_of(bits_of_vec(x) & 0x7fffffff);
-  const Vec e = exp((size > 20.0f ? splat(20.0f) : size) * 2.0f);
+  const Vec e = exp<true>((size > 20.0f ? splat(20.0f) : size) * 2.0f);
   const Vec large = 1.0f - 2.0f / (e + 1.0f);
   const Vec square = x * x;
   Vec series = splat(62.0f / 2835);
@@ -79,12 +81,12 @@ VLLM_LITE_INLINE Cached cached(const AttentionCall& call, const AttentionItem& i
           call.shape->block_size};
 }
 
-// Addresses of the K at positions [first, end), then the last one again, kCount in all: what is computed with these is
-// masked, but must not come from memory that is not the sequence's, where there may be NaN.
-template <int kCount>
-VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int first, int end) {
-  const int count = end - first;
-  int n = 0;
+// Addresses of the K at positions [first, first + kKeys), with those of `begin` and of end - 1 in place of all that lie
+// before and behind: what is computed with these is masked, but must not come from memory that is not the sequence's,
+// where there may be NaN. first < end, begin < end.
+VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int first, int begin, int end) {
+  const int count = least(end - first, kKeys), skipped = begin > first ? begin - first : 0;
+  int n = skipped;
   while (n < count) {
     const int block = (first + n) / cache.block_size, offset = first + n - block * cache.block_size;
     const int run = least(cache.block_size - offset, count - n);
@@ -92,7 +94,8 @@ VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int firs
     for (int i = 0; i < run; ++i) rows[n + i] = row + i * cache.token_stride;
     n += run;
   }
-  for (; n < kCount; ++n) rows[n] = rows[count - 1];
+  for (; n < kKeys; ++n) rows[n] = rows[count - 1];
+  for (n = 0; n < skipped; ++n) rows[n] = rows[skipped];
 }
 
 // Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
@@ -124,15 +127,17 @@ struct Softmax {
     }
   }
 
-  // Turns products of row i with the keys at `first` and after into weights, and updates the row's state.
-  template <int kVecs, bool kMasked>
-  inline __attribute__((always_inline)) void step(Vec* x, int i, int first, int end) {
+  // Turns row i's products [kKeys] with the keys from `first` on into weights, and updates the row's state.
+  template <class Words, bool kMasked>
+  inline __attribute__((always_inline)) void step(const float* products, typename Words::Element* weights, int i,
+                                                  int first, int end) {
+    constexpr int kVecs = kKeys / kWidth;
     const VecI from = VecI{} + seen_from[i], to = VecI{} + least(seen_to[i], end);
     const VecI lanes = lane_numbers();
-    Vec most = splat(kNothing);
+    Vec x[kVecs], most = splat(kNothing);
     for (int j = 0; j < kVecs; ++j) {
       const VecI keys = lanes + (first + j * kWidth);
-      x[j] = x[j] * factor;
+      x[j] = load(products + j * kWidth) * factor;
       if (cap != 0) x[j] = tanh(x[j] * per_cap) * cap;
       if (alibi) x[j] += slope[i] * __builtin_convertvector(keys - (seen_to[i] - 1), Vec);
       if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : splat(kNothing);
@@ -140,17 +145,42 @@ struct Softmax {
     }
     const float old = top[i], largest = largest_of(most);
     top[i] = largest > old ? largest : old;
-    rescale[i] = largest > old ? exp(splat(old - largest))[0] : 1.0f;
+    rescale[i] = largest > old ? exp<true>(splat(old - largest))[0] : 1.0f;
     Vec total = load(sum[i]) * rescale[i];
     for (int j = 0; j < kVecs; ++j) {
       const VecI keys = lanes + (first + j * kWidth);
-      x[j] = exp(x[j] - top[i]);
+      x[j] = exp<true>(x[j] - top[i]);
       if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : Vec{};
       total += x[j];
+      Words::put_weights(weights + j * kWidth, x[j]);
     }
     store(sum[i], total);
   }
+
+  // Starts row i anew, for the keys of another section.
+  void restart(int i) {
+    top[i] = kNothing;
+    store(sum[i], Vec{});
+  }
 };
+
+// A row's result over one or more sections of its keys.
+struct Result {
+  float top, sum;  // largest score; sum of the weights
+  float* acc;      // weighted sum of V, readable and writable in whole vectors
+};
+
+// Adds the next section's result. A row's sections are added in their order wherever they were computed. The first one
+// is added to {kNothing, 0, zeros}, which keeps its bits.
+VLLM_LITE_INLINE void add_section(Result* all, float top, float sum, const float* acc, int size) {
+  const float most = top > all->top ? top : all->top;
+  const float old = exp<true>(splat(all->top - most))[0], fresh = exp<true>(splat(top - most))[0];
+  all->top = most;
+  all->sum = all->sum * old + sum * fresh;
+  for (int d = 0; d < size; d += kWidth) {
+    store(all->acc + d, multiply_add(load(all->acc + d), splat(old), load_some(acc + d, size - d) * fresh));
+  }
+}
 
 template <class T>
 VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int head_size) {
@@ -173,18 +203,39 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
   if (shape.dtype == kFloat16) put_output<Float16>(line + place * 2, acc, factor, size);
 }
 
-// The finished rows of an item, or its partial results. acc: [num_rows, stride].
-VLLM_LITE_INLINE void put_rows(const AttentionCall& call, const AttentionItem& item, int kv_head,
-                               const Softmax& softmax, const float* acc, int stride) {
-  const int size = call.shape->head_size;
-  float* partial = partial_of(call, item, item.split, kv_head);
-  for (int i = 0; i < item.num_rows; ++i, acc += stride, partial += vllm_lite::partial_size(*call.shape)) {
-    const float sum = sum_of(load(softmax.sum[i]));
-    if (item.num_splits == 1) {
-      put_row(call, item, kv_head, i, acc, sum);
+// Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to kKeys of them at
+// a time and updates `softmax` and acc [num_rows][stride]. Where a section ends, its result joins those before it in
+// `all` [num_rows][stride], or becomes the item's partial result. Then the rows are put out.
+template <class Add>
+VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& item, int kv_head, Softmax& softmax,
+                                float* acc, float* all, int stride, const Add& add) {
+  const int size = call.shape->head_size, section = section_keys(call, item);
+  const bool several = item.num_splits == 1 && item.key_begin / section < (item.key_end - 1) / section;
+  Result results[kMaxRows];
+  if (several) std::memset(all, 0, static_cast<size_t>(item.num_rows * stride) * 4);
+  for (int i = 0; several && i < item.num_rows; ++i) results[i] = {kNothing, 0, all + i * stride};
+  for (int begin = item.key_begin; begin < item.key_end;) {
+    const int end = least((begin / section + 1) * section, item.key_end);
+    std::memset(acc, 0, static_cast<size_t>(item.num_rows * stride) * 4);
+    for (int first = begin / kKeys * kKeys; first < end; first += kKeys) add(first, least(first + kKeys, end));
+    for (int i = 0; several && i < item.num_rows; ++i) {
+      add_section(&results[i], softmax.top[i], sum_of(load(softmax.sum[i])), acc + i * stride, size);
+      softmax.restart(i);
+    }
+    begin = end;
+  }
+  for (int i = 0; i < item.num_rows; ++i) {
+    if (several) {
+      put_row(call, item, kv_head, i, results[i].acc, results[i].sum);
       continue;
     }
-    std::memcpy(partial, acc, static_cast<size_t>(size) * 4);
+    const float sum = sum_of(load(softmax.sum[i]));
+    if (item.num_splits == 1) {
+      put_row(call, item, kv_head, i, acc + i * stride, sum);
+      continue;
+    }
+    float* partial = partial_of(call, item, item.split, kv_head) + i * vllm_lite::partial_size(*call.shape);
+    std::memcpy(partial, acc + i * stride, static_cast<size_t>(size) * 4);
     partial[size] = softmax.top[i];
     partial[size + 1] = sum;
   }

@@ -9,7 +9,6 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kKeys = 64;  // of a tile
 constexpr int kBlockRows =
     6;                        // with 4 vectors (2 where there are 16 registers) their sums leave registers for operands
 constexpr int kFewRows = 48;  // up to here packing takes more time than computing
@@ -24,6 +23,7 @@ struct TileScratch {
   alignas(64) float values[kKeys / Words::kPack * kSize];  // words [kKeys / kPack][padded head_size]
   alignas(64) Element query[kMaxRows * kSize];             // [num_rows][head_size]
   alignas(64) float acc[kMaxRows * kSize];                 // [num_rows][padded head_size]
+  alignas(64) float all[kMaxRows * kSize];                 // the same for the sections before
   alignas(64) float scores[kBlockRows][kKeys];
   alignas(64) Element weights[kBlockRows][kKeys];
   alignas(64) Element converted[kGroup][kSize];
@@ -40,13 +40,13 @@ VLLM_LITE_INLINE void multiply(const float* x, int x_stride, const float* y, int
     for (int j = 0; j < kVecs; ++j) row[j] = load(y + n * y_stride + j * kWidth);
     for (int i = 0; i < kRows; ++i) {
       const float word = x[i * x_stride + n];
-      for (int j = 0; j < kVecs; ++j) sums[i][j] = Words::multiply_add(sums[i][j], word, row[j]);
+      for (int j = 0; j < kVecs; ++j) sums[i][j] = Words::add_product(sums[i][j], word, row[j]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kVecs; ++j) {
       float* to = out + i * out_stride + j * kWidth;
-      store(to, kAdd ? load(to) * rescale[i] + sums[i][j] : sums[i][j]);
+      store(to, kAdd ? multiply_add(load(to), splat(rescale[i]), sums[i][j]) : sums[i][j]);
     }
   }
 }
@@ -83,15 +83,11 @@ static void attend_block(TileScratch<Words>& s, const Sizes& sizes, int first_ro
   multiply_all<Words, kRows, false>(query, sizes.query, s.keys, kKeys, sizes.query, s.scores[0], kKeys, nullptr,
                                     kKeys / kWidth);
   for (int i = 0; i < kRows; ++i) {
-    constexpr int kVecs = kKeys / kWidth;
-    Vec x[kVecs];
-    for (int j = 0; j < kVecs; ++j) x[j] = load(s.scores[i] + j * kWidth);
     if (all_seen) {
-      softmax.template step<kVecs, false>(x, first_row + i, first, end);
+      softmax.template step<Words, false>(s.scores[i], s.weights[i], first_row + i, first, end);
     } else {
-      softmax.template step<kVecs, true>(x, first_row + i, first, end);
+      softmax.template step<Words, true>(s.scores[i], s.weights[i], first_row + i, first, end);
     }
-    for (int j = 0; j < kVecs; ++j) Words::put_weights(s.weights[i] + j * kWidth, x[j]);
   }
   const int count = (end - first + Words::kPack - 1) / Words::kPack;
   multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights), kKeys / Words::kPack, s.values,
@@ -179,14 +175,12 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
   const int64_t row_bytes = head * bytes_of(call.shape->kv_dtype);
   s.softmax.init(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * head, head);
-  std::memset(s.acc, 0, static_cast<size_t>(item.num_rows * sizes.padded) * 4);
   const char** now = s.rows[0];
   const char** next = s.rows[1];
-  int first = item.key_begin, end = least((first | (kKeys - 1)) + 1, item.key_end);
-  find_keys<kKeys>(now, cache, first, end);
-  while (first < item.key_end) {
-    const int next_end = least(end + kKeys, item.key_end), num_next = next_end - end;
-    if (num_next > 0) find_keys<kKeys>(next, cache, end, next_end);
+  find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
+  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
+    const int num_next = least(item.key_end - end, kKeys);
+    if (num_next > 0) find_keys(next, cache, end, item.key_begin, item.key_end);
     // Evenly over the time that the tile takes: with few rows that is mostly the packing.
     const bool few = item.num_rows <= kFewRows;
     pack(s, call, now, sizes, end - first, next, few ? num_next : 0);
@@ -201,10 +195,7 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
     const char** const used = now;
     now = next;
     next = used;
-    first = end;
-    end = next_end;
-  }
-  put_rows(call, item, kv_head, s.softmax, s.acc, sizes.padded);
+  });
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ struct Floats {
   static constexpr int kPack = 1;  // elements of a word
   static constexpr int kElement = kFloat32;
 
-  VLLM_LITE_INLINE Vec multiply_add(Vec sum, float x, Vec y) { return sum + x * y; }
+  VLLM_LITE_INLINE Vec add_product(Vec sum, float x, Vec y) { return multiply_add(splat(x), y, sum); }
   VLLM_LITE_INLINE void put_weights(float* to, Vec x) { store(to, x); }
 };
 
@@ -76,18 +76,13 @@ struct Pairs {
   static constexpr int kPack = 2;
   static constexpr int kElement = kBFloat16;
 
-  VLLM_LITE_INLINE Vec multiply_add(Vec sum, float x, Vec y) {
+  VLLM_LITE_INLINE Vec add_product(Vec sum, float x, Vec y) {
     const __m512i pair = _mm512_castps_si512(_mm512_set1_ps(x));
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(pair),
                                                   reinterpret_cast<__m512bh>(y)));
   }
   VLLM_LITE_INLINE void put_weights(BFloat16* to, Vec x) { store(to, x); }
 };
-
-VLLM_LITE_INLINE Vec add_products(Vec sum, __m512i x, __m512i y) {
-  return reinterpret_cast<Vec>(
-      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y)));
-}
 
 // Words of two rows of bfloat16: x[0], y[0], x[1], y[1] and so on; the first 16 words and the next 16.
 VLLM_LITE_INLINE __m512i pairs_low(__m512i x, __m512i y) {
@@ -127,27 +122,8 @@ VLLM_LITE_INLINE __m512 unpack_high_pairs(__m512 x, __m512 y) {
   return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
 }
 
-// Lane t of the result is the sum over the lanes of rows[t].
-VLLM_LITE_INLINE Vec sums_of(const Vec* rows) {
-  __m512 a[8];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 x = reinterpret_cast<__m512>(rows[2 * i]), y = reinterpret_cast<__m512>(rows[2 * i + 1]);
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_add_ps(unpack_low_pairs(a[2 * i], a[2 * i + 1]), unpack_high_pairs(a[2 * i], a[2 * i + 1]));
-  }
-  // Group b of four lanes in a[i] holds parts of the sums of rows 4i to 4i + 3.
-  for (int i = 0; i < 2; ++i) {
-    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
-  }
-  return reinterpret_cast<Vec>(
-      _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd)));
-}
-
-// to[i * stride + t] = word i of rows[t], for i < count <= 16 and 16 rows.
-VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
+// out[i]: word i of each of 16 rows; zeros for i >= count, where count <= 16.
+VLLM_LITE_INLINE void turn(const char* const* rows, int64_t offset, int count, Vec (&out)[16]) {
   const __mmask16 mask = first_lanes(count);
   __m512 a[16], b[16];
 #pragma GCC unroll 16
@@ -170,18 +146,23 @@ VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int cou
     const __m512 odd_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);   // groups 1 and 3
     const __m512 even_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
     const __m512 odd_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-    if (c < count) _mm512_storeu_ps(to + c * stride, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
-    if (8 + c < count) _mm512_storeu_ps(to + (8 + c) * stride, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
-    if (4 + c < count) _mm512_storeu_ps(to + (4 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-    if (12 + c < count) _mm512_storeu_ps(to + (12 + c) * stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+    out[c] = reinterpret_cast<Vec>(_mm512_shuffle_f32x4(even_low, even_high, 0x88));
+    out[8 + c] = reinterpret_cast<Vec>(_mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+    out[4 + c] = reinterpret_cast<Vec>(_mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+    out[12 + c] = reinterpret_cast<Vec>(_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+  }
+}
+
+// to[i * stride + t] = word i of rows[t], for i < count <= 16 and 16 rows.
+VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
+  Vec words[16];
+  turn(rows, offset, count, words);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i < count) store(to + i * stride, words[i]);
   }
 }
 #else
-VLLM_LITE_INLINE Vec sums_of(const Vec* rows) {
-  Vec sums;
-  for (int t = 0; t < kWidth; ++t) sums[t] = sum_of(rows[t]);
-  return sums;
-}
 VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
   for (int t = 0; t < 16; ++t) {
     float words[16];

@@ -24,18 +24,6 @@ struct Int8 {
   int8_t value;
 };
 
-VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Vec>(
-      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
-#elif defined(__FMA__)
-  return reinterpret_cast<Vec>(
-      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
-}
-
 // ---- the weights of two inputs for kWidth outputs, from a block's `pair` and `column`, as float32
 
 template <class T>

@@ -210,7 +210,22 @@ VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
   return x > y ? x : y;
 }
 
-// e^x to 2e-7 relative, for x <= 88; below -87 it is 0.
+// a * b + c, rounded once where the machine can.
+VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+// e^x to 2e-7 relative, for x <= 88; below -87 it is 0. kFused: the series' terms by multiply_add, whatever a compiler
+// would make of them.
+template <bool kFused = false>
 VLLM_LITE_INLINE Vec exp(Vec x) {
   const Vec scaled = max(x, splat(-87.33f)) * 1.44269504f;
 #if defined(__AVX512F__)
@@ -223,12 +238,8 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
 #endif
   const Vec f = scaled - whole;  // in [-0.5, 0.5]; 2^f by its series
   Vec p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
+  constexpr float kTerms[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
+  for (const float term : kTerms) p = kFused ? multiply_add(p, f, splat(term)) : p * f + term;
   const VecI exponent = (__builtin_convertvector(whole, VecI) + 127) << 23;
   const Vec power = p * reinterpret_cast<Vec>(exponent);
   return x < -87.33f ? splat(0) : power;
