@@ -24,7 +24,7 @@ from vllm_lite import AsyncClient, SamplingParams
 
 __all__ = ["run_root"]
 
-SILENCE_S = scaled(3.0)
+SILENCE_S = scaled(2.0)
 LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 MIX = (
     SamplingParams(temperature=0.0, **LONG),
@@ -132,7 +132,7 @@ def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
 
 
 def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> None:
-    """One after the other, in one launcher: five engines die."""
+    """One after the other, in one launcher: six engines die."""
     whole = asyncio.run(load(engine.address))
     trouble, seen = Trouble(engine), set[int]()
     for disturb in (
@@ -145,7 +145,7 @@ def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> N
         seen |= set(family(engine.process.pid))
         assert asyncio.run(load(engine.address, disturb)) == whole, disturb.__name__
     seen |= set(family(engine.process.pid))
-    assert len(seen) >= 3 + 2 * 6  # the launcher, and engines with a worker each
+    assert len(seen) >= 1 + 2 * 6  # the launcher, and engines with a worker each
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(START_S) == 0
     assert_nothing_left(list(seen), run_root)

@@ -194,8 +194,6 @@ def run_child(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl took effect
-        os._exit(1)
     length = int.from_bytes(_read_exactly(read_end, _LENGTH_BYTES), "little")
     if length > _MAX_SETTINGS_BYTES:
         raise SystemExit(f"settings of {length} bytes are too long")
@@ -214,6 +212,9 @@ def run_child(
 
     watch = threading.Thread(target=watch_parent, name="parent watch", daemon=True)
     watch.start()
+    if os.getppid() != parent:  # it died before prctl took effect
+        watch.join(_EOF_S)
+        os._exit(1)
     status = main(settings, stop)
     if stop.is_set() and not stop_requested.is_set():  # the kernel's signal may precede the end of file
         watch.join(_EOF_S)
