@@ -49,7 +49,7 @@ class FakeSession:
         self.aborted: list[str] = []
         self.heard: list[Abort] = []
 
-    def submit(self, message: Any, sink: Callable[[list[Event]], None]) -> None:
+    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None) -> None:  # noqa: ARG002
         if self.dead is not None:
             raise self.dead
         self.sinks[message.request_id] = sink
@@ -463,7 +463,7 @@ def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.Monk
         talk.gone.set()
         await talk.ended()
 
-    def refuse(message: Any, sink: Any) -> None:
+    def refuse(message: Any, sink: Any, own: Any) -> None:
         raise RequestError("request id is in use")
 
     run(main)
