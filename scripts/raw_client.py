@@ -1,6 +1,7 @@
 """Stream a completion with pyzmq and msgpack alone: python scripts/raw_client.py ipc:///path/to/socket 1 415 333
 
-An example to copy: nothing of vllm_lite is imported; docs/protocol.md has all the rest. The prompt is token ids, or,
+An example to copy: nothing of vllm_lite is imported; docs/protocol.md has all the rest. If the engine dies, the stream
+goes on in the one that takes its place. The prompt is token ids, or,
 where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address
 --keys is the folder that `vllm-lite keys` made for this client.
 """
@@ -19,6 +20,12 @@ import zmq
 VERSION = 8
 LOAD_S, SILENCE_S = 60, 30
 """How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives."""
+HELLO, PING = ("hello", VERSION, None), ("ping",)
+NOT_FINAL = [False]
+
+
+class Lost(Exception):
+    """The engine is gone, and another one may take its place at the same address."""
 
 
 def connect(address: str, keys: Path | None) -> "zmq.Socket[bytes]":
@@ -26,6 +33,8 @@ def connect(address: str, keys: Path | None) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.LINGER, 500)  # an abort should still leave
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)  # ZeroMQ tries again and again, for as long as nobody listens
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     if keys is not None:
         own, engine = (keys / "client.key_secret").read_text(), (keys / "server.key").read_text()
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key("public", own))
@@ -47,31 +56,62 @@ def send(socket: "zmq.Socket[bytes]", *message: object) -> None:
     socket.send(msgpack.packb(message))
 
 
-def receive(socket: "zmq.Socket[bytes]", timeout_s: int) -> Any:
-    if not socket.poll(1000 * timeout_s):
-        sys.exit(f"raw_client: nothing came within {timeout_s} s; is the address right, are the keys?")
+def receive(socket: "zmq.Socket[bytes]", timeout_s: int, nudge: tuple[object, ...]) -> Any:
+    """The next message. In every second without one `nudge` is sent: an engine that has taken the place of the other
+    one, to which ZeroMQ has connected by itself, refuses what comes before Hello."""
+    for _ in range(timeout_s):
+        if socket.poll(1000):
+            break
+        send(socket, *nudge)
+    else:
+        raise Lost(f"nothing came within {timeout_s} s; is the address right, are the keys?")
     message = msgpack.unpackb(socket.recv())
+    if (message[0] == "dying" and message[2:] == NOT_FINAL) or message[:2] == ["refused", "say Hello first"]:
+        raise Lost(message[1])
     if message[0] in ("refused", "dying"):
         sys.exit(f"raw_client: {message[0]}: {message[1]}")
     return message
 
 
-def stream(socket: "zmq.Socket[bytes]", prompt: list[int], params: dict[str, object]) -> Any:
-    """Yields lists of token ids as they come. Ends with the request."""
-    request_id = os.urandom(12).hex()
-    send(socket, "generate", request_id, struct.pack(f"<{len(prompt)}I", *prompt), params)
-    ended = False
+def reach(address: str, keys: Path | None) -> tuple["zmq.Socket[bytes]", Any]:
+    """Shake hands with the engine that is at the address, or will be. Returns its Welcome, too."""
+    socket = connect(address, keys)
+    send(socket, *HELLO)
+    try:
+        return socket, receive(socket, LOAD_S, HELLO)
+    except BaseException:
+        socket.close()
+        raise
+
+
+def stream(
+    address: str, keys: Path | None, socket: "zmq.Socket[bytes]", prompt: list[int], params: dict[str, object]
+) -> Any:
+    """Yields lists of token ids as they come. Ends with the request, not with the engine."""
+    request_id, output, ended = os.urandom(12).hex(), list[int](), False
     try:
         while not ended:
-            message = receive(socket, SILENCE_S)
-            for tag, _, _, token_ids, *rest in message[2] if message[0] == "outputs" else ():
-                yield token_ids
-                ended = tag == "finished"
-                if ended and rest[0] == "error":
-                    sys.exit(f"raw_client: {rest[2]}")
+            try:  # what it has of the request already goes with it, and the stream goes on behind that
+                send(socket, "generate", request_id, packed(prompt), params, len(output), packed(output))
+                while not ended:
+                    message = receive(socket, SILENCE_S, PING)
+                    for tag, _, start, token_ids, *rest in message[2] if message[0] == "outputs" else ():
+                        new = token_ids[len(output) - start :]
+                        output += new
+                        yield new
+                        ended = tag == "finished"
+                        if ended and rest[0] == "error":
+                            sys.exit(f"raw_client: {rest[2]}")
+            except Lost:
+                socket.close()
+                socket, _ = reach(address, keys)
     finally:
-        if not ended:
+        if not ended and not socket.closed:
             send(socket, "abort", request_id)
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def load_tokenizer(folder: str | None) -> Any:
@@ -92,9 +132,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
 
-    socket = connect(args.address, args.keys)
-    send(socket, "hello", VERSION, None)
-    _, _, _, model, *_, folder = receive(socket, LOAD_S)[:10]
+    socket, welcome = reach(args.address, args.keys)
+    model, folder = welcome[3], welcome[9]
     is_text = not all(word.isdecimal() for word in args.prompt)
     tokenizer = load_tokenizer(folder) if is_text else None
     if is_text and tokenizer is None:
@@ -103,7 +142,8 @@ def main() -> int:
     prompt = tokenizer.encode(text).ids if tokenizer else [int(word) for word in args.prompt]
 
     shown, output = 0, []
-    for token_ids in stream(socket, prompt, {"max_tokens": args.max_tokens, "temperature": args.temperature}):
+    params = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    for token_ids in stream(args.address, args.keys, socket, prompt, params):
         output += token_ids
         if tokenizer is None:
             print(*token_ids, end=" ", flush=True)
@@ -116,4 +156,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Lost as lost:
+        sys.exit(f"raw_client: {lost}")

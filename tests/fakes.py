@@ -20,6 +20,7 @@ from vllm_lite.protocol.api import (
     GetStats,
     Hello,
     OutputBatch,
+    Refused,
     Stats,
     ToClient,
     Tokens,
@@ -68,6 +69,7 @@ class FakeEngine:
         self._listener = transport.bind(self.address)
         self.heard: queue.Queue[FromClient] = queue.Queue()
         self._peer = b""
+        self._greeted: set[bytes] = set()
         self._greeting = threading.Event()
         if not silent:
             self._greeting.set()
@@ -134,10 +136,13 @@ class FakeEngine:
                 message = client_to_engine.decode(item[1])
                 if isinstance(message, Hello):
                     self._peer = item[0]
+                    self._greeted.add(self._peer)
                     self.hellos.append(message)
                     greeted = False
-                else:
+                elif item[0] in self._greeted:
                     self.heard.put(message)
+                else:
+                    self._listener.send(item[0], engine_to_client.encode(Refused("say Hello first")))
             if self.hellos and not greeted and self._greeting.is_set():
                 greeted = True
                 self.send(self.answer)

@@ -1,7 +1,7 @@
 // Stream a completion from Node.js: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...
 //
 // An example to copy: `npm install` beside it fetches ZeroMQ and msgpack; docs/protocol.md has all the rest. Prints the
-// token ids as they come. For a tcp address --keys is the folder that `vllm-lite keys` made for this client.
+// token ids as they come. If the engine dies, the stream goes on in the one that takes its place. For a tcp address --keys is the folder that `vllm-lite keys` made for this client.
 
 import { randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
@@ -11,12 +11,17 @@ import { Dealer } from "zeromq";
 
 const VERSION = 8;
 // How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives.
-const LOAD_MS = 60_000, SILENCE_MS = 30_000;
+const LOAD_MS = 60_000, SILENCE_MS = 30_000, NUDGE_MS = 1_000;
+const HELLO = ["hello", VERSION, null], PING = ["ping"];
 
 class Failure extends Error {}
+// The engine is gone, and another one may take its place at the same address.
+class Lost extends Failure {}
 
 function connect(address, keys) {
   const socket = new Dealer({ linger: 500, heartbeatInterval: 5_000, heartbeatTimeout: 30_000 });
+  socket.reconnectInterval = 20; // ZeroMQ tries again and again, for as long as nobody listens
+  socket.reconnectMaxInterval = 500;
   if (keys !== undefined) {
     const own = readFileSync(`${keys}/client.key_secret`, "utf8");
     socket.curvePublicKey = key("public", own);
@@ -36,38 +41,71 @@ function key(kind, text) {
 // Tag and fields, in their order.
 const send = (socket, ...message) => socket.send(encode(message));
 
-async function receive(socket, timeoutMs) {
-  socket.receiveTimeout = timeoutMs;
-  let frame;
-  try {
-    [frame] = await socket.receive();
-  } catch (error) {
-    if (error.code !== "EAGAIN") throw error;
-    throw new Failure(`nothing came within ${timeoutMs / 1000} s; is the address right, are the keys?`);
+// The next message. In every second without one `nudge` is sent: an engine that has taken the place of the other one, to
+// which ZeroMQ has connected by itself, refuses what comes before Hello.
+async function receive(socket, timeoutMs, nudge) {
+  socket.receiveTimeout = NUDGE_MS;
+  for (let waited = 0; waited < timeoutMs; waited += NUDGE_MS) {
+    let frame;
+    try {
+      [frame] = await socket.receive();
+    } catch (error) {
+      if (error.code !== "EAGAIN") throw error;
+      await send(socket, ...nudge);
+      continue;
+    }
+    const message = decode(frame, { useBigInt64: true }); // epochs may be larger than a double holds exactly
+    const [tag, reason, isFinal] = message;
+    if ((tag === "dying" && isFinal === false) || (tag === "refused" && reason === "say Hello first")) {
+      throw new Lost(reason);
+    }
+    if (tag === "refused" || tag === "dying") throw new Failure(`${tag}: ${reason}`);
+    return message;
   }
-  const message = decode(frame, { useBigInt64: true }); // epochs may be larger than a double holds exactly
-  if (message[0] === "refused" || message[0] === "dying") throw new Failure(`${message[0]}: ${message[1]}`);
-  return message;
+  throw new Lost(`nothing came within ${timeoutMs / 1000} s; is the address right, are the keys?`);
 }
 
-// Yields arrays of token ids as they come. Ends with the request.
-async function* stream(socket, prompt, params) {
-  const requestId = randomBytes(12).toString("hex");
-  const bytes = Buffer.alloc(4 * prompt.length);
-  prompt.forEach((token, place) => bytes.writeUInt32LE(token, 4 * place));
-  await send(socket, "generate", requestId, bytes, params);
-  let ended = false;
+// Shake hands with the engine that is at the address, or will be.
+async function reach(address, keys) {
+  const socket = connect(address, keys);
+  await send(socket, ...HELLO);
+  await receive(socket, LOAD_MS, HELLO);
+  return socket;
+}
+
+function packed(tokenIds) {
+  const bytes = Buffer.alloc(4 * tokenIds.length);
+  tokenIds.forEach((token, place) => bytes.writeUInt32LE(token, 4 * place));
+  return bytes;
+}
+
+// Yields arrays of token ids as they come. Ends with the request, not with the engine.
+async function* stream(address, keys, prompt, params) {
+  const requestId = randomBytes(12).toString("hex"), output = [];
+  let socket = await reach(address, keys), ended = false;
   try {
     while (!ended) {
-      const [kind, , outputs] = await receive(socket, SILENCE_MS);
-      for (const [tag, , , tokenIds, reason, , error] of kind === "outputs" ? outputs : []) {
-        yield tokenIds;
-        ended = tag === "finished";
-        if (ended && reason === "error") throw new Failure(error);
+      try { // what it has of the request already goes with it, and the stream goes on behind that
+        await send(socket, "generate", requestId, packed(prompt), params, output.length, packed(output));
+        while (!ended) {
+          const [kind, , outputs] = await receive(socket, SILENCE_MS, PING);
+          for (const [tag, , start, tokenIds, reason, , error] of kind === "outputs" ? outputs : []) {
+            const added = tokenIds.slice(output.length - start);
+            output.push(...added);
+            yield added;
+            ended = tag === "finished";
+            if (ended && reason === "error") throw new Failure(error);
+          }
+        }
+      } catch (error) {
+        if (!(error instanceof Lost)) throw error;
+        socket.close();
+        socket = await reach(address, keys);
       }
     }
   } finally {
-    if (!ended) await send(socket, "abort", requestId);
+    if (!ended && !socket.closed) await send(socket, "abort", requestId);
+    socket.close();
   }
 }
 
@@ -78,15 +116,11 @@ async function main() {
   if (address === undefined || words.length === 0 || !words.every((word) => /^\d+$/.test(word))) {
     throw new Failure("usage: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...");
   }
-  const socket = connect(address, values.keys);
-  await send(socket, "hello", VERSION, null);
-  await receive(socket, LOAD_MS);
   const params = { max_tokens: Number(values["max-tokens"]), temperature: 0 };
-  for await (const tokenIds of stream(socket, words.map(Number), params)) {
+  for await (const tokenIds of stream(address, values.keys, words.map(Number), params)) {
     process.stdout.write(tokenIds.map((token) => `${token} `).join(""));
   }
   process.stdout.write("\n");
-  socket.close();
 }
 
 main().catch((error) => {

@@ -4,21 +4,28 @@ import ast
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE
 
+import msgspec
 import pytest
 
 from tests.deadlines import scaled
+from tests.fakes import FakeEngine
 from tests.http_server import client as http_client
 from tests.http_server import serving
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineError
+from vllm_lite.protocol.api import Dying, Generate, Ping
+from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.transport import KeysOption
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 
@@ -164,18 +171,96 @@ def test_what_the_engine_refuses_is_reported(engine: Launched, words: list[str],
 # ---- in another language
 
 
-@pytest.mark.parametrize("end", ["ipc", "tcp"])
-def test_node(engine: Launched, keys: Path, expected: list[int], end: str, tmp_path: Path) -> None:
+@pytest.fixture
+def node_client(tmp_path: Path) -> list[str]:
     if shutil.which("node") is None:
         pytest.skip("there is no node here")
     if not (NODE_MODULES / "zeromq").is_dir():
         pytest.skip("what it imports is not here: make node-client")
     shutil.copy(SCRIPTS / "node/raw_client.mjs", tmp_path)
     (tmp_path / "node_modules").symlink_to(NODE_MODULES)
-    client = ["node", str(tmp_path / "raw_client.mjs"), *ends_of(engine, keys)[end]]
+    return ["node", str(tmp_path / "raw_client.mjs")]
+
+
+@pytest.mark.parametrize("end", ["ipc", "tcp"])
+def test_node(engine: Launched, keys: Path, expected: list[int], end: str, node_client: list[str]) -> None:
+    client = [*node_client, *ends_of(engine, keys)[end]]
     done = run(*client, *ids(PROMPT))
     assert done.returncode == 0, done.stderr
     assert list(map(int, done.stdout.split())) == expected
     done = run(*client, "99999999")
     assert done.returncode == 1
     assert done.stderr.startswith("raw_client: token ids must be below")
+
+
+# ---- an engine that dies
+
+
+@pytest.fixture
+def raw_client_of(request: pytest.FixtureRequest) -> list[str]:
+    """The command of a client in the language of the test's parameter."""
+    if request.param == "python":
+        return [sys.executable, str(SCRIPTS / "raw_client.py")]
+    command: list[str] = request.getfixturevalue("node_client")
+    return command
+
+
+def next_generate(engine: FakeEngine) -> Generate:
+    """What starts the request. In quiet seconds a client asks whether the engine is there."""
+    while not isinstance(message := engine.heard.get(timeout=DEADLINE_S), Generate):
+        assert isinstance(message, Ping), message
+    return message
+
+
+def say_dying(engine: FakeEngine) -> None:
+    engine.send(Dying("worker 0 died", is_final=False))
+
+
+@pytest.mark.parametrize("say", [None, say_dying])
+@pytest.mark.parametrize("raw_client_of", ["python", "node"], indirect=True)
+def test_a_raw_client_goes_on_in_the_next_engine(
+    raw_client_of: list[str], say: Callable[[FakeEngine], None] | None, tmp_path: Path
+) -> None:
+    engine = FakeEngine(address=f"ipc://{tmp_path}/engine")
+    with subprocess.Popen([*raw_client_of, engine.address, "1", "2"], stdout=PIPE, text=True) as client:
+        try:
+            first = next_generate(engine)
+            engine.tokens(first.request_id, 0, 5, 6)
+            assert client.stdout is not None
+            assert client.stdout.read(3) == "5 6"
+            if say is not None:
+                say(engine)
+            engine = engine.successor()
+            again = next_generate(engine)
+            assert again == msgspec.structs.replace(first, have=2, output=pack_tokens([5, 6]))
+            engine.finish(again.request_id, 1, 6, 7)
+            assert client.stdout.read().split() == ["7"]
+            assert client.wait(DEADLINE_S) == 0
+        finally:
+            client.kill()
+            engine.die()
+
+
+def test_it_goes_on_in_a_real_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    settings = {"model": str(tiny_checkpoint), "device": "cpu", "num_gpu_blocks_override": 64, "address": address}
+    config = EngineConfig.check({**settings, "dtype": "float32", "max_restarts": 0})
+    words = [sys.executable, str(SCRIPTS / "raw_client.py"), address, "--max-tokens", "400", *ids(PROMPT)]
+    dying = launch(config)
+    try:
+        whole = run(*words).stdout
+        with subprocess.Popen(words, stdout=PIPE, text=True) as client:
+            try:
+                assert client.stdout is not None
+                begun = client.stdout.read(8)
+                os.kill(dying.pid, signal.SIGKILL)
+                dying.close()
+                with closing(launch(config)) as engine:
+                    rest = client.stdout.read()
+                    ended = engine.session.stats().ended_by["length"]
+            finally:
+                client.kill()
+    finally:
+        dying.close()
+    assert begun + rest == whole
+    assert ended == 1, "the second engine computed the rest"

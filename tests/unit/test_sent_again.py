@@ -181,8 +181,9 @@ def test_a_sample_that_lacks_nothing_but_its_end_gets_that(engine: Engine) -> No
 )
 def test_samples_that_no_request_can_have(fields: dict[str, Any], error: str) -> None:
     core = make_core()
+    message: dict[str, Any] = {"request_id": "r", "prompt": PROMPT, "params": SEVERAL} | fields
     with pytest.raises(RequestError, match=error):
-        core.add(b"client", Generate(**({"request_id": "r", "prompt": PROMPT, "params": SEVERAL} | fields)))
+        core.add(b"client", Generate(**message))
     assert not core.scheduler.requests
 
 
