@@ -259,6 +259,9 @@ def test_it_is_aborted_when_nobody_comes_back() -> None:
         stage.kept.look()
         again = await stage.resume()
         await settle()
+        stage.now_s += 1000
+        stage.kept.look()
+        assert len(stage.calls) == 1
         again.go()
         await again.ended()
         stage.now_s += RESUME_S - 0.01  # counts from the last break

@@ -148,6 +148,19 @@ def test_a_stop_string_in_what_is_known_ends_it() -> None:
     run(main)
 
 
+def test_one_that_was_taken_over_has_begun_when_the_server_ends() -> None:
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin()
+        again = await pair.second.resume(last=last_id(client))
+        pair.second.calls.abort_all()
+        await pair.second.say(Finished("chatcmpl-1", 3, [], "abort"))
+        await again.ended()
+        assert content([data for _, data in events_in(again.data)])[0]["ends"] == ["abort"]
+
+    run(main)
+
+
 def test_two_connections_take_it_over_once() -> None:
     async def main() -> None:
         pair = Pair()
