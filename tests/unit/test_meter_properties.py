@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded
+from vllm_lite.engine.request import Request
 from vllm_lite.protocol import api
 
 GAUGES = {
@@ -18,9 +19,16 @@ GAUGES = {
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("settings", [{}, {"num_host_blocks": 10, "preemption_mode": "swap"}, {"windows": (8, None)}])
 def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int) -> None:
-    """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once."""
+    """Forks, beams, preemptions, failures, deadlines; and every request that came has ended once, or was replaced."""
     recorded = Recorded(None, **settings)
     loop, before = recorded.loop, list[float]()
+    withdraw, withdrawn = recorded.scheduler.queues.withdraw, list[Request]()
+
+    def counted_withdraw(request: Request) -> None:
+        withdraw(request)
+        withdrawn.append(request)
+
+    recorded.scheduler.queues.withdraw = counted_withdraw  # type: ignore[method-assign]
 
     def checked_loop(fail: bool = False) -> bool:
         more = loop(fail)
@@ -33,7 +41,7 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
             now += [*histogram.counts, histogram.sum]
         assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))
         before[:] = now
-        num_ended = recorded.scheduler.queues.num_arrived - len(recorded.scheduler.requests)
+        num_ended = recorded.scheduler.queues.num_arrived - len(recorded.scheduler.requests) - len(withdrawn)
         assert sum(stats.ended_by.values()) == sum(measured.whole_s.counts) == sum(measured.queue_s.counts) == num_ended
         assert stats.cached_tokens <= stats.prompt_tokens
         assert 0 <= stats.prompt_tokens + stats.generated_tokens - measured.gained_tokens.sum <= stats.prompt_tokens
