@@ -33,8 +33,8 @@ def so_far(client: Client, *, without: int = 0) -> tuple[SampleSoFar, ...]:
     ended = {end.index for end in client.ends}
     return tuple(
         SampleSoFar(index, pack_tokens(tokens[: max(0, len(tokens) - without)]))
-        for (_, index), tokens in sorted(client.got.items())
-        if index not in ended
+        for (name, index), tokens in sorted(client.got.items())
+        if name == "r" and index not in ended
     )
 
 
@@ -68,8 +68,11 @@ def test_nothing_of_it_is_counted_as_an_end(engine: Engine) -> None:
     for name in ("r", "other"):
         first.say(Generate(name, PROMPT, SEVERAL, external_id="call", context=name.encode()))
     engine.loop(5)
+    again.got = {("r", index): list(first.got["r", index]) for index in range(3)}
     again.say(Generate("r", PROMPT, SEVERAL, samples=so_far(first), external_id="call", context=b"r"))
     engine.loop()
+    assert again.ends == []
+    assert [end.request_id for end in first.ends] == ["r"]
     assert sum(engine.core.stats().ended_by.values()) == 0
     assert engine.core.describe((), "call").ended == []
     assert len(engine.core.describe((), "call").requests) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.deadlines import scaled
-from tests.fakes import DEADLINE_S, FakeEngine, Sink, settle, start, welcome
+from tests.fakes import DEADLINE_S, STATS, FakeEngine, Sink, start, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Failure
 from vllm_lite.errors import EngineDeadError, EngineError
@@ -31,6 +31,7 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.transport import Delivery
 
 PROMPT = pack_tokens([1, 2])
 GREEDY = SamplingParams(max_tokens=9)
@@ -63,6 +64,13 @@ class Play:
     def replaced(self) -> FakeEngine:
         self.gone()
         return self.back()
+
+    def heard_no_more(self) -> None:
+        """Nothing but what the test has expected was sent to this engine."""
+        answer = self.session.request_stats()
+        self.engine.expect(GetStats)
+        self.engine.send(STATS)
+        answer.result(DEADLINE_S)
 
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(int(DEADLINE_S * 200)):
@@ -136,10 +144,17 @@ def test_all_are_sent_again_in_their_order_once(play: Play) -> None:
     play.session.submit(Generate("late", PROMPT, GREEDY), late)  # it waits for the next engine
     engine = play.back()
     assert [engine.expect(Generate).request_id for _ in range(3)] == ["c", "b", "late"]
-    settle(play.session, engine)
-    engine.expect_nothing_more()
+    play.heard_no_more()
     engine.finish("late", 0, 1)
     assert late.next() == Finished("late", 0, [1], "length")
+
+
+def test_what_was_not_sent_yet_is_sent_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(play.session._connection, "send", lambda _: Delivery.BUSY)
+    play.session.submit(Generate("a", PROMPT, GREEDY), Sink())
+    engine = play.replaced()
+    assert engine.expect(Generate).request_id == "a"
+    play.heard_no_more()
 
 
 def test_samples_say_what_each_has_and_the_ended_ones_are_left_out(play: Play) -> None:
@@ -172,6 +187,17 @@ def test_beams_begin_anew(play: Play) -> None:
     assert engine.expect(Generate) == message
     engine.send_outputs(*(Finished("a", 0, [index], "length", index=index) for index in range(2)))
     assert [sink.next().index for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+
+
+def test_beams_begin_anew_whatever_has_come_of_them(play: Play) -> None:
+    message = Generate("a", PROMPT, SamplingParams(n=2, use_beam_search=True, temperature=0.0))
+    sink = play.submit(message)
+    play.engine.finish("a", 0, 7)
+    sink.next()
+    engine = play.replaced()
+    assert engine.expect(Generate) == message
+    engine.send_outputs(*(Finished("a", 0, [index], "length", index=index) for index in range(2)))
+    assert sink.next() == Finished("a", 0, [1], "length", index=1)
 
 
 def test_logprobs_of_the_prompt_are_counted(play: Play) -> None:
@@ -285,8 +311,7 @@ def test_an_abort_ends_the_stream_at_once(play: Play) -> None:
     assert not play.session.is_live("before")
     engine = play.back()
     assert engine.expect(Generate) == Generate("part", PROMPT, GREEDY.clone(n=3), samples=(SampleSoFar(1),))
-    settle(play.session, engine)
-    engine.expect_nothing_more()
+    play.heard_no_more()
     engine.finish("part", 0, 1, index=1)
     assert part.next() == Finished("part", 0, [1], "length", index=1)
     for sink in (before, meanwhile, part):
@@ -317,8 +342,7 @@ def test_a_dropped_stream_is_forgotten_with_its_engine(play: Play) -> None:
     assert engine.expect(Generate).request_id == "x"
     engine.finish("x", 0, 1)
     assert again.next() == Finished("x", 0, [1], "length")
-    settle(play.session, engine)
-    engine.expect_nothing_more()
+    play.heard_no_more()
     assert before.is_empty()
     assert meanwhile.is_empty()
 
@@ -331,10 +355,9 @@ def test_questions_are_not_asked_twice(play: Play) -> None:
         pending.result(DEADLINE_S)
     with pytest.raises(EngineDeadError, match="is being replaced"):
         play.session.describe(["a"])
-    engine = play.back()
+    play.back()
     play.until(lambda: play.session.recovering is None)
-    settle(play.session, engine)
-    engine.expect_nothing_more()
+    play.heard_no_more()
 
 
 def test_why_streams_pause(play: Play) -> None:

@@ -64,8 +64,6 @@ class Intake:
         self._check_content(message)
         request = self._make_request(client, message, len(message.prompt) // 4)
         done = _end_complete(request)
-        if request.sequences:
-            self._scheduler.check(request)
         now_s = self._scheduler.meter.now_s = self._clock()
         replaced, replaced_at = None, 0
         if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache

@@ -82,8 +82,8 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def check(self, request: Request) -> None:
-        """Raise RequestError, with the numbers, if a request can never be served."""
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, with the numbers, if it can never be served."""
         num_tokens = max(sequence.num_tokens for sequence in request.sequences)
         if num_tokens + 1 > self.max_len:
             raise RequestError(
@@ -92,10 +92,6 @@ class Scheduler:
                 f"{self.kv.watermark_blocks} kept free)"
             )
         self.branching.check_beams(request)
-
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError as check() does."""
-        self.check(request)
         for sequence in request.sequences:
             self.kv.register(sequence, request.extra_keys)
         self.queues.enter(request)
