@@ -214,3 +214,27 @@ def test_it_replays(tmp_path: Path) -> None:
     replay = Replay(str(tmp_path / "trace")).run()
     assert replay.divergence is None, str(replay.divergence)
     assert replay.num_ended == 2
+
+
+# ---- several clients
+
+
+def test_a_client_that_is_gone_for_good_disturbs_nobody(engine: Engine) -> None:
+    """Both lost their connection; one of them comes back."""
+    gone, lost = engine.client(b"gone"), engine.client(b"lost")
+    for client, names in ((gone, ("a", "b")), (lost, ("r", "s"))):
+        client.say(*(Generate(name, PROMPT, SEVERAL) for name in names))
+    engine.loop(4)
+    back = engine.client(b"back")
+    back.got = {place: list(tokens) for place, tokens in lost.got.items()}
+    for client in (gone, lost):
+        client.connection.close()
+        engine.clients.remove(client)
+    for name in ("r", "s"):
+        have = (tokens for (its_name, _), tokens in sorted(lost.got.items()) if its_name == name)
+        samples = tuple(SampleSoFar(index, pack_tokens(tokens)) for index, tokens in enumerate(have))
+        back.say(Generate(name, PROMPT, SEVERAL, samples=samples))
+    engine.drain()
+    assert back.got == {(name, index): WHOLE[index] for name in ("r", "s") for index in range(3)}
+    assert [end.reason for end in back.ends] == ["length"] * 6
+    assert engine.core.stats().ended_by == {"stop": 0, "length": 2, "abort": 2, "error": 0}
