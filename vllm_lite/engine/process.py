@@ -83,7 +83,7 @@ class EngineProcess:
         lives = Lives(groups.generation, self._settings.life, self._settings.launch)
         with made_to_last():
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
-        core.meter.counters.life, core.meter.counters.generation = self._settings.life, groups.generation
+        core.meter.counters.generation = groups.generation
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
         self._port.open(
