@@ -40,6 +40,9 @@ from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
+LONGEST_SOCKET = "workers-99.9999"
+"""The longest name of a socket in the engine's folder, that of a late group of workers (executor/select.py): a TMPDIR
+that is too long for it is refused at the start, and not when workers are replaced for the tenth time."""
 SPAWNS_ENGINE = "checks the model, starts the engine"
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
@@ -240,9 +243,8 @@ def _check_tcp(config: ResolvedConfig) -> None:
 def _private_address(config: ResolvedConfig, run_dir: str) -> str:
     if config.single_process:
         return f"inproc://{Path(run_dir).name}"
-    address = f"ipc://{run_dir}/engine"
     try:
-        check_address(address)
+        check_address(f"ipc://{run_dir}/{LONGEST_SOCKET}")
     except ValueError as error:
         raise ConfigError(f"{error}; set TMPDIR to a shorter folder") from error
-    return address
+    return f"ipc://{run_dir}/engine"

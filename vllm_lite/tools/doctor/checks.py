@@ -290,7 +290,7 @@ def temporary_files() -> Iterator[Line]:
     folder = tempfile.gettempdir()
     with tempfile.NamedTemporaryFile(prefix="vl-"):
         pass
-    free, length = shutil.disk_usage(folder).free, len(os.fsencode(f"{folder}/vl-12345678/workers"))
+    free, length = shutil.disk_usage(folder).free, len(os.fsencode(f"{folder}/vl-12345678/workers-99.9999"))
     if length > IPC_BYTES:
         text = f"{folder}: a socket in it would have a path of {length} bytes, at most {IPC_BYTES} are possible"
         yield Line("FAIL", "TMPDIR", text, "set TMPDIR to a shorter folder")
