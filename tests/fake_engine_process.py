@@ -35,17 +35,13 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
                 message: FromClient = client_to_engine.decode(item[1])
                 if behaviour == "hangs":
                     continue
-                if isinstance(message, Hello):
-                    refused = behaviour == "refuses"
-                    answer: ToClient = Refused(REASON, bad_input=True) if refused else welcome(model=behaviour)
-                    listener.send(item[0], engine_to_client.encode(answer))
-                    if refused:
-                        return 2
-                elif isinstance(message, GetStats) and behaviour == "recovers":
-                    stats = Stats(recovering="worker 0 died", restarts={"died": 2, "engine": 1}, life=2)
-                    listener.send(item[0], engine_to_client.encode(stats))
-                elif isinstance(message, Generate) and behaviour == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                peers.add(item[0])
+                answer, status = respond(message, behaviour, settings)
+                if answer is not None:
+                    for peer in peers if isinstance(answer, Dying) else (item[0],):
+                        listener.send(peer, engine_to_client.encode(answer))
+                if status is not None and (settings.life == 1 or behaviour != "refuses" or b"supervisor" in item[0]):
+                    return status
     finally:
         listener.close()
         if not settings.config.single_process:

@@ -43,7 +43,7 @@ class StageSession(FakeSession):
         self.known: list[RequestState] = []
         self.ended_externally: list[str] = []
 
-    def submit(self, message: Any, sink: Callable[[list[Event]], None]) -> None:
+    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None) -> None:
         super().submit(message, sink)
         self.messages.append(message)
 

@@ -18,7 +18,7 @@ from tests import fake_engine_process
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
-from vllm_lite.client import instances
+from vllm_lite.client import instances, supervisor
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.client.session import Session
@@ -74,6 +74,11 @@ def life(launched: Launched) -> int | None:
     return None
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the supervisor logged."""
+    return [record.getMessage() for record in caplog.records if record.name == supervisor.__name__]
+
+
 def next_life(launched: Launched, dead: int) -> None:
     until(lambda: launched.pid != dead, "the next life")
 
@@ -87,15 +92,15 @@ def test_a_killed_engine_is_replaced_at_its_address(
         os.kill(first, signal.SIGKILL)
         next_life(launched, first)
         until(lambda: life(launched) == 2, "the second life")
-        until(lambda: len(caplog.messages) == 2, "both lines of the log")
+        until(lambda: len(said(caplog)) == 2, "both lines of the log")
     assert launched.address == address
     assert launched.alive() is None
     assert not launched.wait(0.0)
-    assert caplog.messages[0] == (
+    assert said(caplog)[0] == (
         f"the engine (pid {first}) ended: killed by SIGKILL; life 2 of it starts (pid {launched.pid}), at most 10 in "
         f"{WINDOW_S:g} s do"
     )
-    assert caplog.messages[1].startswith("life 2 of the engine serves after ")
+    assert said(caplog)[1].startswith("life 2 of the engine serves after ")
     (file,) = place.glob("vl-*/instance.json")
     until(lambda: json.loads(file.read_text())["ready"], "the record of the one that is ready")
     record = json.loads(file.read_text())
@@ -128,7 +133,7 @@ def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
     ask(launched)
     next_life(launched, first)
     until(lambda: life(launched) == 2, "the second life")
-    assert f"ended: {reason};" in caplog.messages[0]
+    assert f"ended: {reason};" in said(caplog)[0]
 
 
 def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., Launched]) -> None:

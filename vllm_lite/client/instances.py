@@ -124,7 +124,7 @@ def write(run_dir: str, record: Record) -> None:
 
 def is_ending(run_dir: str) -> bool:
     """Whether end() was called for the engine in this run directory, or has removed it already."""
-    return not Path(run_dir).is_dir() or (Path(run_dir) / ENDING).exists()
+    return (Path(run_dir) / ENDING).exists() or not Path(run_dir).is_dir()  # in this order: clean() moves both at once
 
 
 def find() -> list[Instance]:
@@ -155,8 +155,12 @@ def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
 
 def clean(instance: Instance) -> None:
     """Remove what a dead instance left: its run directory, and its socket if that lies elsewhere."""
-    address = instance.record.address
-    shutil.rmtree(instance.folder, ignore_errors=True)
+    address, doomed = instance.record.address, instance.folder.with_name(f".{instance.folder.name}")
+    try:
+        instance.folder.rename(doomed)
+    except OSError:
+        doomed = instance.folder
+    shutil.rmtree(doomed, ignore_errors=True)
     if address.startswith("ipc://") and not answers(address):
         with suppress(OSError):
             path = Path(address.removeprefix("ipc://"))
