@@ -1,6 +1,7 @@
 """Which request is found to kill the workers, in how many deaths, and that one which is only there never is."""
 
 import random
+from collections import defaultdict
 from math import inf
 
 import pytest
@@ -15,7 +16,7 @@ class Engine:
     def __init__(self, num: int, kills_at: dict[str, int], *, step_s: float = 0.01, length: int = 500) -> None:
         self.suspects = Suspects[str]()
         self.progress = {f"r{index}": 10 * index for index in range(num)}
-        self.ends = {name: progress + length for name, progress in self.progress.items()}
+        self.ends = defaultdict(lambda: 10**9, {name: progress + length for name, progress in self.progress.items()})
         self.kills_at = kills_at
         self.convicted: list[str] = []
         self.num_deaths = 0
@@ -59,6 +60,19 @@ def test_one_among_many_is_found_in_four_deaths(num: int, kills_at: int) -> None
         assert engine.convicted == [f"r{poisoned}"]
         assert engine.num_deaths == (MIN_CONVICT if num > 1 else MIN_CONVICT - 1)
         assert not engine.progress
+
+
+def test_one_after_the_other_is_found_as_fast() -> None:
+    engine = Engine(64, {"r5": 1}, length=2000)
+    for number in range(4):
+        for _ in range(100):
+            engine.step()
+        engine.progress[f"late{number}"] = 7
+        engine.kills_at[f"late{number}"] = 2
+    for _ in range(300):
+        engine.step()
+    assert engine.convicted == ["r5", *(f"late{number}" for number in range(4))]
+    assert engine.num_deaths == 5 * MIN_CONVICT
 
 
 def test_several_are_found_each() -> None:

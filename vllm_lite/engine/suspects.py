@@ -83,6 +83,7 @@ class Suspects(Generic[Name]):
         self.groups: deque[list[Name]] = deque()
         """Those to be tried, the first group now. Empty: there is no suspect."""
         self._died_s: float | None = None
+        """The time of the last death, if it is not explained yet."""
         self._strays_s: deque[float] = deque(maxlen=MAX_STRAYS)
 
     def died(self, batch: Mapping[Name, int], now_s: float, *, num_ended: int = 0) -> Name | None:
@@ -102,6 +103,7 @@ class Suspects(Generic[Name]):
         if alone and suspects and self.records[suspects[0]].weight >= MIN_CONVICT + num_strays:
             convicted = suspects.pop()
             del self.records[convicted]
+            self._died_s = None  # which explains it
         if self.groups:
             self._split(batch, suspects)
         else:
