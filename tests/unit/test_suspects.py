@@ -65,7 +65,7 @@ def test_one_among_many_is_found_in_four_deaths(num: int, kills_at: int) -> None
 def test_one_after_the_other_is_found_as_fast() -> None:
     engine = Engine(64, {"r5": 1}, length=2000)
     for number in range(4):
-        for _ in range(100):
+        for _ in range(300):
             engine.step()
         engine.progress[f"late{number}"] = 7
         engine.kills_at[f"late{number}"] = 2
