@@ -37,7 +37,9 @@ class Poisonable:
         """The tokens of `num` good requests, the errors of bad ones with these parameters, and what is counted."""
         return asyncio.run(asyncio.wait_for(self._serve(num, bad, forked), PATIENCE_S))
 
-    async def _serve(self, num: int, bad: tuple[SamplingParams, ...], forked: bool) -> Any:
+    async def _serve(
+        self, num: int, bad: tuple[SamplingParams, ...], forked: bool
+    ) -> tuple[list[Tokens], list[str], Stats]:
         async with AsyncClient(self.launched.address) as client:
             marked = [client.generate([POISON, 5, 6], params, f"bad{index}") for index, params in enumerate(bad)]
             if forked:  # while nobody dies yet

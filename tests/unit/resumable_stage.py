@@ -44,7 +44,7 @@ class StageSession(FakeSession):
         self.ended_externally: list[str] = []
 
     def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None) -> None:
-        super().submit(message, sink)
+        super().submit(message, sink, own)
         self.messages.append(message)
 
     def describe(self, *, external_id: str, with_content: bool = False) -> "Future[Descriptions]":
