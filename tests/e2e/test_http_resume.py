@@ -1,6 +1,7 @@
 """Streams over HTTP whose connections break, and go on over others: two API servers, real sockets."""
 
 import json
+import os
 import signal
 import socket
 import struct
@@ -16,7 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.deadlines import scaled
-from tests.http_server import Server, engine_of, serving, short_socket, until
+from tests.http_server import Server, children, engine_of, serving, short_socket, until
 from tests.unit.resumable_stage import content, events_in
 from vllm_lite.client.session import Session
 
@@ -230,6 +231,25 @@ def test_ids_do_not_disturb_the_package_of_openai(server: Server) -> None:
         )
         texts.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("whose", ["vllm_lite.worker.process", "vllm_lite.engine.process"])
+def test_streams_go_on_when_a_process_is_killed(server: Server, connect: Connect, whose: str) -> None:
+    """Over connections that live, and over one that breaks while nothing can answer."""
+    whole = expected(connect)
+    name = whose.split(".")[1]
+    plain, resumable, cut = connect(), connect(0), connect(0)
+    for wire, call in ((plain, "plain"), (resumable, "resumable"), (cut, "cut")):
+        wire.start({**CHAT, "resumable": wire is not plain}, f"{call}-{name}")
+        wire.read(1777)
+    os.kill(children(server.process.pid)[whose], signal.SIGKILL)
+    cut.shut()
+    last = events_in(cut.data)[-1][0]
+    assert shown(plain.read())[0] == whole[0]
+    assert shown(resumable.read())[0] == whole[0]
+    rest = connect(0)
+    rest.resume(f"cut-{name}", last)
+    assert shown(cut.data, rest.read())[0] == whole[0]
 
 
 def test_the_end_of_the_server_waits_for_no_reader_to_come_back() -> None:

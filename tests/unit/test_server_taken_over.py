@@ -148,6 +148,21 @@ def test_a_stop_string_in_what_is_known_ends_it() -> None:
     run(main)
 
 
+def test_a_deadline_stays_where_it_is() -> None:
+    """It counts from the arrival, which is now at the second server."""
+
+    async def main() -> None:
+        pair = Pair()
+        client = await pair.begin(deadline_ms=60_000)
+        (state,) = pair.second.session.known
+        pair.second.session.known = [msgspec.structs.replace(state, deadline_in_s=12.5)]
+        (await pair.second.resume(last=last_id(client))).go()
+        await settle()
+        assert pair.second.session.messages[0].params.deadline_ms == 12_500
+
+    run(main)
+
+
 def test_one_that_was_taken_over_has_begun_when_the_server_ends() -> None:
     async def main() -> None:
         pair = Pair()

@@ -206,7 +206,7 @@ class LiveRequests:
             num_prompts, style, stream = (
                 context.num_streams,
                 context.style,
-                restored(self._factory, state, keep_stop=False),
+                restored(self._factory, state, for_fork=True),
             )
         if num_prompts > 1:
             raise ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")

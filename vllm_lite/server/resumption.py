@@ -81,7 +81,7 @@ class Resumption:
         context = members[0][0]
         _check(call_id, context.owner, owner, is_resumable=context.style.resumable)
         try:
-            stream = restored(self._factory, members[0][1], keep_stop=True) if _is_whole(members) else None
+            stream = restored(self._factory, members[0][1], for_fork=False) if _is_whole(members) else None
         except RequestError as error:
             raise refused(error) from error
         if stream is None:
