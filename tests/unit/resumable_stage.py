@@ -32,6 +32,7 @@ RESUME_S = 30.0
 WORDS = TOKENIZER.encode("Once \N{BEAR FACE} upon a bear", add_special_tokens=False)
 """The bear is one character of several tokens."""
 CHAT: dict[str, Any] = {"messages": [ChatMessage("user", "Hi")], "stream": True, "resumable": True}
+COMPLETION: dict[str, Any] = {"prompt": "Say: ", "stream": True, "resumable": True}
 
 
 class StageSession(FakeSession):
