@@ -31,7 +31,7 @@ SENT_BEFORE_S = 0.05
 TOKENS_BEFORE = 20
 STREAM_S = 60.0
 PROMPT = list(range(20, 60))
-PARAMS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True, detokenize=False)
 MAX_RESTARTS = 1000
 SETTLE_S = 2.0
 """The pause between two rounds, in which a new standby worker gets ready."""
@@ -46,19 +46,23 @@ def victim(launched: Launched, role: str) -> int:
 
 
 async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[list[int], float]:
-    """A stream's tokens, and the seconds from the death of a process to the next of them; 0 for no `role`."""
+    """A stream's tokens, and the seconds from the death of a process to the next of them; 0 for no `role`.
+
+    Raises RuntimeError for a stream that ends too early."""
     died_s, resumed_s, tokens = 0.0, 0.0, []
+    pid = victim(launched, role) if role else 0
     async for output in client.generate(PROMPT, PARAMS):
         now_s = time.perf_counter()
         if died_s and not resumed_s and now_s - died_s > SENT_BEFORE_S:
             resumed_s = now_s
         tokens = list(output.outputs[0].token_ids)
         if role and not died_s and len(tokens) > TOKENS_BEFORE:
-            pid = victim(launched, role)
-            await asyncio.sleep(random.random() / 100)
+            time.sleep(random.random() / 100)  # the stream goes on meanwhile
             died_s = time.perf_counter()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    if died_s and not resumed_s:
+        raise RuntimeError(f"the stream had ended when the {role} died; make it longer")
     return tokens, resumed_s - died_s
 
 
