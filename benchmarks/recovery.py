@@ -57,7 +57,7 @@ async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[li
             resumed_s = now_s
         tokens = list(output.outputs[0].token_ids)
         if role and not died_s and len(tokens) > TOKENS_BEFORE:
-            time.sleep(random.random() / 100)  # the stream goes on meanwhile
+            await asyncio.sleep(random.random() / 100)
             died_s = time.perf_counter()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -50,7 +50,6 @@ def add_points_between_steps(points: Points, worker: Any) -> None:
 
 def add_points_of_a_step(points: Points) -> None:
     """In what is imported with torch."""
-    from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
     from vllm_lite.worker import model_runner
     from vllm_lite.worker.memory.cache_engine import CacheEngine
 
@@ -69,8 +68,6 @@ def add_points_of_a_step(points: Points) -> None:
     points.before(model_runner, "score", "before scores of a prompt")
     points.after(model_runner, "score", "after scores of a prompt")
     points.after(model_runner.ModelRunner, "_logits", "before a draw")
-    points.before(SharedMemoryCommunicator, "all_reduce", "before a collective")
-    points.after(SharedMemoryCommunicator, "all_reduce", "after a collective")
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:

@@ -32,7 +32,7 @@ LOOP = [
     Death("worker 0", "beginning of a message", 4),
     Death("worker 0", "between two steps of a message"),
     Death("worker 0", "before ModelOutput", 3),
-    Death("worker 0", "after ModelOutput", 3),
+    Death("worker 0", "after ModelOutput", 40),
 ]
 STEP = [
     Death("worker 0", "in a layer", 5),
@@ -44,8 +44,8 @@ STEP = [
     Death("worker 0", "after scores of a prompt"),
 ]
 RANKS = [
-    Death("worker 1", "before a collective"),
-    Death("worker 0", "after a collective"),
+    Death("worker 1", "beginning of a message", 6),
+    Death("worker 0", "before a draw", 6),
 ]
 START = [
     Death("worker 0", "after ModelOutput", 2),  # so that there is another start
@@ -67,9 +67,9 @@ ENGINE = [
     Death("engine", "after a fork was accepted"),
     Death("engine", "after an abort"),
     Death("engine", "between schedule and submit", 4),
-    Death("engine", "after submit", 4),
-    Death("engine", "between results and publish", 3),
-    Death("engine", "in the middle of publishing", 5),
+    Death("engine", "after submit", 40),
+    Death("engine", "between results and publish", 50),
+    Death("engine", "in the middle of publishing", 200),
     Death("engine", "between publish and the next step", 6),
 ]
 RECOVERY = [
@@ -229,8 +229,8 @@ def test_an_engine_dies_again_as_soon_as_it_serves(light: Killed) -> None:
 
 
 def test_one_of_two_ranks_dies(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """The other one waits for it in a collective."""
-    with engine(tiny_checkpoint, tmp_path, tensor_parallel_size=2, enforce_eager=True) as (launched, plan):
+    """The other one is in a collective of the same step, and waits for it."""
+    with engine(tiny_checkpoint, tmp_path, tensor_parallel_size=2) as (launched, plan):
         killed = Killed(launched, plan, LOAD | SCORED)
         killed.check(*RANKS)
 
