@@ -185,8 +185,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deterministic: Annotated[
         bool,
         about(
-            "promise that a request's tokens and logprobs do not depend on what runs beside it, bit for bit, nor on "
-            "when it is computed again; what cannot keep that is refused, such as a GPU"
+            "promise a request the same tokens and logprobs, bit for bit, whatever runs beside it and when it is "
+            "computed again; what cannot keep that is refused, such as a GPU"
         ),
     ] = False
     enforce_eager: Annotated[
@@ -332,14 +332,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         device, memory_bytes = machine or (self.resolve_device(), memory_limit_bytes())
         self._check_parallel_backend(device)
-        if self.deterministic:
-            self._check_deterministic(device)
         max_num_seqs, budget = self._step_sizes(DEVICE_DEFAULTS[device], max_model_len)
         chosen = ResolvedConfig.__annotations__
         kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in chosen}
         kept["model"], kept["dtype"] = model_path, dtype
         kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype
         if self.deterministic:
+            self._check_deterministic(device)
             kept["attention_backend"] = "cpu"
         resolved = ResolvedConfig(
             **kept,
@@ -391,18 +390,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def _check_deterministic(self, device: str) -> None:
-        """Raises ConfigError if a row's bits could depend on the rows beside it; only native CPU kernels rule that out."""
-        if device != "cpu":
-            raise ConfigError(
-                f"deterministic is for CPUs, but device is {device}, where products and attention add up in an order "
-                "that depends on the batch; give --device cpu, or leave it out"
-            )
-        if self.attention_backend not in ("auto", "cpu"):
-            raise ConfigError(f"deterministic needs attention_backend cpu or auto, got {self.attention_backend}")
-        if self.tensor_parallel_backend not in ("auto", "shared-memory"):
-            raise ConfigError(
-                f"deterministic needs tensor_parallel_backend shared-memory or auto, got {self.tensor_parallel_backend}"
-            )
+        """Raises ConfigError where a row's bits could depend on the rows beside it: for all but native CPU kernels."""
+        for name, got, *fit in (
+            ("device", device, "cpu"),
+            ("attention_backend", self.attention_backend, "cpu", "auto"),
+            ("tensor_parallel_backend", self.tensor_parallel_backend, "shared-memory", "auto"),
+        ):
+            if got not in fit:
+                raise ConfigError(f"deterministic needs {name} {' or '.join(fit)}, got {got}; others add up by batch")
 
     def resolve_device(self) -> Literal["cpu", "cuda"]:
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""

@@ -1,4 +1,4 @@
-"""A sequence has the same logits, bit for bit, in any batch, in any chunks and through recorded programs: `deterministic`.
+"""`--deterministic`: a sequence has the same logits, bit for bit, in any batch, in any chunks and in recorded programs.
 
 The truth is a sequence that is decoded alone, token after token.
 """
@@ -13,10 +13,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, make_prompt, new_request
 from tests.plays import Recorder
-from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.library import num_threads, set_num_threads
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.protocol.step import Continue, Entry, Finish
 

@@ -40,9 +40,11 @@ def params_of(place: int) -> SamplingParams:
 
 def answers(llm: LLM, alone: bool = False) -> list[Any]:
     """All that a request gets, floats as they came. Batched, they come twice: the second time they find prefixes."""
-    params = [params_of(place) for place in range(len(PROMPTS))]
+    params = list(map(params_of, range(len(PROMPTS))))
     if alone:
-        outputs = [llm.generate(prompt, given, use_tqdm=False)[0] for prompt, given in zip(PROMPTS, params, strict=True)]
+        outputs = [
+            llm.generate(prompt, given, use_tqdm=False)[0] for prompt, given in zip(PROMPTS, params, strict=True)
+        ]
     else:
         outputs = llm.generate(PROMPTS * 2, params * 2, use_tqdm=False)
     return [

@@ -482,22 +482,6 @@ def test_resolve_keeps_what_was_said() -> None:
     assert (config.tokenizer, config.served_model_name) == ("/t", "s")
 
 
-def test_deterministic_is_the_native_cpu_kernels_or_nothing() -> None:
-    assert resolved(deterministic=True).attention_backend == "cpu", "a model that it cannot serve is refused"
-    assert resolved(attention_backend="auto").attention_backend == "auto"
-    for name in ("reference", "paged", "cuda"):
-        with pytest.raises(ConfigError, match=f"deterministic needs attention_backend cpu or auto, got {name}"):
-            resolved(deterministic=True, attention_backend=name)
-    with pytest.raises(ConfigError, match=r"needs tensor_parallel_backend shared-memory or auto, got gloo"):
-        resolved(deterministic=True, tensor_parallel_backend="gloo")
-
-
-@pytest.mark.usefixtures("gpu")
-def test_deterministic_is_not_for_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"deterministic is for CPUs, but device is cuda, .* give --device cpu"):
-        resolved(deterministic=True, device="cuda")
-
-
 def test_a_step_has_a_token_for_every_sequence() -> None:
     assert resolved(max_num_batched_tokens=20).max_num_seqs == 20, "the default is lowered"
     assert resolved(max_num_batched_tokens=20, max_num_seqs=20).max_num_seqs == 20

@@ -1,8 +1,9 @@
 """Paged attention by the native CPU kernels of csrc/cpu.
 
 A sequence with few rows, as in decoding, reads the cache as it lies, split every 512 tokens or more so that one long
-sequence occupies all threads; a chunk of a prompt is cut into tiles of rows. How a sequence is cut does not depend on
-the batch or the number of threads, so a decoded token's result is the same alone and in any batch, bit for bit.
+sequence occupies all threads; a chunk of a prompt is cut into tiles of rows. Both add up a row in an order that
+its position alone decides, so its result is the same in any batch, in any chunk and on any number of threads, bit for
+bit.
 """
 
 from dataclasses import dataclass

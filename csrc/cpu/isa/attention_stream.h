@@ -21,7 +21,7 @@ struct StreamScratch {
   alignas(64) float all[kStreamRows * kMaxHeadSize];     // the same for the sections before
   alignas(64) float scores[kStreamRows][kKeys];
   alignas(64) Element weights[kStreamRows][kKeys];
-  alignas(64) Element keys[kKeys][kMaxHeadSize];   // converted, when the cache has another type
+  alignas(64) Element keys[kKeys][kMaxHeadSize];  // converted, when the cache has another type
   alignas(64) Element values[kKeys][kMaxHeadSize];
   const char* rows[2][kKeys];  // of K in the cache: of these tokens and of the next
   const char* converted[kKeys];
@@ -88,8 +88,7 @@ static void multiply_keys(StreamScratch<Words>& s, int num_rows, const char* con
       for (int group = pair; group < least(pair + 2 * kGroup, count); group += kGroup) {
         if (kFetch) ahead.fetch_lines(kGroup);
         multiply_words<Words>(reinterpret_cast<const float*>(s.query), num_rows, keys + group, word,
-                              least(16, num_words - word),
-                              reinterpret_cast<float(*)[kKeys]>(s.scores[0] + group));
+                              least(16, num_words - word), reinterpret_cast<float (*)[kKeys]>(s.scores[0] + group));
       }
     }
   }
@@ -190,7 +189,8 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
   }
   for (int i = 0; i < num_rows; i += kMost) {
     if (i == 0) {
-      add_some<Words, kMost, !kConvert>(s, i, num_rows - i, padded, values, count, size, {next, offset, row_bytes, 0, 0});
+      add_some<Words, kMost, !kConvert>(s, i, num_rows - i, padded, values, count, size,
+                                        {next, offset, row_bytes, 0, 0});
     } else {
       add_some<Words, kMost, false>(s, i, num_rows - i, padded, values, count, size, {});
     }

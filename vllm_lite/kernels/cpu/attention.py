@@ -14,7 +14,7 @@ MAX_HEAD_SIZE = 256
 MAX_ROWS = 96
 """How many rows of Q are computed together; each head that shares a KV head has rows of its own."""
 MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
-"""Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp."""
+"""Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
 THREAD_BYTES = 512 << 10
 """Scratch memory of each thread."""
 _PLAN_INTS, _ITEM_INTS = 6, 11
@@ -93,6 +93,7 @@ class Kernels:
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
         num_items = num_seqs * max(1, max_splits(max_seq_len)) + num_tokens * group // MAX_ROWS
+        num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)
         self._reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
