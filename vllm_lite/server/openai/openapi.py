@@ -37,10 +37,10 @@ _WIDER = {"max_tokens", "seed", "stop"}
 _ERRORS = {
     "400": "the request is at fault; `param` names the field",
     "401": "no valid API key",
-    "403": "an admin key is needed",
+    "403": "an admin key is needed, or the one that the request was sent with",
     "404": "no such model, request or path",
     "408": "the body came too slowly, or the deadline of the request has passed",
-    "409": "the request id is in use, or the request to fork has finished",
+    "409": "the request id is in use, the request to fork has finished, or another API server has the stream",
     "413": "the body is too long",
     "415": "the body is not JSON",
     "429": "too many requests wait",
