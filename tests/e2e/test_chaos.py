@@ -21,7 +21,7 @@ from chaos_report import Options  # noqa: E402
 from chaos_specs import References, make_references  # noqa: E402
 
 SECONDS, SEED = 6.0, 14
-SIZES = {"per_kind": 3, "longest": 160, "num_streams": 6}
+PER_KIND, LONGEST, NUM_STREAMS = 3, 160, 6
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def references(tiny_checkpoint: Path) -> References:
-    return make_references(str(tiny_checkpoint), SEED, SIZES["per_kind"], SIZES["longest"])
+    return make_references(str(tiny_checkpoint), SEED, PER_KIND, LONGEST)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -48,7 +48,9 @@ def test_every_stream_gets_its_tokens(tiny_checkpoint: Path, folder: Path, refer
         heartbeat_timeout_s=scaled(3.0),
         stream_s=scaled(60.0),
         every_s=0.3,
-        **SIZES,
+        per_kind=PER_KIND,
+        longest=LONGEST,
+        num_streams=NUM_STREAMS,
     )
     report = chaos.run(options, folder, references)
     assert report.is_good, "\n".join(report.examples)
