@@ -184,10 +184,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     deterministic: Annotated[
         bool,
-        about(
-            "promise a request the same tokens and logprobs, bit for bit, whatever runs beside it and when it is "
-            "computed again; what cannot keep that is refused, such as a GPU"
-        ),
+        about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused"),
     ] = False
     enforce_eager: Annotated[
         bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")

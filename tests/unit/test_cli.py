@@ -124,7 +124,14 @@ def test_a_table_of_what_runs_has_a_line_for_each(
         "memory_bytes": None,
     }
     values["workers"] = [{"rank": 0}, {"rank": 1}]
-    server = {**values, "running": 3, "waiting": None, "url": "http://127.0.0.1:8000", "address": "ipc:///x"}
+    server = {
+        **values,
+        "running": 3,
+        "waiting": None,
+        "restarts": 4,
+        "url": "http://127.0.0.1:8000",
+        "address": "ipc:///x",
+    }
     monkeypatch.setattr("vllm_lite.tools.cli.ps.find", lambda: [server, {**server, "url": None, "pid": 12345}])
     monkeypatch.setattr("vllm_lite.tools.cli.ps.row", lambda instance: instance)
     monkeypatch.setenv("COLUMNS", "20")
@@ -133,7 +140,7 @@ def test_a_table_of_what_runs_has_a_line_for_each(
     assert head.split() == list(COLUMNS)
     assert set(NUMBERS) < set(COLUMNS)
     assert [line.split() for line in lines] == [
-        ["7", "server", "m" * 40, "serving", "1m", "2", "3", "http://127.0.0.1:8000"],
-        ["12345", "server", "m" * 40, "serving", "1m", "2", "3", "ipc:///x"],
+        ["7", "server", "m" * 40, "serving", "1m", "2", "3", "4", "http://127.0.0.1:8000"],
+        ["12345", "server", "m" * 40, "serving", "1m", "2", "3", "4", "ipc:///x"],
     ]
     assert lines[0].startswith("    7  server")
