@@ -4,7 +4,8 @@
 
 One stream of the demo model runs, with the default settings but for those given; a process is killed when it has some
 tokens, at a random moment of a step. The next token is the first that comes when those sent before are through
-(SENT_BEFORE_S). Every stream has to end with the tokens that it gets when nobody dies.
+(SENT_BEFORE_S). Every stream has to come to its end; whether its tokens are right is not asked here, since the default
+is bfloat16, in which a near tie may go either way when a prefix is computed again: scripts/chaos.py asks that.
 """
 
 import argparse
@@ -67,15 +68,15 @@ async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[li
 
 
 async def measure(launched: Launched, role: str, rounds: int) -> list[float]:
-    """Raises RuntimeError for a stream that ends with other tokens than one through which nobody died."""
+    """Raises RuntimeError for a stream without all of its tokens."""
     async with AsyncClient(launched.address) as client:
-        expected, _ = await stream(launched, client, "")
+        await stream(launched, client, "")  # warms up
         found = []
         for _ in range(rounds):
             await asyncio.sleep(SETTLE_S)
             tokens, pause_s = await asyncio.wait_for(stream(launched, client, role), STREAM_S)
-            if tokens != expected:
-                raise RuntimeError(f"after the death of the {role} came {tokens} instead of {expected}")
+            if len(tokens) != PARAMS.max_tokens:
+                raise RuntimeError(f"a stream through the death of the {role} ended after {len(tokens)} tokens")
             found.append(pause_s)
         return found
 
