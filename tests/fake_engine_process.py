@@ -12,7 +12,18 @@ import msgspec
 from tests.fakes import DEADLINE_S, welcome
 from vllm_lite import transport
 from vllm_lite.config import EngineSettings
-from vllm_lite.protocol.api import FromClient, Generate, GetStats, Hello, Refused, Stats, ToClient
+from vllm_lite.protocol.api import (
+    Dying,
+    FromClient,
+    Generate,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Ping,
+    Refused,
+    Stats,
+    ToClient,
+)
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -21,9 +32,10 @@ REASON = "weights are missing: lm_head.weight"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
-    """serves, recovers (always), refuses (and ends), hangs (before it is ready), exits (at once), dies (at
-    the first request)."""
-    behaviour = settings.config.served_model_name
+    """serves, recovers (always), refuses (and ends), hangs (before it is ready), exits (at once), ends (with status 1
+    before it is ready), dies, freezes, fails or gives-up (at the first request)."""
+    behaviours = settings.config.served_model_name.split(",")
+    behaviour = behaviours[min(settings.life, len(behaviours)) - 1]
     if behaviour == "exits":
         return 3
     listener, peers = transport.bind(settings.address), set[bytes]()
@@ -53,12 +65,16 @@ def respond(message: FromClient, behaviour: str, settings: EngineSettings) -> tu
     """The answer to a message, and the status to end with after it."""
     if isinstance(message, Ping):
         return Heartbeat(settings.life, 0), None
+    if isinstance(message, GetStats) and behaviour == "recovers":
+        return Stats(recovering="worker 0 died", restarts={"died": 2, "engine": 1}, life=2), None
     if isinstance(message, Hello):
         if behaviour in ("refuses", "ends"):
             is_bad = behaviour == "refuses"
             return Refused(REASON, bad_input=is_bad), 2 if is_bad else 1
         served = settings.config.served_model_name
         return msgspec.structs.replace(welcome(model=served), epoch=settings.life), None
+    if isinstance(message, GetStats) and behaviour == "recovers":
+        return Stats(recovering="worker 0 died", restarts={"died": 2, "engine": 1}, life=2), None
     if isinstance(message, Generate):
         if behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)

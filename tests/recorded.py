@@ -251,7 +251,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
                 sequence.num_tokens,
                 [table.ids for table in sequence.tables],
             )
-            for sequence in [*scheduler.running, *scheduler.waiting]
+            for sequence in scheduler.queues.unfinished()
         ],
         (scheduler.step, scheduler.queues.num_arrived, scheduler.rates),
         (scheduler.generation, scheduler.has_workers, len(scheduler.in_flight)),

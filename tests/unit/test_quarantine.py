@@ -256,6 +256,39 @@ def test_those_on_trial_run_one_step_at_a_time() -> None:
     mortal.drain()
 
 
+def test_a_death_is_of_all_that_were_there_aborted_ones_as_well() -> None:
+    mortal = Mortal(async_scheduling=True)
+    mortal.add("good", [1, 2], 40, ignore_eos=True)
+    mortal.add("other", [3, 4], 40, ignore_eos=True)
+    for number in range(3):
+        mortal.add(f"r{number}", [3, 4], 40, ignore_eos=True)
+        while mortal.core.begin():
+            pass
+        for name in set(mortal.scheduler.requests) - {"good"}:
+            mortal.core.abort(name)
+        mortal.lose()
+    assert not mortal.errors
+    mortal.drain()
+    mortal.check("good", [1, 2], 40)
+
+
+def test_a_prompt_that_was_scored_in_a_trial_is_found_in_the_cache_after_it() -> None:
+    mortal = Mortal()
+    for index in range(20):
+        mortal.add(f"r{index}", [*range(9), index], 40, ignore_eos=True, prompt_logprobs=0)
+    for _ in range(2):
+        while mortal.core.begin():
+            pass
+        mortal.lose()
+    while len(mortal.scheduler.queues.held) == 20 or not mortal.outputs:
+        mortal.loop()
+    first = mortal.scheduler.queues.running[:]
+    while mortal.scheduler.queues.running == first:
+        mortal.loop()
+    assert all(sequence in mortal.scheduler.queues.held and not sequence.unscored for sequence in first)
+    mortal.drain()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_anything_with_any_deaths(seed: int, tmp_path: Path) -> None:
     """Random work on a small pool, with poison and with deaths of other causes: queues and blocks stay whole, the trace

@@ -7,6 +7,7 @@ import pytest
 from tests.recorded import EOS, VOCAB
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate

@@ -154,14 +154,22 @@ class Queues:
         running, self.running = self.running, []
         self.entries = []
         self.handles = Handles()
-        self._kv.lose_contents([*running, *self.waiting])
+        self._kv.lose_contents([*running, *self.waiting, *self.held])
         for request in self.requests.values():
             request.lose_workers()
-        for sequence in self.waiting:
+        for sequence in [*self.waiting, *self.held]:
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
         for sequence in running:
             self.wait(sequence, Status.PREEMPTED)
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
+        self.handles.introduce(sequence, self.step + 1)
+
+    def take_entries(self) -> list[Entry]:
+        entries, self.entries = self.entries, []
+        return entries
 
     # ---- some run, others are held
 
@@ -170,7 +178,7 @@ class Queues:
         self._only = requests
         for sequence in [each for each in self.running if not self._may_run(each)]:
             self.running.remove(sequence)
-            sequence.unscored = sequence.unscored and sequence.num_computed < sequence.num_prompt - 1
+            sequence.lose_blocks()
             self._kv.release(sequence)
             self.entries.append(Preempt(sequence.handle))
             self.wait(sequence, Status.PREEMPTED)
@@ -189,16 +197,6 @@ class Queues:
             self.policy.enqueue(sequence)
         else:
             self.held[sequence] = None
-
-    # ----
-
-    def introduce(self, sequence: Sequence) -> None:
-        """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
-        self.handles.introduce(sequence, self.step + 1)
-
-    def take_entries(self) -> list[Entry]:
-        entries, self.entries = self.entries, []
-        return entries
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if queues, requests and blocks disagree."""

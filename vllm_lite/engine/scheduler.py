@@ -330,7 +330,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
         """Take all device blocks of the victim, which has left `running` already, and let it wait again."""
-        victim.unscored = victim.unscored and victim.num_computed < victim.num_prompt - 1
+        victim.lose_blocks()
         # What a new fork shares may be computed in this very step, behind the block program that would move it.
         is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
         swapped = not is_new and self._prefers_swap(victim) and self.kv.swap_out(victim)

@@ -33,7 +33,7 @@ class Sequence:
     num_computed   positions whose KV is in the cache once every step sent so far has run
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
-    unscored       its prompt is to be scored (prompt_logprobs) and is not computed yet: takes nothing from the cache
+    unscored       its prompt is to be scored (prompt_logprobs), and not all of it is: takes nothing from the cache
     num_inherited  output tokens with which it began
     max_len        where the sequence ends at the latest
     """
@@ -74,8 +74,7 @@ class Sequence:
         self.num_tokens = len(self.tokens)
         self.max_len = request.max_len
         self.stop_ids = request.stop_ids
-        is_scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt
-        self.unscored = self.index == 0 and not is_scored
+        self.unscored = self.index == 0 and request.lacks_scores
 
     @property
     def seen_by_workers(self) -> bool:
@@ -106,6 +105,10 @@ class Sequence:
         beam, params = self.request.beam, self.request.params
         num_candidates = None if beam is None else beam.num_candidates
         return params.for_worker(self.index, self.num_prompt, self.stop_ids, num_candidates, unscored=self.unscored)
+
+    def lose_blocks(self) -> None:
+        """It is about to be preempted, and computed again later: a prompt that is scored is not scored again."""
+        self.unscored = self.unscored and self.num_computed < self.num_prompt - 1
 
     def lose_workers(self) -> None:
         """No worker knows it any more, and no step in flight will add a token. The caller takes its blocks."""

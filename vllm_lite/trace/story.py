@@ -87,7 +87,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
     Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
     Code.PREEMPTED: _preempted,
-    Code.FINISHED: lambda n, _: f"{ENDS[records.REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
+    Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
     Code.TRIED: _tried,
     Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
     Code.WAITS_FOR_TRIAL: lambda _n, _: "waited, because requests that may have killed the workers were tried apart",
@@ -199,7 +199,8 @@ class _Story:
         if record.request_id == self.request_id:
             self._numbers.add(record.number)
             self._samples[record.number] = record.params.n
-            kept = _tokens(record.num_output) if record.num_output else "no tokens"
+            count = sum(num_output for _, num_output in record.samples) or record.num_output
+            kept = _tokens(count) if count else "no tokens"
             yield self._line(record.clock_s, f"the engine died and was replaced; it came back with {kept} of output")
 
     def _workers(self, record: records.WorkersLost | records.WorkersReplaced) -> Iterator[str]:

@@ -326,7 +326,7 @@ def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[byte
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    scored = params.prompt_logprobs is not None and request.num_scored < request.num_prompt
+    scored = request.lacks_scores
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
 
 
