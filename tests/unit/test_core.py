@@ -318,9 +318,9 @@ def test_garbage_is_dropped_and_counted(wire: Wire) -> None:
 
 
 def test_a_failed_start_is_sent_to_all_who_asked(wire: Wire) -> None:
-    assert not wire.port.refuse_all("no model", bad_input=True)
+    assert not wire.port.refuse_all(Refused("no model", bad_input=True))
     wire.say(Hello(PROTOCOL_VERSION))
-    assert wire.port.refuse_all("no model", bad_input=True)
+    assert wire.port.refuse_all(Refused("no model", bad_input=True))
     assert wire.heard() == [Refused("no model", True)]
 
 

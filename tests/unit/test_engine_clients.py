@@ -23,6 +23,7 @@ from vllm_lite.protocol.api import (
     Hello,
     OutputBatch,
     Ping,
+    Refused,
     Stats,
     ToClient,
     Welcome,
@@ -261,7 +262,7 @@ def test_everybody_who_waited_for_an_engine_that_cannot_start_is_told(engine: En
     engine.port._welcome = None
     for number in range(3 * MAX_PASS_MESSAGES):
         engine.client(b"%d" % number)
-    assert engine.port.refuse_all("no model", bad_input=True)
+    assert engine.port.refuse_all(Refused("no model", bad_input=True))
     for client in engine.clients:
         client.read()
         assert len(client.other) == 1

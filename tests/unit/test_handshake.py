@@ -11,7 +11,7 @@ from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, ModelError
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Hello, Refused
+from vllm_lite.protocol.api import Dying, Hello, Refused
 
 
 def test_hello_and_welcome() -> None:
@@ -54,6 +54,30 @@ def test_an_engine_that_dies_while_loading_is_reported_at_once() -> None:
     with FakeEngine(silent=True) as engine, pytest.raises(EngineError, match="did not start: killed by SIGKILL"):
         Session.connect(engine.address, timeout_s=scaled(100), alive=lambda: "killed by SIGKILL")
     assert time.monotonic() - began < DEADLINE_S
+
+
+@pytest.mark.parametrize("words", [None, Dying("worker 0 died", is_final=False)])
+def test_an_engine_that_dies_while_loading_may_be_replaced(words: Dying | None) -> None:
+    """As life 2 of an engine is, by its supervisor. Only the last engine has to answer."""
+    first = FakeEngine(silent=True)
+    others: list[FakeEngine] = []
+
+    def alive() -> str | None:
+        if first.hellos and not others:
+            if words is not None:
+                first.send(words)
+            first.die()
+            others.append(FakeEngine(address=first.address))
+        return None
+
+    with closing(Session.connect(first.address, timeout_s=DEADLINE_S, alive=alive)) as session:
+        assert session.welcome == welcome()
+    others[0].die()
+
+
+def test_an_engine_that_dies_for_good_while_loading_is_not_waited_for() -> None:
+    with FakeEngine(answer=Dying("worker 0 died")) as engine, pytest.raises(EngineError, match=r"^worker 0 died$"):
+        Session.connect(engine.address, timeout_s=DEADLINE_S)
 
 
 def test_what_a_dying_engine_said_wins_over_how_it_ended() -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from vllm_lite import transport
@@ -46,13 +47,22 @@ class Place:
 def shake_hands(
     place: Place, model: str | None, timeout_s: float, alive: Alive | None = None
 ) -> tuple[Connection, Welcome]:
-    """Connect to an engine and wait until it serves. Raises what Session.connect does."""
-    connection = place.connect(model)
-    try:
-        return connection, _await_welcome(connection, place.address, timeout_s, alive)
-    except BaseException:
+    """Connect to an engine and wait until it serves; if it dies before that, until the one that takes its place does.
+    Raises what Session.connect does."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        connection = place.connect(model)
+        try:
+            welcome = _await_welcome(connection, place.address, deadline_s, alive)
+        except BaseException:
+            connection.close()
+            raise
+        if welcome is not None:
+            return connection, welcome
         connection.close()
-        raise
+        if time.monotonic() >= deadline_s:
+            raise EngineError(f"no engine answered at {place.address} within {timeout_s:g} s")
+        time.sleep(FIRST_PAUSE_S)
 
 
 class Search:
@@ -130,11 +140,14 @@ class Search:
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
 
-def _await_welcome(connection: Connection, address: str, timeout_s: float, alive: Alive | None) -> Welcome:
-    deadline_s = time.monotonic() + timeout_s
+def _await_welcome(connection: Connection, address: str, deadline_s: float, alive: Alive | None) -> Welcome | None:
+    """The engine's answer to Hello; None if the time is over, or if it died and another one may take its place."""
     while True:
         death = alive() if alive is not None else None  # before reading, as what it sent before its end counts
-        welcome = _read_welcome(connection, address)
+        try:
+            welcome = _read_welcome(connection, address)
+        except EngineDeadError:
+            return None
         if welcome is not None:
             return welcome
         if death is not None:
@@ -143,9 +156,13 @@ def _await_welcome(connection: Connection, address: str, timeout_s: float, alive
         refusal = connection.refused()
         if refusal is not None:
             raise EngineError(f"the engine at {address} does not let this client in: {refusal}")
+        if connection.lost():
+            with suppress(EngineDeadError):
+                return _read_welcome(connection, address)  # what it sent before its end
+            return None
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise EngineError(f"no engine answered at {address} within {timeout_s:g} s")
+            return None
         transport.wait(min(left_s, ALIVE_POLL_S), connection)
 
 
@@ -159,6 +176,8 @@ def _await_refusal(connection: Connection, address: str) -> None:
 
 
 def _read_welcome(connection: Connection, address: str) -> Welcome | None:
+    """The Welcome, if it has come. Raises EngineDeadError if this engine ends and another one takes its place,
+    ModelError or EngineError if it refuses."""
     while (payload := connection.recv()) is not None:
         try:
             message: ToClient = engine_to_client.decode(payload)
@@ -168,4 +187,6 @@ def _read_welcome(connection: Connection, address: str) -> Welcome | None:
             return message
         if isinstance(message, api.Refused):
             raise ModelError(message.reason) if message.bad_input else EngineError(message.reason)
+        if isinstance(message, api.Dying):
+            raise EngineDeadError(message.reason) if not message.is_final else EngineError(message.reason)
     return None

@@ -155,13 +155,13 @@ class ClientPort:
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
         self._next_look = max(MIN_LOOK, 2 * len(self._clients))
 
-    def refuse_all(self, reason: str, *, bad_input: bool) -> bool:
-        """The engine cannot start: refuse all clients that have asked so far. False if none has."""
+    def refuse_all(self, answer: api.Refused | api.Dying) -> bool:
+        """The engine cannot start: send that to all clients that have asked so far. False if none has."""
         for _ in self.receive(sys.maxsize, MAX_REFUSAL_S):
             pass
         asked = list(self._early)
         for peer in asked:
-            self.send(peer, api.Refused(reason, bad_input))
+            self.send(peer, answer)
         self._early.clear()
         return bool(asked)
 

@@ -116,7 +116,10 @@ class EngineProcess:
         logger.error("%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
         bad_input = not isinstance(error, EngineError)
-        while not self._port.refuse_all(str(error), bad_input=bad_input) and not self._stop.is_set():
+        answer: api.Refused | api.Dying = api.Refused(str(error), bad_input)
+        if self._settings.life > 1 and not bad_input:  # the supervisor tries again
+            answer = api.Dying(str(error), is_final=False)
+        while not self._port.refuse_all(answer) and not self._stop.is_set():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
