@@ -263,3 +263,22 @@ def test_a_wait_that_ran_out_is_reported_as_it_is() -> None:
     assert failure is not None
     assert (failure.rank, failure.is_certain) == (0, False)
     assert str(failure.error) == "worker 0 failed: RankLostError: a rank has ended"
+
+
+def test_a_process_that_is_stopped_before_it_loads_is_silent() -> None:
+    """Its import of torch may take any time; while it is stopped it takes none."""
+    rank = RankHealth(0)
+    rank.last_heard_s = rank.last_progress_s = NOW_S - 10 * LIMIT_S
+    rank.on_looked_at(NOW_S - 9 * LIMIT_S, is_stopped=True)
+    rank.on_looked_at(NOW_S - 8 * LIMIT_S, is_stopped=False)
+    assert judge([rank], has_work=False) is None
+    rank.on_looked_at(NOW_S - LIMIT_S, is_stopped=True)
+    rank.on_looked_at(NOW_S, is_stopped=True)
+    assert judge([rank], has_work=False) is None
+    rank.stopped_s = NOW_S - LIMIT_S - 1
+    found = judge([rank], has_work=False)
+    assert found is not None
+    assert (found.rank, found.cause) == (0, "silent")
+    rank.progress = 1  # from here on its heartbeats count
+    rank.last_heard_s = rank.last_progress_s = NOW_S
+    assert judge([rank], has_work=False) is None

@@ -68,6 +68,9 @@ class FakeWorker:
             messages.append(engine_to_worker.decode(payload))
         return messages
 
+    def is_stopped(self) -> bool:
+        return False
+
     def exited(self) -> str | None:
         return self.death
 

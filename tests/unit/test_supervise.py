@@ -172,3 +172,14 @@ def test_children_are_stopped_side_by_side(count: int) -> None:
     children = [MeetingChild(meeting) for _ in range(count)]
     supervise.stop_all(children, DEADLINE_S)
     assert [child.exited() for child in children] == ["stopped"] * count
+
+
+def test_a_stopped_child_is_seen_to_be(tmp_path: Path) -> None:
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "graceful"), "child", Exits())
+    wait_for(tmp_path / "m")
+    assert not child.is_stopped()
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert child.is_stopped()
+    child.stop(DEADLINE_S)
+    assert not child.is_stopped()

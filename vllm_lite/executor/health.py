@@ -40,6 +40,8 @@ class RankHealth:
         self.noticed_s = float("inf")
         """When the first of these three was noticed."""
         self.last_heard_s = self.last_progress_s = time.monotonic()
+        self.stopped_s: float | None = None
+        """Since when its process has been seen to be stopped; looked at until it `has_torch`."""
         self.progress = -1
         self.is_waiting = False
         """Whether it waited for another rank or for the engine when its last heartbeat was sent."""
@@ -71,11 +73,21 @@ class RankHealth:
             return False
         return now_s - self.last_progress_s <= limit_s
 
+    @property
+    def has_torch(self) -> bool:
+        """Whether it has begun to load: the progress grows with the weights that are read."""
+        return self.is_loaded or self.progress > 0
+
+    def on_looked_at(self, now_s: float, *, is_stopped: bool) -> None:
+        """Its process runs, or is stopped."""
+        self.stopped_s = (now_s if self.stopped_s is None else self.stopped_s) if is_stopped else None
+
     def is_silent(self, now_s: float, limit_s: float) -> bool:
         """Silence counts once a worker has begun to load: importing torch from a cold disk holds the GIL, and with it
-        the thread of its heartbeat, for as long as that takes. Until then there is the deadline of a start."""
-        has_torch = self.is_loaded or self.progress > 0  # which grows with the weights that are read
-        return has_torch and now_s - self.last_heard_s > limit_s
+        the thread of its heartbeat, for as long as that takes. Until then it counts where the process is stopped, and
+        otherwise there is the deadline of a start."""
+        since_s = self.last_heard_s if self.has_torch else self.stopped_s
+        return since_s is not None and now_s - since_s > limit_s
 
 
 def first_failure(

@@ -53,6 +53,14 @@ class WorkerState:
         """The identity under which the worker connects."""
         return f"worker-{self.rank}".encode()
 
+    def look_at(self, child: supervise.Child, now_s: float) -> None:
+        """See how its process is."""
+        reason, health = child.exited(), self.health
+        if reason is not None and health.ended is None:
+            health.on_ended(reason, now_s)
+        elif not health.has_torch:  # later its heartbeats show more
+            health.on_looked_at(now_s, is_stopped=child.is_stopped())
+
 
 class Deadline:
     """A moment `timeout_s` from now."""
@@ -261,9 +269,8 @@ class MultiprocExecutor:
     def _judge(self) -> Failure | None:
         now_s = time.monotonic()
         for worker in self._workers:
-            reason = worker.child.exited() if worker.child is not None else None
-            if reason is not None and worker.health.ended is None:
-                worker.health.on_ended(reason, now_s)
+            if worker.child is not None:
+                worker.look_at(worker.child, now_s)
         limit_s, has_work = self._config.heartbeat_timeout_s, self._num_in_flight > 0
         if all(rank.is_well(now_s, limit_s) for rank in self._ranks):
             return None

@@ -54,6 +54,10 @@ class Child(ABC):
         """Return None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
         return self._reason
 
+    def is_stopped(self) -> bool:
+        """Whether its process was stopped, as by SIGSTOP, and not continued."""
+        return False
+
     @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
@@ -107,6 +111,11 @@ class ChildProcess(Child):
         self._reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         self._ended.set()
         self._on_exit(self._reason)
+
+    def is_stopped(self) -> bool:
+        with suppress(OSError):  # it is gone
+            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+        return False
 
     def stop(self, grace_s: float) -> None:
         with suppress(OSError):  # it is gone already
