@@ -47,12 +47,12 @@ def beat(progress: int, *, waiting: bool = False) -> WorkerHeartbeat:
     return WorkerHeartbeat(0, GENERATION, progress, waiting)
 
 
-class FakeWorker:
+class FakeWorker(supervise.Child):
     """A process that says what the test has it say. `death` is how it ended."""
 
     def __init__(self, rank: int, address: str) -> None:
-        self.rank = rank
-        self.name, self.pid = f"worker {rank}", 4000 + rank
+        super().__init__(f"worker {rank}", lambda _: None)
+        self.rank, self.pid = rank, 4000 + rank
         self.death: str | None = None
         self.was_stopped = False
         self.connection = transport.connect(address, f"worker-{rank}".encode())
@@ -67,9 +67,6 @@ class FakeWorker:
         while (payload := self.connection.recv()) is not None:
             messages.append(engine_to_worker.decode(payload))
         return messages
-
-    def is_stopped(self) -> bool:
-        return False
 
     def exited(self) -> str | None:
         return self.death

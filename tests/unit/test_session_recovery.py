@@ -40,8 +40,8 @@ GREEDY = SamplingParams(max_tokens=9)
 class Play:
     """A session, and the engines that it has one after the other."""
 
-    def __init__(self, **options: Any) -> None:
-        self.engine = FakeEngine()
+    def __init__(self, *, is_supervised: bool = True, **options: Any) -> None:
+        self.engine = FakeEngine(answer=welcome(is_supervised=is_supervised))
         options = {"recovery_timeout_s": DEADLINE_S} | options
         self.session = Session.connect(self.engine.address, timeout_s=DEADLINE_S, **options)
 
@@ -441,6 +441,16 @@ def test_close_ends_the_search(play: Play) -> None:
 
 
 # ---- several sessions
+
+
+def test_an_engine_that_nobody_replaces_is_not_waited_for() -> None:
+    with ExitStack() as stack:
+        play = Play(is_supervised=False)
+        stack.callback(play.close)
+        sink = play.submit(Generate("a", PROMPT, GREEDY))
+        play.engine.die()
+        assert "closed its connection" in failure(sink)
+        assert play.session.dead is not None
 
 
 def test_one_that_is_gone_for_good_does_not_disturb_the_other() -> None:

@@ -307,7 +307,7 @@ class Session:
 
     def _lose(self, reason: str) -> None:
         """This engine is not heard any more. Only the first call counts."""
-        if self._recovery_timeout_s == 0:
+        if not self._may_recover:
             self._die(EngineDeadError(reason))
         with self._lock:
             if self._dead is not None or self._lost is not None:
@@ -369,7 +369,7 @@ class Session:
 
     def _reason_of_death(self) -> str:
         """Find out why the connection was lost. The process that watches the engine may know a moment later."""
-        deadline_s = time.monotonic() + (REASON_S if self._recovery_timeout_s == 0 else 0.0)
+        deadline_s = time.monotonic() + (0.0 if self._may_recover else REASON_S)
         while self._alive is not None and time.monotonic() < deadline_s:
             reason = self._reported_end or self._alive()
             if reason is not None:
@@ -448,6 +448,11 @@ class Session:
         failures = [(stream, [Failure(name, _copy(error))]) for name, stream in streams.items()]
         self._deliver(_by_sink(failures))
         _fail(questions, error)
+
+    @property
+    def _may_recover(self) -> bool:
+        """Whether another engine is looked for when this one is lost."""
+        return self._recovery_timeout_s > 0 and self.welcome.is_supervised
 
     def _take_questions(self) -> list[Future[Any]]:
         """Remove all questions that are not answered; needs the lock."""

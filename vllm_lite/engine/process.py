@@ -97,6 +97,7 @@ class EngineProcess:
                 num_blocks=num_blocks,
                 block_size=self._config.block_size,
                 tokenizer=self._config.tokenizer,
+                is_supervised=self._config.max_restarts > 0,
             )
         )
         log.moment("engine", "blocks, clients' socket")
@@ -142,6 +143,7 @@ class EngineProcess:
             raise
         logger.info("stopping")
         self._abort_all(core)
+        self._port.say_dying("the engine was stopped", is_final=True)
         return 0
 
     def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery) -> None:
