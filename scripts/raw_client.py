@@ -28,6 +28,10 @@ class Lost(Exception):
     """The engine is gone, and another one may take its place at the same address."""
 
 
+class Dying(Lost):
+    """It said so, and that another one will."""
+
+
 def connect(address: str, keys: Path | None) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 500)  # an abort should still leave
@@ -66,7 +70,9 @@ def receive(socket: "zmq.Socket[bytes]", timeout_s: int, nudge: tuple[object, ..
     else:
         raise Lost(f"nothing came within {timeout_s} s; is the address right, are the keys?")
     message = msgpack.unpackb(socket.recv())
-    if (message[0] == "dying" and message[2:] == NOT_FINAL) or message[:2] == ["refused", "say Hello first"]:
+    if message[0] == "dying" and message[2:] == NOT_FINAL:
+        raise Dying(message[1])
+    if message[:2] == ["refused", "say Hello first"]:
         raise Lost(message[1])
     if message[0] in ("refused", "dying"):
         sys.exit(f"raw_client: {message[0]}: {message[1]}")
@@ -75,13 +81,16 @@ def receive(socket: "zmq.Socket[bytes]", timeout_s: int, nudge: tuple[object, ..
 
 def reach(address: str, keys: Path | None) -> tuple["zmq.Socket[bytes]", Any]:
     """Shake hands with the engine that is at the address, or will be. Returns its Welcome, too."""
-    socket = connect(address, keys)
-    send(socket, *HELLO)
-    try:
-        return socket, receive(socket, LOAD_S, HELLO)
-    except BaseException:
-        socket.close()
-        raise
+    while True:
+        socket = connect(address, keys)
+        send(socket, *HELLO)
+        try:
+            return socket, receive(socket, LOAD_S, HELLO)
+        except Dying:  # even as it started
+            socket.close()
+        except BaseException:
+            socket.close()
+            raise
 
 
 def stream(

@@ -17,6 +17,7 @@ const HELLO = ["hello", VERSION, null], PING = ["ping"];
 class Failure extends Error {}
 // The engine is gone, and another one may take its place at the same address.
 class Lost extends Failure {}
+class Dying extends Lost {} // it said so, and that another engine will take its place
 
 function connect(address, keys) {
   const socket = new Dealer({ linger: 500, heartbeatInterval: 5_000, heartbeatTimeout: 30_000 });
@@ -56,9 +57,8 @@ async function receive(socket, timeoutMs, nudge) {
     }
     const message = decode(frame, { useBigInt64: true }); // epochs may be larger than a double holds exactly
     const [tag, reason, isFinal] = message;
-    if ((tag === "dying" && isFinal === false) || (tag === "refused" && reason === "say Hello first")) {
-      throw new Lost(reason);
-    }
+    if (tag === "dying" && isFinal === false) throw new Dying(reason);
+    if (tag === "refused" && reason === "say Hello first") throw new Lost(reason);
     if (tag === "refused" || tag === "dying") throw new Failure(`${tag}: ${reason}`);
     return message;
   }
@@ -67,10 +67,17 @@ async function receive(socket, timeoutMs, nudge) {
 
 // Shake hands with the engine that is at the address, or will be.
 async function reach(address, keys) {
-  const socket = connect(address, keys);
-  await send(socket, ...HELLO);
-  await receive(socket, LOAD_MS, HELLO);
-  return socket;
+  for (;;) {
+    const socket = connect(address, keys);
+    await send(socket, ...HELLO);
+    try {
+      await receive(socket, LOAD_MS, HELLO);
+      return socket;
+    } catch (error) { // it may die even as it starts
+      socket.close();
+      if (!(error instanceof Dying)) throw error;
+    }
+  }
 }
 
 function packed(tokenIds) {

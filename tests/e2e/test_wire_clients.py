@@ -19,7 +19,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.fakes import FakeEngine
 from tests.http_server import client as http_client
-from tests.http_server import serving
+from tests.http_server import serving, until
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -230,6 +230,8 @@ def test_a_raw_client_goes_on_in_the_next_engine(
             assert client.stdout.read(3) == "5 6"
             if say is not None:
                 say(engine)
+            engine = engine.successor(answer=Dying("it died as it started", is_final=False))
+            until(lambda: len(engine.hellos) > 0, "a Hello")
             engine = engine.successor()
             again = next_generate(engine)
             assert again == msgspec.structs.replace(first, have=2, output=pack_tokens([5, 6]))
