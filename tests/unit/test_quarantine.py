@@ -328,3 +328,23 @@ def test_anything_with_any_deaths(seed: int, tmp_path: Path) -> None:
     assert len(poisoned & {name for name, _ in wanted}) <= 1
     agrees(tmp_path / "t", mortal)
     assert sum(isinstance(record, WorkersLost) for record in TraceReader(str(tmp_path / "t"))) == mortal.num_deaths
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 2}, {"num_blocks": 14}])
+def test_samples_that_wait_for_a_place_do_not_prolong_a_trial(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Others are held meanwhile, and would be until the first samples have ended."""
+    mortal = Mortal(tmp_path / "t", **settings)
+    mortal.add("several", [1, 2], 40, n=4, ignore_eos=True)
+    for _ in range(2):
+        for _ in range(3):
+            mortal.loop()
+        mortal.lose()
+    mortal.add("held", [5, 6], 5, ignore_eos=True)
+    while mortal.scheduler.quarantine.is_trying:
+        mortal.loop()
+    assert max(len(tokens) for (name, _), tokens in mortal.outputs.items() if name == "several") < 30
+    mortal.drain()
+    for sample in range(4):
+        mortal.check("several", [1, 2], 40, sample)
+    mortal.check("held", [5, 6], 5)
+    agrees(tmp_path / "t", mortal)

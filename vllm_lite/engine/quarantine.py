@@ -8,6 +8,7 @@ far each of them had come is known exactly. The trial ends when no suspect is le
 from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Status
 from vllm_lite.engine.step_plan import OnDecision
 from vllm_lite.engine.suspects import Suspects
 from vllm_lite.protocol.step import Continue, Draft, NewRequest, Resume
@@ -79,6 +80,9 @@ class Quarantine:
 
 
 def _progress(request: Request) -> int:
-    """How far the sequence of a live request has come that is behind the others. Samples that have not forked are as
-    far as its prompt."""
-    return min((sequence.num_tokens for sequence in request.sequences), default=request.num_prompt)
+    """How far the sequence of a live request has come that is behind the others. While some run, only they count: a
+    sample that waits for a seat or for blocks may do so until another one has ended, and all else is held meanwhile.
+    Samples that have not forked are as far as its prompt."""
+    running = [sequence.num_tokens for sequence in request.sequences if sequence.status is Status.RUNNING]
+    everywhere = (sequence.num_tokens for sequence in request.sequences)
+    return min(running) if running else min(everywhere, default=request.num_prompt)
