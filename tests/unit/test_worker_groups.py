@@ -76,7 +76,7 @@ class FakeGroup:
 
     def started(self) -> float | None:
         self.check()
-        return 0.0
+        return 0.0 if self.host.allocates else None
 
     def submit(self, *steps: SchedulerOutput) -> None:
         self.check()
@@ -108,7 +108,7 @@ class Host:
 
     def __init__(self, name: str, **settings: object) -> None:
         self.ready = READY
-        self.loads = True
+        self.loads = self.allocates = True
         self.dies_when: dict[int, str] = {}
         self.made: list[FakeGroup] = []
         self.now_s = 100.0
@@ -122,7 +122,7 @@ class Host:
         self.port.open(Welcome(PROTOCOL_VERSION, EPOCH, "model", 100, 50, (7,), NUM_BLOCKS, 4))
         self.groups = WorkerGroups(self.make, config, lambda: self.now_s)
         self.groups.start(self.stop)
-        self.groups.allocate(NUM_BLOCKS, 0)
+        self.groups.allocate(NUM_BLOCKS, 0, self.stop)
         self.core = EngineCore(config, READY, self.groups.executor, Sizes(NUM_BLOCKS), Lives(1))
         self.recovery = Recovery(self.core, self.groups, self.port, config, lambda: self.now_s)
         self.clients: list[Client] = []
@@ -222,6 +222,14 @@ def test_requests_go_on_with_the_next_group(host: Host) -> None:
     stats = host.stats(client)
     assert (stats.generation, stats.recovering, stats.restarts) == (2, "", {"died": 1})
     assert (stats.recovered_requests, stats.lost_s) == (2, 2.5)
+
+
+def test_a_stop_ends_the_wait_for_the_first_pools(host: Host) -> None:
+    """To allocate them, and to compute the first steps, takes a while on a GPU."""
+    host.allocates = False
+    host.stop.set()
+    with pytest.raises(EngineError, match="stopped while the workers were starting"):
+        host.groups.allocate(NUM_BLOCKS, 0, host.stop)
 
 
 def test_workers_that_die_while_all_are_idle_are_replaced(host: Host) -> None:

@@ -77,7 +77,7 @@ class EngineProcess:
         num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
         check_pool(num_blocks, ready.block_bytes, tp)
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
-        blocks_per_s = groups.allocate(num_blocks, host_blocks)
+        blocks_per_s = groups.allocate(num_blocks, host_blocks, self._stop)
         log.moment("engine", "waits for the KV cache")
         sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
         lives = Lives(groups.generation, self._settings.life, self._settings.launch)

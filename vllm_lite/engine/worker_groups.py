@@ -58,10 +58,11 @@ class WorkerGroups:
         self._ready = blocking.load(self.executor, self._config.ready_timeout_s, stop)
         return self._ready
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> float:
-        """Block until the KV pools are there. Returns blocks per second that move between them."""
+    def allocate(self, num_blocks: int, num_host_blocks: int, stop: Wakeup) -> float:
+        """Block until the KV pools are there, or raise as start() does. Returns blocks per second that move between
+        them."""
         self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
-        return blocking.allocate(self.executor, num_blocks, num_host_blocks, self._config.ready_timeout_s)
+        return blocking.allocate(self.executor, num_blocks, num_host_blocks, self._config.ready_timeout_s, stop)
 
     # ---- those that follow
 
