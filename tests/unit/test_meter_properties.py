@@ -24,8 +24,8 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
     loop, before = recorded.loop, list[float]()
     withdraw, withdrawn = recorded.scheduler.queues.withdraw, list[Request]()
 
-    def counted_withdraw(request: Request) -> None:
-        withdraw(request)
+    def counted_withdraw(request: Request, *, is_replaced: bool) -> None:
+        withdraw(request, is_replaced=is_replaced)
         withdrawn.append(request)
 
     recorded.scheduler.queues.withdraw = counted_withdraw  # type: ignore[method-assign]

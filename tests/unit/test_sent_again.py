@@ -80,6 +80,33 @@ def test_nothing_of_it_is_counted_as_an_end(engine: Engine) -> None:
     assert engine.core.stats().ended_by == {"stop": 0, "length": 2, "abort": 0, "error": 0}
 
 
+def test_those_of_its_external_id_that_have_ended_stay_known(engine: Engine) -> None:
+    first, again = engine.client(b"first"), engine.client(b"again")
+    first.say(Generate("short", PROMPT, PARAMS.clone(max_tokens=2), external_id="call", context=b"short"))
+    first.say(Generate("r", PROMPT, SEVERAL, external_id="call", context=b"r"))
+    engine.loop(5)
+    (ended,) = engine.core.describe((), "call").ended
+    again.got = {("r", index): list(first.got["r", index]) for index in range(3)}
+    again.say(Generate("r", PROMPT, SEVERAL, samples=so_far(first), external_id="call", context=b"r"))
+    engine.loop()
+    assert engine.core.describe((), "call").ended == [ended]
+    engine.core.abort("r")
+    assert engine.core.describe((), "call").ended == []
+
+
+def test_nothing_is_remembered_of_one_that_lacked_only_its_ends(engine: Engine) -> None:
+    first, again = engine.client(b"first"), engine.client(b"again")
+    first.say(Generate("short", PROMPT, PARAMS.clone(max_tokens=2), external_id="call", context=b"short"))
+    first.say(Generate("r", PROMPT, SEVERAL, external_id="call", context=b"r"))
+    engine.loop(5)
+    samples = tuple(SampleSoFar(index, pack_tokens(WHOLE[index])) for index in range(3))
+    again.got = {("r", index): WHOLE[index] for index in range(3)}
+    again.say(Generate("r", PROMPT, SEVERAL, samples=samples, external_id="call", context=b"r"))
+    engine.drain()
+    told_once(again, 3)
+    assert engine.core.describe((), "call").ended == []
+
+
 def test_its_kv_is_found_in_the_cache() -> None:
     core = make_core(num_blocks=41)
     prompt = [1] * 16

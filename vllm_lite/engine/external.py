@@ -45,22 +45,20 @@ class ExternalRequests:
             self._forget_logprobs(request)
 
     def end(self, request: Request, *, is_replaced: bool = False) -> None:
-        """`request` has ended, and its tokens are counted. One that is replaced goes on as another, and is not
-        remembered."""
+        """`request` has ended, and its tokens are counted. One that is replaced goes on as another, which is added
+        next: it is not remembered, and nothing is forgotten."""
         name = request.external_id
         live = self._live.get(name, {})
         if live.pop(request.request_id, None) is None:
             return
         self._forget_logprobs(request)
+        if is_replaced:
+            return
         if not live:
             del self._live[name]
             for ended in self._ended.pop(name, ()):
                 self._count(ended, -1)
-        elif (
-            not is_replaced
-            and self._num_ended < MAX_ENDED
-            and self._num_ended_bytes + len(request.context) <= MAX_ENDED_BYTES
-        ):
+        elif self._has_room(request.context):
             num_output = request.num_generated + request.num_inherited
             ended = EndedRequest(request.context, request.num_prompt, num_output, request.params.priority)
             self._ended.setdefault(name, []).append(ended)

@@ -69,7 +69,7 @@ class Intake:
         if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache
             if known.client != client:
                 replaced, replaced_at = known.client, known.open_samples()[0][1]
-            self._scheduler.queues.withdraw(known)
+            self._scheduler.queues.withdraw(known, is_replaced=bool(request.sequences))
             self._recorder.aborted(known, (), now_s)
         if request.sequences:
             self._scheduler.add(request)

@@ -96,11 +96,12 @@ class Queues:
         self.external.end(request)
         self._remove(request)
 
-    def withdraw(self, request: Request) -> None:
-        """Take out a request whose client has sent it again. Another one with its id follows, so no end is counted."""
+    def withdraw(self, request: Request, *, is_replaced: bool) -> None:
+        """Take out a request whose client has sent it again. It goes on, or its client lacked nothing but its ends and
+        has them, so no end is counted. `is_replaced`: another one with its id enters next."""
         self._finish_all(request)
         request.unforked = []
-        self.external.end(request, is_replaced=True)
+        self.external.end(request, is_replaced=is_replaced)
         self._remove(request)
 
     def _finish_all(self, request: Request, *, forget: bool = False) -> None:
