@@ -14,6 +14,8 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Finished, Generate, SampleSoFar
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.story import story
 
 WHOLE = [continuation([1, 2, 3], 20, sample) for sample in range(5)]
 """What the simulated model says to PROMPT, for each sample."""
@@ -228,7 +230,6 @@ def test_more_samples_than_run_at_once_take_turns() -> None:
 
 
 def test_it_replays(tmp_path: Path) -> None:
-    """Aborted is what the trace says of the one that was there before."""
     recorded = Recorded(tmp_path / "trace")
     recorded.add("r", [1, 2, 3, 4, 5], 9, n=3, ignore_eos=True, seed=1)
     for _ in range(4):
@@ -241,6 +242,26 @@ def test_it_replays(tmp_path: Path) -> None:
     replay = Replay(str(tmp_path / "trace")).run()
     assert replay.divergence is None, str(replay.divergence)
     assert replay.num_ended == 2
+    told = "\n".join(story("r", TraceReader(str(tmp_path / "trace"))))
+    assert "Its client lost the connection, and sent it again" in told
+    assert "It goes on with 2 tokens of output" in told
+    assert "aborted" not in told
+    assert told.count("Arrived") == 1
+
+
+def test_one_that_lacked_only_its_end_has_a_story(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path / "trace")
+    recorded.add("r", [1, 2, 3, 4, 5], 9, n=3, ignore_eos=True, seed=1)
+    for _ in range(4):
+        recorded.loop()
+    params = recorded.scheduler.requests["r"].params
+    samples = tuple(SampleSoFar(index, pack_tokens(continuation([1, 2, 3, 4, 5], 9, index))) for index in range(3))
+    recorded.core.add(b"other", Generate("r", pack_tokens([1, 2, 3, 4, 5]), params, samples=samples))
+    recorded.add("r", [1], 2)
+    recorded.drain()
+    recorded.core.close()
+    told = story("r", TraceReader(str(tmp_path / "trace")))
+    assert sum("Arrived with" in line for line in told) == 2, "the id was used again"
 
 
 # ---- several clients

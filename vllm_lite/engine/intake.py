@@ -69,8 +69,9 @@ class Intake:
         if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache
             if known.client != client:
                 replaced, replaced_at = known.client, known.open_samples()[0][1]
-            self._scheduler.queues.withdraw(known, is_replaced=bool(request.sequences))
-            self._recorder.aborted(known, (), now_s)
+            goes_on = bool(request.sequences)
+            self._scheduler.queues.withdraw(known, is_replaced=goes_on)
+            self._recorder.aborted(known, (), now_s, is_replaced=goes_on)
         if request.sequences:
             self._scheduler.add(request)
             self._recorder.arrived(request, now_s)

@@ -127,12 +127,16 @@ class Forked(_Record, frozen=True, tag=2):
 
 
 class Aborted(_Record, frozen=True, tag=3):
-    """A request was ended by its client, or those of its `samples`; no samples means all."""
+    """A request was ended by its client, or those of its `samples`; no samples means all.
+
+    `is_replaced`: its client has sent it again, and it arrives anew in the next record.
+    """
 
     number: int
     clock_s: float
     samples: list[int] = []
     hashes: bytes = b""
+    is_replaced: bool = False
 
 
 class Expired(_Record, frozen=True, tag=4):

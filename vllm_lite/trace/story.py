@@ -141,6 +141,8 @@ class _Story:
         self._samples: dict[int, int] = {}
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._preempted: set[tuple[int, int]] = set()
+        self._is_sent_again = False
+        """Its client has just sent it again: it arrives in the next record."""
 
     def segment(self, reader: TraceReader) -> Iterator[str]:
         """The lines of one segment. If an earlier one has left the request unfinished, its client sends it again."""
@@ -158,7 +160,10 @@ class _Story:
             yield self._line(reader.header.clock_s, "the engine died and was replaced; it did not come back")
 
     def lines(self, record: records.Record) -> Iterator[str]:
+        was_sent_again, self._is_sent_again = self._is_sent_again, False
         match record:
+            case records.Arrival() if record.request_id == self.request_id and was_sent_again:
+                yield self._goes_on(record, "it goes on")
             case records.Arrival() if record.request_id == self.request_id:
                 yield self._arrived(record, "arrived")
             case records.Forked() if record.child.request_id == self.request_id:
@@ -170,6 +175,10 @@ class _Story:
                 for decision in record.decisions:
                     if decision[1] in self._numbers:
                         yield from self._decided(record.clock_s, decision)
+            case records.Aborted() if record.number in self._numbers and record.is_replaced:
+                self._is_sent_again = True
+                self._open.clear()
+                yield self._line(record.clock_s, "its client lost the connection, and sent it again")
             case records.Aborted() if record.number in self._numbers:
                 self._end(record.samples or self._open.copy())
                 some = " and ".join(f"sample {sample}" for sample in record.samples)
@@ -197,11 +206,15 @@ class _Story:
     def _came_back(self, record: records.Arrival) -> Iterator[str]:
         """A request that is unfinished in an earlier segment may arrive again."""
         if record.request_id == self.request_id:
-            self._numbers.add(record.number)
-            self._samples[record.number] = record.params.n
-            count = sum(num_output for _, num_output in record.samples) or record.num_output
-            kept = _tokens(count) if count else "no tokens"
-            yield self._line(record.clock_s, f"the engine died and was replaced; it came back with {kept} of output")
+            yield self._goes_on(record, "the engine died and was replaced; it came back")
+
+    def _goes_on(self, record: records.Arrival, how: str) -> str:
+        """A request arrives that was there before, with what its client has of it."""
+        self._numbers.add(record.number)
+        self._samples[record.number] = record.params.n
+        self._open = {sample for sample, _ in record.samples} or set(range(record.params.n))
+        count = sum(num_output for _, num_output in record.samples) or record.num_output
+        return self._line(record.clock_s, f"{how} with {_tokens(count) if count else 'no tokens'} of output")
 
     def _workers(self, record: records.WorkersLost | records.WorkersReplaced) -> Iterator[str]:
         """The workers died, or others took over, while the request was there."""

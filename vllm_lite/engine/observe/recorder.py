@@ -131,7 +131,9 @@ class Recorder:
 
     def forked(self, parent: Request, child: Request, now_s: float) -> None: ...
 
-    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None: ...
+    def aborted(
+        self, request: Request, samples: abc.Sequence[int], now_s: float, *, is_replaced: bool = False
+    ) -> None: ...
 
     def expired(self, produced: list[Produced], now_s: float) -> None: ...
 
@@ -218,8 +220,8 @@ class TraceRecorder(Recorder):
     def forked(self, parent: Request, child: Request, now_s: float) -> None:
         self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
 
-    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float) -> None:
-        self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take()))
+    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float, *, is_replaced: bool = False) -> None:
+        self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take(), is_replaced))
 
     def expired(self, produced: list[Produced], now_s: float) -> None:
         """The engine asks for late requests in every pass of its loop, also while no step can be made."""
