@@ -23,7 +23,8 @@ MAX_PROMPT_SCORES = 1 << 21
 
 class Attached(NamedTuple):
     """An accepted Generate. `resend` are the tokens the client lacks; `done` ends the samples of which it lacks nothing
-    else; `replaced` is another client whose stream this one took over, when it had `replaced_at` tokens."""
+    else; `replaced` is another client whose stream this one took over, when its first open sample had `replaced_at`
+    tokens."""
 
     request: Request
     resend: list[int]

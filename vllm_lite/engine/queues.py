@@ -45,7 +45,7 @@ class Queues:
         self.external = ExternalRequests()
         self.running: list[Sequence] = []
         self.held: dict[Sequence, None] = {}
-        """Sequences that no step may compute now. They have no device blocks, and go on from the waiting queue."""
+        """Sequences that no step may compute now. They go on from the waiting queue."""
         self._only: set[Request] | None = None
         """The requests that may run; None: all."""
         self.entries: list[Entry] = []
