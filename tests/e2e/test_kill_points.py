@@ -6,6 +6,7 @@ real process, which starts fast and checks that every block it reads holds the h
 """
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,8 +211,18 @@ def test_a_worker_dies(light: Killed, death: Death) -> None:
     light.check(death)
 
 
+def num_held(pid: int) -> tuple[int, int]:
+    """The descriptors and the threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
 def test_a_worker_dies_at_every_moment_of_its_start(light: Killed) -> None:
+    """Its engine keeps nothing of the groups that were. The connection of a client may be closing still."""
+    pid = light.launched.pid
+    before = num_held(pid)
     light.check(*START)
+    now = num_held(pid)
+    assert all(held < had + len(START) for held, had in zip(now, before, strict=True)), (before, now)
 
 
 @pytest.mark.parametrize("death", ENGINE, ids=where)
