@@ -137,8 +137,9 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
 class Welcome(Message, tag="welcome"):
     """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
 
-    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the engine
-    dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every request.
+    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the
+    engine dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every
+    request.
     """
 
     version: int
