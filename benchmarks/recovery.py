@@ -4,8 +4,7 @@
 
 One stream of the demo model runs, with the default settings but for those given; a process is killed when it has some
 tokens, at a random moment of a step. The next token is the first that comes when those sent before are through
-(SENT_BEFORE_S). Every stream has to come to its end; whether its tokens are right is not asked here, since the default
-is bfloat16, in which a near tie may go either way when a prefix is computed again: scripts/chaos.py asks that.
+(SENT_BEFORE_S). Every stream has to come to its end; whether its tokens are right is what scripts/chaos.py asks.
 """
 
 import argparse
