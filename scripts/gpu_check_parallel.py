@@ -23,11 +23,11 @@ from gpu_check_parts import emit
 from gpu_check_setup import capture
 
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
 from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 from vllm_lite.parallel.gloo import GlooCommunicator
 from vllm_lite.parallel.nccl import connect_nccl
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import create_group_memory, end_group
 
 TIMEOUT_S = 60.0

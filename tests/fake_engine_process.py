@@ -11,7 +11,7 @@ import msgspec
 
 from tests.fakes import DEADLINE_S, welcome
 from vllm_lite import transport
-from vllm_lite.config import EngineSettings
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import (
     Dying,
     FromClient,

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from tests.deadlines import scaled
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
 from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import create_group_memory
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import sys
 import torch
 
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
 from vllm_lite.parallel.gloo import GlooCommunicator
+from vllm_lite.process_settings import WorkerGroup
 
 
 def main() -> None:

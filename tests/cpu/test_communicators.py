@@ -11,7 +11,7 @@ import torch
 from tests.deadlines import scaled
 from tests.ranks import Connect, connected, in_threads, worker_group
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import EngineConfig, WorkerGroup
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import RankLostError
 from vllm_lite.kernels import cpu
 from vllm_lite.parallel import select
@@ -21,6 +21,7 @@ from vllm_lite.parallel.nccl import NcclCommunicator
 from vllm_lite.parallel.process_group import gloo_group
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import end_group
 
 CPU = torch.device("cpu")

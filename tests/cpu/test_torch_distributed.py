@@ -21,7 +21,7 @@ import torch
 from tests.deadlines import scaled
 from tests.ranks import connected, in_threads, worker_group
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import EngineConfig, WorkerGroup
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, RankLostError
 from vllm_lite.parallel import gloo, nccl, process_group, select
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -29,6 +29,7 @@ from vllm_lite.parallel.gloo import GlooCommunicator
 from vllm_lite.parallel.nccl import NcclCommunicator, connect_nccl
 from vllm_lite.parallel.process_group import NCCL_ENVIRONMENT
 from vllm_lite.parallel.rendezvous import GroupEnd
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import end_group, ended_by
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,12 @@ from tests.deadlines import scaled
 from tests.thread_group import ThreadCommunicator, ThreadGroup
 from vllm_lite import transport
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.config import EngineConfig, ResolvedConfig, WorkerGroup
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, ModelError, RankLostError
 from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.parallel import select
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Entry, ModelOutput, NewRequest, SchedulerOutput

@@ -14,7 +14,8 @@ import pytest
 from tests.deadlines import scaled
 from vllm_lite import transport
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.config import EngineConfig, WorkerSettings
+from vllm_lite.config import EngineConfig
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import (
     FromWorker,

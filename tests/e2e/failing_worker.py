@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_lite.config import WorkerSettings
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker import process

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.e2e import light_worker
 from tests.e2e.kill_plan import Points, kind
-from vllm_lite.config import WorkerSettings
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.e2e import light_worker
 from tests.e2e.killed_worker import LIGHT
-from vllm_lite.config import WorkerSettings
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Continue, Draft, Fork, NewRequest, Resume, SchedulerOutput
 from vllm_lite.runtime.supervise import run_child

@@ -16,8 +16,8 @@ from tests.e2e.test_processes import assert_nothing_left, family
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched
-from vllm_lite.config import EngineSettings
 from vllm_lite.errors import RequestError
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Stats
 
 PATIENCE_S = scaled(90.0)

@@ -15,8 +15,8 @@ from tests.e2e.test_processes import START_S, TOLD_S, assert_nothing_left, consu
 from vllm_lite import AsyncClient, EngineConfig
 from vllm_lite.client import launch as launching
 from vllm_lite.client.launch import Launched
-from vllm_lite.config import EngineSettings
 from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.process_settings import EngineSettings
 
 __all__ = ["run_root"]
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.deadlines import scaled
 from tests.fake_sys import make_sys
-from vllm_lite.config import EngineConfig, WorkerSettings
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.runtime import cpu_binding
 from vllm_lite.runtime.cpu_binding import Binding, Core, Topology, check_binding, plan_binding, read_topology
 from vllm_lite.runtime.machine import (

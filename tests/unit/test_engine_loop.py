@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, made_to_last
 from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.executor.base import Executor
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.wakeup import Wakeup
 

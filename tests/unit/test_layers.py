@@ -22,6 +22,7 @@ LAYERS = [
     "errors",
     "runtime",
     "config",
+    "process_settings",
     "checkpoint",
     "protocol",
     "transport",

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_lite.config import EngineConfig, WorkerGroup, WorkerSettings
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError, RankLostError
+from vllm_lite.process_settings import WorkerGroup, WorkerSettings
 from vllm_lite.protocol.control import Failed
 from vllm_lite.runtime.group_memory import create_group_memory, end_group, ended_by
 from vllm_lite.worker.membership import Membership

@@ -151,3 +151,10 @@ def test_a_worker_that_cannot_be_ended_is_named(host: Host, monkeypatch: pytest.
     with pytest.raises(EngineError, match=r"^worker 0 \(pid 4711\) cannot be ended$"):
         host.executor.has_ended()
     let_go.set()
+
+
+def test_closing_ends_every_worker(host: Host) -> None:
+    host.begin()
+    host.executor.close()
+    assert host.workers[0].heard() == [Shutdown()]
+    assert host.workers[0].was_stopped

@@ -11,8 +11,9 @@ import zmq
 
 from tests.deadlines import scaled
 from vllm_lite import transport
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Finished, Generate, Heartbeat, Hello, OutputBatch, Ping, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens

@@ -8,13 +8,14 @@ import pytest
 from tests.simulated_worker import SimulatedWorker
 from tests.unit.test_core import EOS, VOCAB, continuation
 from tests.unit.test_engine_clients import Client
-from vllm_lite.config import EngineConfig, EngineSettings
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.worker_groups import MAX_STANDBY_DEATHS, STANDBY_LOOK_S, WorkerGroups
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import Failure, WorkersLostError
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, RestartCause, Stats, Welcome
 from vllm_lite.protocol.codec import pack_tokens

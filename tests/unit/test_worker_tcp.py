@@ -7,11 +7,12 @@ import pytest
 
 from tests.fakes import DEADLINE_S
 from vllm_lite import transport
-from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
 from vllm_lite.executor.select import select
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
 from vllm_lite.transport import Tcp

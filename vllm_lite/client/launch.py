@@ -25,13 +25,13 @@ from vllm_lite.config import (
     DEMO_MODEL,
     KV_DTYPE_BYTES,
     EngineConfig,
-    EngineSettings,
     ResolvedConfig,
     check_address,
     demo_folder,
     split_tcp,
 )
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.cpu_binding import check_binding

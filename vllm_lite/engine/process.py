@@ -8,7 +8,6 @@ from functools import partial
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
-from vllm_lite.config import EngineSettings
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
@@ -18,6 +17,7 @@ from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup

@@ -5,7 +5,7 @@ A rank that has a model to itself meets nobody, and gets neither.
 
 import os
 
-from vllm_lite.config import WorkerGroup
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import create_group_memory, end_group, ended_by
 from vllm_lite.runtime.supervise import remove_dir
 

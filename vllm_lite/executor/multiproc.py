@@ -9,11 +9,12 @@ import msgspec
 
 from vllm_lite import transport
 from vllm_lite.checkpoint.read_ahead import start_reading_ahead
-from vllm_lite.config import ResolvedConfig, WorkerSettings
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, ProtocolError
 from vllm_lite.executor.base import Failure, WorkersLostError
 from vllm_lite.executor.health import RankHealth, first_failure, slowest
 from vllm_lite.executor.meeting_place import MeetingPlace
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello

@@ -5,9 +5,9 @@ MultiprocExecutor starts its workers as processes of this host, or as threads wi
 is never chosen here: it runs on a clock that its caller moves, so its caller makes it.
 """
 
-from vllm_lite.config import EngineSettings
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.process_settings import EngineSettings
 
 
 def select(settings: EngineSettings, generation: int) -> Executor:

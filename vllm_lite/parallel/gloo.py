@@ -19,11 +19,11 @@ import torch
 from torch.distributed import Work
 
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
 from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.columns import own_part, place_parts
 from vllm_lite.parallel.process_group import ProcessGroup, gloo_group
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
+from vllm_lite.process_settings import WorkerGroup
 
 LOOK_EVERY = timedelta(milliseconds=50)
 """How often a waiting rank looks whether the group has ended: gloo itself has no way to give up a call."""

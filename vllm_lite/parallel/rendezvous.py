@@ -14,8 +14,8 @@ from pathlib import Path
 from torch._C._distributed_c10d import FileStore
 
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import WorkerGroup
 from vllm_lite.errors import RankLostError
+from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime.group_memory import end_group, ended_by
 
 LOOK_EVERY_S = 0.002

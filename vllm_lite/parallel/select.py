@@ -4,10 +4,11 @@ that."""
 import torch
 
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import ResolvedConfig, WorkerGroup
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.parallel.communicator import Communicator, SingleRank
+from vllm_lite.process_settings import WorkerGroup
 
 LONGEST_WAIT_S = 24 * 3600.0
 """Bounds `ready_timeout_s` for ranks: kernels and torch count in integers, which have no infinity."""

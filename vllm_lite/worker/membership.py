@@ -7,8 +7,8 @@ cannot import torch, does not leave the others waiting for it. No torch here.
 import os
 from typing import TYPE_CHECKING
 
-from vllm_lite.config import WorkerSettings
 from vllm_lite.errors import ConfigError, ModelError, RankLostError
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.control import Failed
 from vllm_lite.runtime import log
 from vllm_lite.runtime.group_memory import end_group, ended_by

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_lite.config import WorkerSettings
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Load, Shutdown, Start, WorkerHeartbeat, WorkerHello

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_lite.client.session import Session
-from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
@@ -24,6 +24,7 @@ from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
 from vllm_lite.protocol.params import SamplingParams

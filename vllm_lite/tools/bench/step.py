@@ -18,8 +18,9 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event, Failure
-from vllm_lite.config import EngineConfig, EngineSettings, ResolvedConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

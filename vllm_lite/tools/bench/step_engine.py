@@ -1,10 +1,10 @@
 """The engine's process with a ledger. Entry point of a child, see step.py."""
 
-from vllm_lite.config import EngineSettings
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, process_main
 from vllm_lite.engine.request import Produced
 from vllm_lite.executor.multiproc import MultiprocExecutor
+from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.config import WorkerSettings
 from vllm_lite.kernels.cpu.program import Program
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup

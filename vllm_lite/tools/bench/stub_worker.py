@@ -2,7 +2,7 @@
 
 from time import perf_counter
 
-from vllm_lite.config import WorkerSettings
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, worker_to_engine
 from vllm_lite.protocol.control import KVGroupInfo, Load, Ready, Shutdown, Start, Started, WorkerHello

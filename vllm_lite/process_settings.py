@@ -1,0 +1,44 @@
+"""What engine and worker processes are started with: the one that starts them sends it through a pipe, as msgpack."""
+
+import msgspec
+
+from vllm_lite.config import ResolvedConfig
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine process is started with; `run_dir` is a private folder that is removed when the engine ends.
+
+    `worker_module` names the entry point of its workers, which it starts but never imports. `life` counts the engines
+    that were started one after the other at this address; `launch` is the same for all of them.
+    """
+
+    config: ResolvedConfig
+    address: str
+    run_dir: str
+    worker_module: str = "vllm_lite.worker.process"
+    life: int = 1
+    launch: str = ""
+
+
+class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of one worker group find each other, on one host."""
+
+    memory: int
+    """The open file of their common memory (runtime/group_memory.py), which has no name and ends with its processes."""
+    folder: str
+    """A private folder, for what torch.distributed has to exchange."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker process is started with: where its engine listens, its rank, and which life of the group it is in.
+
+    `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
+    `group` is there where several ranks share the model.
+    """
+
+    config: ResolvedConfig
+    address: str
+    rank: int
+    generation: int
+    keys: str | None = None
+    group: WorkerGroup | None = None
