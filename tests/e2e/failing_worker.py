@@ -15,6 +15,7 @@ from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker import process
 
+VARIABLE = "FAILURE"
 STEPS_BEFORE = 2
 
 
@@ -67,7 +68,7 @@ def fail_at_the_start(fail: Callable[[], None]) -> None:
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
-    rank, when, how = os.environ.get("FAILURE", "-1 step raise").split()
+    rank, when, how = os.environ.get(VARIABLE, "-1 step raise").split()
     if settings.rank == int(rank) and settings.generation == 1:
         (fail_in_a_step if when == "step" else fail_at_the_start)(WAYS[how])
     return process.process_main(settings, stop)

@@ -18,9 +18,8 @@ import pytest
 from tests.deadlines import scaled
 from tests.e2e.kill_plan import VARIABLE, Death, Plan
 from tests.e2e.killed_worker import LIGHT
-from tests.e2e.test_processes import assert_nothing_left, family
-from vllm_lite import AsyncClient, EngineConfig, SamplingParams
-from vllm_lite.client import launch as launching
+from tests.e2e.launched import launched
+from vllm_lite import AsyncClient, SamplingParams
 from vllm_lite.client.launch import Launched
 from vllm_lite.errors import EngineDeadError
 
@@ -161,40 +160,32 @@ async def idle(client: AsyncClient) -> None:
 
 
 @contextmanager
-def engine(model: Path, folder: Path, **settings: Any) -> Iterator[tuple[Launched, Plan]]:
-    """An engine that kills itself by plan. When it has ended, nothing of it is left."""
-    plan, run_root = Plan(folder / "plan"), folder / "t"
+def engine(model: Path, folder: Path, light: bool = False, **settings: Any) -> Iterator[tuple[Launched, Plan]]:
+    """An engine that kills itself by plan; `light`: its workers are simulated ones."""
+    plan = Plan(folder / "plan")
     plan.write([])
-    run_root.mkdir()
-    small = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, "max_restarts": 1000}
+    environment = {VARIABLE: str(plan.path)} | ({LIGHT: "1"} if light else {})
+    small: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_restarts": 1000,
+        "log_level": "error",
+    }
     small |= {"num_gpu_blocks_override": NUM_BLOCKS, "swap_space": 0.001, "preemption_mode": "swap"}
-    small |= {"max_num_batched_tokens": 64, "log_level": "error"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(run_root))
-        patch.setenv("TMPDIR", str(run_root))
-        patch.setenv(VARIABLE, str(plan.path))
-        patch.setattr(launching, "ENGINE_MODULE", "tests.e2e.killed_engine")
-        launched = launching.launch(EngineConfig.check({"model": str(model)} | small | settings))
-        try:
-            yield launched, plan
-        finally:
-            pids = family(launched.pid)
-            launched.close()
-        assert_nothing_left(pids, run_root)
+    with launched(model, environment, engine_module="tests.e2e.killed_engine", **(small | settings)) as running:
+        yield running, plan
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    with engine(tiny_checkpoint, tmp_path_factory.mktemp("k")) as (launched, plan):
-        yield Killed(launched, plan, LOAD | SCORED)
+    with engine(tiny_checkpoint, tmp_path_factory.mktemp("k")) as (running, plan):
+        yield Killed(running, plan, LOAD | SCORED)
 
 
 @pytest.fixture(scope="module")
 def light(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LIGHT, "1")
-        with engine(tiny_checkpoint, tmp_path_factory.mktemp("k")) as (launched, plan):
-            yield Killed(launched, plan, LOAD)
+    with engine(tiny_checkpoint, tmp_path_factory.mktemp("k"), light=True) as (running, plan):
+        yield Killed(running, plan, LOAD)
 
 
 def where(death: Death) -> str:
@@ -241,14 +232,13 @@ def test_an_engine_dies_again_as_soon_as_it_serves(light: Killed) -> None:
 
 def test_one_of_two_ranks_dies(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """The other one is in a collective of the same step, and waits for it."""
-    with engine(tiny_checkpoint, tmp_path, tensor_parallel_size=2) as (launched, plan):
-        killed = Killed(launched, plan, LOAD | SCORED)
+    with engine(tiny_checkpoint, tmp_path, tensor_parallel_size=2) as (running, plan):
+        killed = Killed(running, plan, LOAD | SCORED)
         killed.check(*RANKS)
 
 
 @pytest.mark.parametrize("death", END, ids=where)
-def test_one_dies_while_all_end(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: Any, death: Death) -> None:
-    monkeypatch.setenv(LIGHT, "1")
-    with engine(tiny_checkpoint, tmp_path) as (_, plan):
+def test_one_dies_while_all_end(tiny_checkpoint: Path, tmp_path: Path, death: Death) -> None:
+    with engine(tiny_checkpoint, tmp_path, light=True) as (_, plan):
         plan.write([death])
     assert plan.read() == [], "nobody came there"

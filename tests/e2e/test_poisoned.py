@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.e2e.killed_worker import LIGHT
+from tests.e2e.launched import launched
 from tests.e2e.poisoned_worker import POISON, VARIABLE
-from tests.e2e.test_processes import assert_nothing_left, family
-from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
-from vllm_lite.client import launch as launching
+from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.client.launch import Launched
 from vllm_lite.errors import RequestError
-from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Stats
 
 PATIENCE_S = scaled(90.0)
@@ -68,24 +65,13 @@ async def fault(outputs: AsyncIterator[RequestOutput]) -> str:
 
 
 @contextmanager
-def engine(model: Path, folder: Path, **settings: Any) -> Iterator[Poisonable]:
-    """When it has ended, nothing of it is left."""
-    run_root = folder / "t"
-    run_root.mkdir()
-    small = {"model": str(model), "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 64}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(run_root))
-        patch.setenv("TMPDIR", str(run_root))
-        patch.setenv(VARIABLE, str(folder / "poison"))
-        module = partial(EngineSettings, worker_module="tests.e2e.poisoned_worker")
-        patch.setattr(launching, "EngineSettings", module)
-        launched = launching.launch(EngineConfig.check(small | settings))
-        try:
-            yield Poisonable(launched, folder / "poison")
-        finally:
-            pids = family(launched.pid)
-            launched.close()
-        assert_nothing_left(pids, run_root)
+def engine(model: Path, folder: Path, light: bool = False, **settings: Any) -> Iterator[Poisonable]:
+    """`light`: its workers are simulated ones in real processes, which start fast."""
+    file = folder / "poison"
+    environment = {VARIABLE: str(file)} | ({LIGHT: "1"} if light else {})
+    module = "tests.e2e.poisoned_worker"
+    with launched(model, environment, worker_module=module, max_num_seqs=64, **settings) as running:
+        yield Poisonable(running, file)
 
 
 def num_deaths(stats: Stats) -> int:
@@ -109,12 +95,9 @@ def test_one_of_64_is_found_in_four_deaths(tiny_checkpoint: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def light(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Poisonable]:
-    """Its workers are simulated ones in real processes, which start fast."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LIGHT, "1")
-        folder = tmp_path_factory.mktemp("p")
-        with engine(tiny_checkpoint, folder, num_gpu_blocks_override=400, max_restarts=100) as poisonable:
-            yield poisonable
+    folder = tmp_path_factory.mktemp("p")
+    with engine(tiny_checkpoint, folder, light=True, num_gpu_blocks_override=400, max_restarts=100) as poisonable:
+        yield poisonable
 
 
 @pytest.mark.parametrize(
