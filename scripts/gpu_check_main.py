@@ -5,10 +5,11 @@
    it must not takes its CUDA context with it, so the process is started again behind the case that did
 3. decode attention and RoPE with cache write: captured in a CUDA graph, replayed, compared bit for bit
 4. ranks that share a model: world 1 over NCCL, world 2 over gloo on one device (scripts/gpu_check_parallel.py)
-5. measurements of the kernels (scripts/gpu_check_bench.py)
-6. tests/gpu with pytest, and tokens per second of a random Llama with graphs and without, where the packages are there
+5. a worker and an engine that are killed: streams go on with the same tokens (scripts/gpu_check_recovery.py)
+6. measurements of the kernels (scripts/gpu_check_bench.py)
+7. tests/gpu with pytest, and tokens per second of a random Llama with graphs and without, where the packages are there
 
-A part that exceeds its time is stopped and what it had found is kept. `--emulate` runs parts 2 to 5 with the emulator
+A part that exceeds its time is stopped and what it had found is kept. `--emulate` runs parts 2 to 6 with the emulator
 on the CPU, to test this script; its figures mean nothing.
 """
 
@@ -30,7 +31,8 @@ from gpu_check_parts import Part, python_path, run_cases, run_part
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 480.0
-CASES_S, GRAPHS_S, PARALLEL_S, BENCH_S, TESTS_S, THROUGHPUT_S = 200.0, 60.0, 90.0, 150.0, 120.0, 120.0
+CASES_S, GRAPHS_S, PARALLEL_S, RECOVERY_S = 200.0, 60.0, 90.0, 120.0
+BENCH_S, TESTS_S, THROUGHPUT_S = 150.0, 120.0, 120.0
 """The most that each part may take; it is less when the time left is less."""
 END_TO_END_MODEL = "random-500m"
 CASES_AS_TESTS = "tests/gpu/test_kernels_on_device.py"
@@ -61,7 +63,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names = ["cases", "graphs", "parallel", "bench", "tests", "throughput"]
+    names = ["cases", "graphs", "parallel", "recovery", "bench", "tests", "throughput"]
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder for the JSON files [$OUT, or here]")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"time for everything, in seconds [{LIMIT_S:g}]")
     parser.add_argument("--parts", default="", help=f"only these, separated by commas: {', '.join(names)}")
@@ -69,7 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-cases", type=int, default=0, help="only so many cases of each file")
     parser.add_argument("--emulate", action="store_true", help="run kernels on the CPU, to test this script")
     arguments = parser.parse_args(argv)
-    arguments.parts = [part for part in arguments.parts.split(",") if part] or names[: 4 if arguments.emulate else 6]
+    arguments.parts = [part for part in arguments.parts.split(",") if part] or names[: 5 if arguments.emulate else 7]
     if strangers := set(arguments.parts) - set(names):
         parser.error(f"unknown parts {', '.join(sorted(strangers))}; there are {', '.join(names)}")
     return arguments
@@ -147,6 +149,12 @@ class Check:
             self.skip("parallel", f"ranks need {lacking}")
             return
         self._events("parallel", "gpu_check_parallel.py", PARALLEL_S)
+
+    def recovery(self) -> None:
+        if lacking := self._lacking():
+            self.skip("recovery", f"an engine needs {lacking}")
+            return
+        self._events("recovery", "gpu_check_recovery.py", RECOVERY_S)
 
     def bench(self) -> None:
         self._events("bench", "gpu_check_bench.py", BENCH_S)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_check_main as main  # noqa: E402
 import gpu_check_parallel as parallel  # noqa: E402
 import gpu_check_parts as parts  # noqa: E402
+import gpu_check_recovery as recovery  # noqa: E402
 
 
 def run(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -71,6 +72,13 @@ def test_emulated_ranks_share_a_model(tmp_path: Path) -> None:
     assert found["parallel"] == dict.fromkeys(parallel.CHECKS, "equal")
 
 
+def test_emulated_processes_are_killed(tmp_path: Path) -> None:
+    done = run("--emulate", "--parts", "recovery", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "emulator-check.json").read_text())
+    assert found["recovery"] == dict.fromkeys(recovery.CHECKS, "equal")
+
+
 @pytest.mark.parametrize("call", ["all_reduce", "gather_columns", "broadcast"])
 def test_a_call_of_a_rank_that_does_nothing_is_named(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +107,7 @@ def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path) -> None:
 def test_unknown_parts_are_refused() -> None:
     done = run("--parts", "kernels")
     assert done.returncode == 2
-    assert "there are cases, graphs, parallel, bench, tests, throughput" in done.stderr
+    assert "there are cases, graphs, parallel, recovery, bench, tests, throughput" in done.stderr
 
 
 def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None:

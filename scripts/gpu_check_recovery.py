@@ -1,0 +1,98 @@
+"""Part of `gpu_check`: processes of a GPU's engine are killed, others take their place, and streams go on.
+
+The demo model serves some streams; then its worker is killed while they run, then its engine. All tokens must be those
+of the streams that nobody disturbed. In float32, so that no rounding decides for another token when KV is computed
+again. With `--emulate` everything runs on the CPU.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from gpu_check_parts import emit
+
+from vllm_lite import AsyncClient, EngineConfig, SamplingParams
+from vllm_lite.client import instances
+from vllm_lite.client.launch import Launched, launch
+
+TIMEOUT_S = 60.0
+NUM_STREAMS, TOKENS_BEFORE = 8, 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, detokenize=False)
+Tokens = list[list[int]]
+
+
+def engine(launched: Launched) -> int:
+    return launched.pid
+
+
+def worker(launched: Launched) -> int:
+    own = [instance for instance in instances.find() if instance.record.address == launched.address]
+    return own[0].workers[0].pid
+
+
+async def serve(address: str, kill: Callable[[], None] | None = None) -> Tokens:
+    """What all streams get; `kill` is called when each of them has some tokens and none has ended."""
+    reached = [asyncio.Event() for _ in range(NUM_STREAMS)]
+
+    async def read(client: AsyncClient, index: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in client.generate([20 + index, 21, 22, 23], GREEDY):
+            tokens = list(output.outputs[0].token_ids)
+            if len(tokens) >= TOKENS_BEFORE:
+                reached[index].set()
+        return tokens
+
+    async with AsyncClient(address) as client:
+        streams = [asyncio.ensure_future(read(client, index)) for index in range(NUM_STREAMS)]
+        if kill is not None:
+            await asyncio.gather(*(event.wait() for event in reached))
+            if any(stream.done() for stream in streams):
+                raise RuntimeError("a stream had ended before the process was killed")
+            kill()
+        return await asyncio.gather(*streams)
+
+
+def tokens_of(launched: Launched, victim: Callable[[Launched], int] | None = None) -> Tokens:
+    kill = None
+    if victim is not None:
+        pid = victim(launched)
+
+        def kill() -> None:
+            os.kill(pid, signal.SIGKILL)
+
+    return asyncio.run(asyncio.wait_for(serve(launched.address, kill), TIMEOUT_S))
+
+
+CHECKS: dict[str, Callable[[Launched], int]] = {"a killed worker": worker, "a killed engine": engine}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--emulate", action="store_true")
+    settings: dict[str, Any] = {"model": "demo", "dtype": "float32", "gpu_memory_utilization": 0.3}
+    settings["device"] = "cpu" if parser.parse_args().emulate else "cuda"
+    with closing(launch(EngineConfig.check(settings | {"log_level": "warning"}))) as launched:
+        whole = tokens_of(launched)
+        for name, victim in CHECKS.items():
+            begin_s = time.monotonic()
+            try:
+                got = tokens_of(launched, victim)
+                problem = "" if got == whole else f"{got} instead of {whole}"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            seconds = time.monotonic() - begin_s
+            emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}, {seconds:.1f} s")
+            if problem:
+                emit(failed=f"{name}: {problem}")
+    emit(finished=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
