@@ -146,7 +146,7 @@ def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., Launched]) -
 
 
 def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., Launched]) -> None:
-    launched = start("dies,hangs,serves", ready_timeout_s=1.0)
+    launched = start("dies,hangs,serves", ready_timeout_s=scaled(1.5))
     ask(launched)
     until(lambda: life(launched) == 3, "the third life")
 
