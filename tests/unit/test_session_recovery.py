@@ -9,6 +9,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, STATS, FakeEngine, Sink, start, welcome
+from vllm_lite.client.connection import Search
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Failure
 from vllm_lite.errors import EngineDeadError, EngineError
@@ -31,6 +32,7 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 
 PROMPT = pack_tokens([1, 2])
@@ -244,9 +246,10 @@ def test_what_is_left_of_a_deadline(play: Play, monkeypatch: pytest.MonkeyPatch)
     short.next()
     play.gone()
     now_s[0] += 1.0
+    assert short.next() == Finished("short", 1, [], "error", error="the deadline of 500 ms passed")  # with no engine
+    assert not play.session.is_live("short")
     again = play.back().expect(Generate)
     assert (again.request_id, again.params.deadline_ms) == ("long", 4000)
-    assert short.next() == Finished("short", 1, [], "error", error="the deadline of 500 ms passed")
     assert short.is_empty()
 
 
@@ -316,6 +319,31 @@ def test_an_abort_ends_the_stream_at_once(play: Play) -> None:
     assert part.next() == Finished("part", 0, [1], "length", index=1)
     for sink in (before, meanwhile, part):
         assert sink.is_empty()
+
+
+def test_an_abort_just_before_all_is_sent_again_is_not_lost(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Any] = []
+
+    def sink(events: list[Any]) -> None:
+        ends.extend(events)
+        play.session.abort("second")
+
+    def step(search: Search, wakeup: Wakeup) -> Any:
+        found = look(search, wakeup)
+        if found is not None:
+            play.session.abort("first")
+        return found
+
+    look = Search.step
+    monkeypatch.setattr(Search, "step", step)
+    play.session.submit(Generate("first", PROMPT, GREEDY), sink)
+    second = play.submit(Generate("second", PROMPT, GREEDY))
+    engine = play.replaced()
+    assert engine.expect(Generate).request_id == "second"
+    assert engine.expect(Abort).request_id == "second"
+    engine.send(OutputBatch(engine.epoch, [Finished("second", 0, [], "abort")]))
+    assert second.next() == Finished("second", 0, [], "abort")
+    assert ends == [Finished("first", 0, [], "abort")]
 
 
 def test_beams_of_which_some_are_aborted_go_on(play: Play) -> None:

@@ -21,7 +21,7 @@ block."""
 class OpenStream:
     """A request that has not ended. `tokens` has the output of each sample that has not ended, as the sink got it."""
 
-    __slots__ = ("_known_from", "_num_scored", "_request", "_started_s", "aborted", "sink", "tokens")
+    __slots__ = ("_deadline_ms", "_known_from", "_num_scored", "_request", "_started_s", "aborted", "sink", "tokens")
 
     def __init__(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
         """`own` says what a ForkRequest does as a request of its own; a fork without it is not started again."""
@@ -29,6 +29,7 @@ class OpenStream:
         self.aborted: set[int] = set()
         """Samples whose end has been asked for."""
         self._started_s = monotonic()
+        self._deadline_ms = message.params.deadline_ms
         if isinstance(message, Generate):
             self._request: Generate | None = message
         elif own is not None:
@@ -82,11 +83,21 @@ class OpenStream:
                 return Failure(output.request_id, ProtocolError(f"the engine sent something that is no token: {error}"))
         return event
 
-    def end_aborted(self, request_id: str) -> list[Event]:
-        """The ends of the samples that were aborted, made here because no engine is left to send them."""
-        ended = sorted(self.aborted & self.tokens.keys())
+    def end_here(self, request_id: str) -> list[Event]:
+        """The ends of the samples that were aborted, or of a request that is late, made here because no engine is left
+        to send them."""
+        aborted = sorted(self.aborted & self.tokens.keys())
         self.aborted.clear()
-        return [Finished(request_id, self._pop(sample), [], "abort", index=sample) for sample in ended]
+        ends: list[Event] = [Finished(request_id, self._pop(sample), [], "abort", index=sample) for sample in aborted]
+        if self.tokens and (left_ms := self._left_ms()) is not None and left_ms <= 0:
+            sample, late = min(self.tokens), f"the deadline of {self._deadline_ms} ms passed"
+            ends.append(Finished(request_id, self._pop(sample), [], "error", error=late, index=sample))
+            self.tokens.clear()  # an error ends all samples
+        return ends
+
+    def _left_ms(self) -> int | None:
+        """What is left of the deadline, if there is one."""
+        return None if self._deadline_ms is None else self._deadline_ms - int(1000 * (monotonic() - self._started_s))
 
     def _pop(self, sample: int) -> int:
         return self._known_from + len(self.tokens.pop(sample))
@@ -97,14 +108,9 @@ class OpenStream:
         if request is None or self._known_from:
             missing = "its prompt and the tokens it began with are not known here"
             return Failure(request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}"))
-        params, left_ms = request.params, request.params.deadline_ms
+        params, left_ms = request.params, self._left_ms()
         if left_ms is not None:
-            left_ms -= int(1000 * (monotonic() - self._started_s))
-            if left_ms <= 0:
-                index, tokens = next(iter(self.tokens.items()))
-                late = f"the deadline of {params.deadline_ms} ms passed"
-                return Finished(request_id, len(tokens), [], "error", error=late, index=index)
-            params = msgspec.structs.replace(params, deadline_ms=left_ms)
+            params = msgspec.structs.replace(params, deadline_ms=max(1, left_ms))
         plain = {"params": params, "have": 0, "output": b"", "samples": (), "num_scored": self._num_scored}
         request = msgspec.structs.replace(request, **plain)
         if params.use_beam_search:  # what nobody has seen yet is searched for anew

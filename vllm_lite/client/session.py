@@ -321,12 +321,12 @@ class Session:
         _fail(questions, self._no_answer(reason))
 
     def _recover(self, reason: str) -> None:
-        """Look for another engine and send it all that has not ended; meanwhile, end what is aborted."""
+        """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
         self._connection.close()
         with closing(Search(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
             found = None
             while found is None:
-                self._end_aborted()
+                self._end_here()
                 end = self._reported_end or (self._alive() if self._alive is not None else None)
                 if end is not None:
                     self._die(EngineDeadError(f"the engine died: {end}"))
@@ -341,21 +341,26 @@ class Session:
         self._last_heard_s = time.monotonic()
         self._send_again()
 
-    def _end_aborted(self) -> None:
-        """End the samples that were aborted and whose ends no engine has sent."""
+    def _end_here(self) -> None:
+        """End what ends although there is no engine to say so."""
         with self._lock:
-            aborted = [(request_id, stream) for request_id, stream in self._open.items() if stream.aborted]
-            events = [(stream, stream.end_aborted(request_id)) for request_id, stream in aborted]
-            for request_id, stream in aborted:
+            ended = self._take_ended()
+        self._deliver(_by_sink(ended))
+
+    def _take_ended(self) -> list[tuple[OpenStream, list[Event]]]:
+        """The ends of what was aborted, and of what passed its deadline; needs the lock."""
+        ended = []
+        for request_id, stream in list(self._open.items()):
+            if events := stream.end_here(request_id):
+                ended.append((stream, events))
                 if not stream.tokens:
                     del self._open[request_id]
-        self._deliver(_by_sink(events))
+        return ended
 
     def _send_again(self) -> None:
         """Start in the new engine what has not ended, in the order in which it was submitted."""
-        self._end_aborted()
-        ended: list[tuple[OpenStream, list[Event]]] = []
         with self._lock:
+            ended = self._take_ended()  # under the same lock: an abort either ends here or follows its Generate
             for request_id, stream in list(self._open.items()):
                 again = stream.again(request_id)
                 if isinstance(again, Generate):
