@@ -247,6 +247,24 @@ def test_delete_ends_it() -> None:
     run(main)
 
 
+def test_delete_ends_it_also_while_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        stage = Stage()
+        await begun(stage)
+
+        def replaced(_: str) -> Any:
+            raise EngineDeadError("the engine is being replaced")
+
+        monkeypatch.setattr(stage.session, "abort_external", replaced)
+        await stage.live.abort(asking("chatcmpl-1"))
+        assert stage.session.aborted == ["chatcmpl-1"]
+        with pytest.raises(ApiError) as caught:  # another server's, perhaps
+            await stage.live.abort(asking("chatcmpl-2"))
+        assert caught.value.status == 503
+
+    run(main)
+
+
 # ---- how many
 
 

@@ -133,9 +133,15 @@ class LiveRequests:
         """End a request. Its client gets the finish reason "abort"."""
         call_id = id_in(request)
         own = self._own(call_id)
-        aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
-        if not aborted.num_requests and own is None:
-            raise _not_running(call_id)
+        try:
+            aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
+        except ApiError:
+            if own is None:
+                raise
+            self.calls.dispatcher.abort(own)  # what runs here ends also while the engine is being replaced
+        else:
+            if not aborted.num_requests and own is None:
+                raise _not_running(call_id)
         if own is not None and self.resumable.unread_s(call_id) is not None:
             self.resumable.forget(own)
         return as_json({"id": call_id, "object": "request", "deleted": True})
