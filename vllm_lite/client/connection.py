@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_lite import transport
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError, ProtocolError
@@ -14,6 +15,8 @@ from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, KeysOption
 
+RUN_DIR = "vl-"
+"""How the names of the private folders begin in which launched engines listen, unless they are given an address."""
 FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 """How long to wait between two attempts to reach another engine: at first, and at most."""
@@ -31,6 +34,12 @@ class Place:
 
     address: str
     keys: KeysOption = None
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether nothing can listen there again: the launcher has ended, and has removed its folder."""
+        folder = Path(self.address.removeprefix("ipc://")).parent
+        return self.address.startswith("ipc://") and folder.name.startswith(RUN_DIR) and not folder.exists()
 
     def connect(self, model: str | None = None) -> Connection:
         """Open a connection and say Hello on it. Raises ConfigError for missing keys, EngineError for a bad address."""
@@ -99,7 +108,12 @@ class Search:
         else:
             transport.wait(wait_s, self._connection, wakeup)
         wakeup.clear()
-        return None if self._connection is None else self._look(self._connection)
+        removed = self._place.is_removed  # before reading, as what was sent before counts
+        found = None if self._connection is None else self._look(self._connection)
+        if found is None and removed:
+            gone = f"nothing listens at {self._place.address} any more: the folder was removed as its launcher ended"
+            raise EngineDeadError(f"{self._reason}; {self._last_words or gone}")
+        return found
 
     def close(self) -> None:
         if self._connection is not None:

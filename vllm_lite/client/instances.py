@@ -22,6 +22,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.session import Session
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
@@ -31,8 +32,6 @@ from vllm_lite.transport.zmq import answers
 RECORD = "instance.json"
 ENDING = "ending"
 """A file of this name beside the record says that the engine is to end: no other takes its place then."""
-PREFIX = "vl-"
-"""How the names of run directories begin."""
 ASK_S = 1.0
 EXEC_S = 0.5
 LAST_S = 5.0
@@ -130,7 +129,7 @@ def is_ending(run_dir: str) -> bool:
 def find() -> list[Instance]:
     """Find all instances of this user below TMPDIR, the oldest first, and ask each for its state."""
     found = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
+    for folder in sorted(Path(tempfile.gettempdir()).glob(RUN_DIR + "*")):
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():

@@ -18,6 +18,7 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.model_spec import ModelSpec, resolve_dtype
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
+from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.client.supervisor import EngineSupervisor
@@ -170,7 +171,7 @@ def launch(
     resolved = resolve(config, stopped)
     _check_free(resolved.address)
     _check_tcp(resolved)
-    run_dir = tempfile.mkdtemp(prefix=instances.PREFIX)  # mode 0700
+    run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
     try:
         launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
     except BaseException:
