@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.unit.resumable_stage import CHAT, WORDS, Client, Stage, content, events_in, settle
+from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import (
     AdmissionState,
     Finished,
@@ -20,6 +21,7 @@ from vllm_lite.protocol.api import (
     Tokens,
 )
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
+from vllm_lite.server.calls import registry
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
@@ -254,5 +256,34 @@ def test_a_stream_whose_echo_is_not_known_elsewhere_is_resumed_at_its_own_server
         call.style = msgspec.structs.replace(call.style, echo=("x" * 100_000,))
         assert not call.context(0).style.resumable
         client.go()
+
+    run(main)
+
+
+def test_a_chosen_id_waits_while_the_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether another server has it is to be asked first; a request without one waits in the session."""
+
+    async def main() -> None:
+        stage = Stage(num_servers=2)
+        monkeypatch.setattr(registry, "LOOK_S", 0.0)
+        answer, asked = stage.session.describe, asyncio.Event()
+
+        def describe(**which: Any) -> Any:
+            asked.set()
+            if stage.session.recovering is not None:
+                raise EngineDeadError("the engine is being replaced")
+            return answer(**which)
+
+        monkeypatch.setattr(stage.session, "describe", describe)
+        stage.session.recovering = "the engine died"
+        waiting = asyncio.create_task(stage.live.new_id("cmpl", "mine"))
+        await asked.wait()
+        await settle()
+        assert not waiting.done()
+        stage.session.recovering = None
+        assert await waiting == "cmpl-mine"
+        stage.session.recovering, stage.session.dead = "the engine died", EngineDeadError("for good")
+        with pytest.raises(ApiError, match="is being replaced"):
+            await stage.live.new_id("cmpl", "mine")
 
     run(main)

@@ -77,7 +77,7 @@ class LiveRequests:
         if self.resumable.get(call_id) is not None:
             raise in_use(call_id)
         if wanted is not None and self._scoreboard.num_servers > 1:
-            found = await self.calls.ask(lambda session: session.describe(external_id=call_id))
+            found = await self.calls.ask_for_new(lambda session: session.describe(external_id=call_id))
             if found.requests:
                 raise in_use(call_id)
         return call_id

@@ -162,6 +162,19 @@ class Calls:
             text = public_text(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
             raise ApiError(503, text) from error
 
+    async def ask_for_new(self, question: Callable[[Session], Future[A]]) -> A:
+        """As ask(), for what is to be known before a call starts. While the engine is being replaced such a call waits
+        as all others do. Raises ApiError."""
+        while True:
+            is_replaced = self.dispatcher.session.recovering is not None
+            try:
+                return await self.ask(question)
+            except ApiError:
+                is_replaced = is_replaced or self.dispatcher.session.recovering is not None
+                if self.trouble is not None or not is_replaced:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
     async def watch(self) -> None:
         """Have silent streams send a comment, and look at the queue, again and again until it is cancelled."""
         while True:
