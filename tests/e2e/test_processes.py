@@ -149,10 +149,13 @@ def test_frozen_worker_is_reported(engine: Engine, run_root: Path) -> None:
     assert_nothing_left(pids, run_root)
 
 
-def test_killed_launcher_leaves_no_orphan(engine: Engine, run_root: Path) -> None:
+def test_killed_launcher_leaves_no_orphan_and_no_answer_that_looks_whole(engine: Engine, run_root: Path) -> None:
     pids = family(engine.process.pid)
     assert len(pids) >= 3
-    engine.process.kill()
+    told_s, results = asyncio.run(kill_while_streaming(engine, engine.process.kill))
+    assert told_s < TOLD_S
+    wholes = [result.outputs[0].finish_reason for result in results if not isinstance(result, EngineDeadError)]
+    assert not wholes
     engine.process.wait(GONE_S)
     assert_nothing_left(pids, run_root)
 

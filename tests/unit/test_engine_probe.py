@@ -26,11 +26,11 @@ def probe(engine: FakeEngine) -> Iterator[EngineProbe]:
         yield probe
 
 
-def watch(probe: EngineProbe, first_s: float, last_s: float) -> bool:
+def watch(probe: EngineProbe, first_s: float, last_s: float, *, is_stopped: bool = False) -> bool:
     """Look as often as one should. False once the engine counts as hung."""
     now_s = first_s
     while now_s <= last_s:
-        if not probe.look(now_s):
+        if not probe.look(now_s, is_stopped=is_stopped):
             return False
         now_s += probe.every_s
     return True
@@ -47,6 +47,14 @@ def test_an_engine_may_take_its_time_to_start(probe: EngineProbe) -> None:
     assert watch(probe, 0.0, START_S)
     assert not probe.is_ready
     assert not probe.look(START_S + 1.0)
+
+
+def test_an_engine_that_is_stopped_while_it_starts_takes_no_time_for_that(probe: EngineProbe) -> None:
+    assert watch(probe, 0.0, 50.0)
+    assert watch(probe, 51.0, 51.0 + SILENCE_S, is_stopped=True)
+    assert not watch(probe, 52.0 + SILENCE_S, 53.0 + SILENCE_S, is_stopped=True)
+    assert probe.patience_s == SILENCE_S
+    assert watch(probe, 54.0 + SILENCE_S, 55.0 + SILENCE_S), "it goes on"
 
 
 def test_a_ready_engine_that_answers_is_not_hung(engine: FakeEngine, probe: EngineProbe) -> None:

@@ -34,15 +34,20 @@ class EngineProbe:
         self.every_s = min(MAX_PING_S, silence_s / PINGS)
         self._start_s, self._silence_s = start_s, silence_s
         self._heard_s = self._looked_s = now_s
+        self._is_stopped = False
         self._pinged_s = now_s
         self._connection = transport.connect(address, f"supervisor-{os.getpid()}-{os.urandom(8).hex()}".encode())
         self._connection.send(client_to_engine.encode(api.Hello(PROTOCOL_VERSION)))
 
-    def look(self, now_s: float) -> bool:
-        """Read what the engine sent, and ask for more; to be called every `every_s`. False if it is hung."""
+    def look(self, now_s: float, *, is_stopped: bool = False) -> bool:
+        """Read what the engine sent, and ask for more; to be called every `every_s`. False if it is hung.
+
+        `is_stopped`: its process does not run, so that it needs no time to start.
+        """
         self._receive(now_s)
-        if now_s - self._looked_s > self.every_s + STOPPED_S:
+        if now_s - self._looked_s > self.every_s + STOPPED_S or (is_stopped and not self._is_stopped):
             self._heard_s = now_s
+        self._is_stopped = is_stopped
         self._looked_s = now_s
         if self.is_ready and now_s - self._pinged_s >= self.every_s:
             self._pinged_s = now_s
@@ -52,7 +57,7 @@ class EngineProbe:
     @property
     def patience_s(self) -> float:
         """How long the engine may be silent now."""
-        return self._silence_s if self.is_ready else self._start_s
+        return self._silence_s if self.is_ready or self._is_stopped else self._start_s
 
     def read_last(self) -> None:
         """Read what the engine, whose process is gone, sent before its end."""

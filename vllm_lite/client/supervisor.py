@@ -128,7 +128,7 @@ class EngineSupervisor:
         probe = EngineProbe(self._settings.address, start_s, config.heartbeat_timeout_s, now_s)
         with closing(probe):
             while (status := self._child.exited()) is None:
-                if not probe.look(time.monotonic()) and hung is None:
+                if not probe.look(time.monotonic(), is_stopped=self._child.is_stopped()) and hung is None:
                     hung = self._kill_hung(probe.patience_s)
                 if probe.is_ready and not was_ready:
                     was_ready = True

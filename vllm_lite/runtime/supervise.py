@@ -34,9 +34,6 @@ WORKER_NAME, STANDBY_NAME = "vl-worker ", "vl-standby "
 until the worker is to load the model."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
-_STOP_REQUEST = b"t"
-"""The parent writes it into the pipe before SIGTERM, which distinguishes a request to stop from the parent's death."""
-_EOF_S = 1.0
 
 logger = log.get(__name__)
 
@@ -74,7 +71,6 @@ class ChildProcess(Child):
         self._fds = tuple(fds)
         self._started = threading.Event()
         self._ended = threading.Event()
-        self._pipe = -1
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._live, args=(module, settings), name=f"{name} watch", daemon=True)
         self._thread.start()
@@ -96,7 +92,7 @@ class ChildProcess(Child):
                 )
             finally:
                 os.close(read_end)
-            self.pid, self._pipe = process.pid, write_end
+            self.pid = process.pid
         except BaseException as error:
             self._error = error
             self._started.set()
@@ -106,7 +102,6 @@ class ChildProcess(Child):
         with suppress(BrokenPipeError), open(write_end, "wb", closefd=False) as pipe:  # it may have died already
             pipe.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
         code = process.wait()
-        self._pipe = -1
         os.close(write_end)
         self._reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         self._ended.set()
@@ -118,8 +113,6 @@ class ChildProcess(Child):
         return False
 
     def stop(self, grace_s: float) -> None:
-        with suppress(OSError):  # it is gone already
-            os.write(self._pipe, _STOP_REQUEST)
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
@@ -195,39 +188,40 @@ def run_child(
     """The body of a child's `if __name__ == "__main__"`: read the settings, watch the parent, run, exit.
 
     `main(settings, stop)` returns the exit status. If `graceful`, SIGTERM and SIGINT set `stop` and `main` has to
-    look; otherwise they end the process at once, even in native code. `cleanup(settings)` runs if the parent dies,
-    before this process ends at once.
+    look; otherwise they end the process at once, even in native code. If the parent dies, `cleanup(settings)` runs and
+    the process ends at once, graceful or not: nobody wants what it would end with.
     """
     read_end, parent = int(sys.argv[1]), int(sys.argv[2])
     stop = Wakeup()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    of_death = signal.SIGHUP if graceful else signal.SIGTERM  # which is no request to end in peace
+    if graceful:
+        signal.signal(of_death, signal.SIG_IGN)  # until there are settings to clean up by
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, of_death, 0, 0, 0)
     length = int.from_bytes(_read_exactly(read_end, _LENGTH_BYTES), "little")
     if length > _MAX_SETTINGS_BYTES:
         raise SystemExit(f"settings of {length} bytes are too long")
     settings = msgspec.msgpack.decode(_read_exactly(read_end, length), type=settings_type)
 
-    stop_requested = threading.Event()
-
-    def watch_parent() -> None:
-        while os.read(read_end, 1) == _STOP_REQUEST:
-            stop_requested.set()
-        try:  # end of file: the parent is gone
+    def end(*_: object) -> None:
+        """The parent is gone."""
+        try:
             if cleanup is not None:
                 cleanup(settings)
         finally:
             os._exit(1)
 
-    watch = threading.Thread(target=watch_parent, name="parent watch", daemon=True)
-    watch.start()
+    def watch_parent() -> None:
+        os.read(read_end, 1)  # nothing is ever written: it returns at the end of file
+        end()
+
+    if graceful:
+        signal.signal(of_death, end)
+    threading.Thread(target=watch_parent, name="parent watch", daemon=True).start()
     if os.getppid() != parent:  # it died before prctl took effect
-        watch.join(_EOF_S)
-        os._exit(1)
-    status = main(settings, stop)
-    if stop.is_set() and not stop_requested.is_set():  # the kernel's signal may precede the end of file
-        watch.join(_EOF_S)
-    sys.exit(status)
+        end()
+    sys.exit(main(settings, stop))
 
 
 def name_process(name: str) -> None:
