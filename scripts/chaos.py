@@ -362,7 +362,8 @@ def judge_forks(ledger: Ledger, references: References, model: str) -> None:
 def run(options: Options, folder: Path, references: References | None = None) -> Report:
     """A whole run. `folder` is a short path of its own, and is empty again of all but logs afterwards."""
     if references is None:
-        references = make_references(str(options.model), options.seed, options.per_kind, options.longest)
+        sizes = options.per_kind, options.longest, options.tensor_parallel_size
+        references = make_references(str(options.model), options.seed, *sizes)
     chaos = Chaos(options, folder, references)
     chaos.serve()
     try:

@@ -107,7 +107,8 @@ class Ledger:
     def breaks(self, what: str, record: Record, how: str) -> None:
         self.broken[what] += 1
         if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(f"{what}: {record.stream} ({record.way}, {record.intent}, {record.key}): {how}")
+            fork = "" if record.fork is None else f", {record.fork}"
+            self.examples.append(f"{what}: {record.stream} ({record.way}, {record.intent}, {record.key}{fork}): {how}")
 
     def _judge_error(self, record: Record, error: str) -> None:
         if record.intent == "deadline" and "deadline" in error:

@@ -150,9 +150,10 @@ def margin(output: RequestOutput) -> float:
     return min((first - second for first, second in best), default=0.0)
 
 
-def quiet_settings(model: str) -> dict[str, Any]:
+def quiet_settings(model: str, num_ranks: int) -> dict[str, Any]:
+    """With the ranks of the server: another number of them adds up in another order, which near ties show."""
     settings = {"model": model, "device": "cpu", "dtype": "float32", "cpu_threads": 1, "log_level": "error"}
-    return settings | {"num_gpu_blocks_override": 2048}
+    return settings | {"num_gpu_blocks_override": 2048, "tensor_parallel_size": num_ranks}
 
 
 class References(NamedTuple):
@@ -160,19 +161,20 @@ class References(NamedTuple):
 
     specs: list[Spec]
     answers: dict[str, Answer]
+    num_ranks: int
 
 
-def make_references(model: str, seed: int, per_kind: int, longest: int) -> References:
-    with quiet_engine(quiet_settings(model)) as launched:
+def make_references(model: str, seed: int, per_kind: int, longest: int, num_ranks: int = 1) -> References:
+    with quiet_engine(quiet_settings(model, num_ranks)) as launched:
         specs = make_specs(seed, launched.engine.vocab_size, per_kind, longest)
         found = asyncio.run(asyncio.wait_for(answers(launched.address, specs), REFERENCE_S))
-    return References([spec for spec in specs if spec.key in found], found)
+    return References([spec for spec in specs if spec.key in found], found, num_ranks)
 
 
 def branches(model: str, references: References, forks: Collection[Fork]) -> dict[Fork, Answer]:
     """What forks have to get. They begin where their readers were, so that is computed once they have been there."""
     by_key = {spec.key: spec for spec in references.specs}
-    with quiet_engine(quiet_settings(model)) as launched:
+    with quiet_engine(quiet_settings(model, references.num_ranks)) as launched:
         return {
             fork: branch(launched.session, by_key[fork.parent], fork, references.answers[fork.parent].tokens[0])
             for fork in forks
