@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_lite.config import EngineConfig
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _HOME = {
     "LLM": "vllm_lite.client.llm",
@@ -36,6 +36,7 @@ _HOME = {
     "TokensPrompt": "vllm_lite.client.prompt",
     "SamplingParams": "vllm_lite.protocol.params",
     "RequestOutputKind": "vllm_lite.protocol.params",
+    "StructuredOutputsParams": "vllm_lite.protocol.structured",
     "EngineConfig": "vllm_lite.config",
 }
 
@@ -50,6 +51,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

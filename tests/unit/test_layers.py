@@ -49,6 +49,8 @@ ONLY_IN = {
     "cupy": {"kernels"},
     "zmq": {"transport"},
     "tokenizers": {"client"},
+    "llguidance": {"structured"},
+    "regex": {"client"},
     "transformers": {"worker", "client", "tools.bench"},
 }
 """Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""

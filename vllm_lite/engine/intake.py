@@ -113,6 +113,8 @@ class Intake:
             raise RequestError(str(error)) from error
         if params.bad_words:
             raise RequestError("bad_words must come to the engine as bad_words_token_ids")
+        if params.structured_outputs is not None or params.thinking_token_budget is not None:
+            raise RequestError("structured_outputs must come to the engine as a grammar, a budget as part of thinking")
         if params.extra_args is not None:
             raise RequestError("extra_args are the client's own; the engine takes none")
         params = _with_seed(message)

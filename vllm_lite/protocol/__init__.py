@@ -1,6 +1,7 @@
 """The wire: every message that crosses a process boundary, as frozen msgspec structs. Imports msgspec only.
 
 params.py   what a user may ask of sampling
+structured.py  the form that an output must have
 api.py      client <-> engine
 step.py     engine -> worker -> engine, once per step
 control.py  engine <-> worker, outside the step: start, heartbeat, stop
@@ -9,7 +10,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

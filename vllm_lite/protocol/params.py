@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol import Message
+from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams, Thinking
 
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 64
@@ -65,6 +66,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
     `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit.
 
+    `structured_outputs` holds the output to a form; where the model thinks first, from the end of its thinking on. The
+    client turns it into a `grammar` in the format of llguidance, and what it knows of the model's thinking into
+    `thinking`. `thinking_token_budget` bounds the thinking.
+
     `output_kind` is what AsyncClient yields. `extra_args` are the caller's own, and change nothing. A field whose
     default is an empty sequence takes None for it, and `seed` takes -1 for None.
 
@@ -113,7 +118,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     deadline_ms: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: Annotated[dict[str, Any], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    thinking: Thinking | None = None
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -144,8 +152,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must name at least one token, or be None to allow all")
             self._set("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported yet")
+        if self.structured_outputs is not None and self.grammar is not None:
+            raise ValueError("structured_outputs and grammar are two forms of one output; give one of them")
         self._check_relations()
 
     def _check_relations(self) -> None:
@@ -166,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.changes_logits or self.prompt_logprobs is not None:
             raise ValueError(
                 "use_beam_search follows the model's own logprobs; it takes no penalties, logit_bias, "
-                "allowed_token_ids, bad_words or prompt_logprobs"
+                "allowed_token_ids, bad_words, structured_outputs, thinking_token_budget or prompt_logprobs"
             )
 
     def _set(self, name: str, value: Any) -> None:
@@ -175,7 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def changes_logits(self) -> bool:
         """Whether draws are not from the model's own logits. min_tokens does not count: it is about the end only."""
-        return bool(self.bad_words) or self.logit_rules() is not None
+        unread = self.bad_words, self.structured_outputs, self.thinking_token_budget
+        return any(part not in ((), None) for part in unread) or self.logit_rules() is not None
 
     @property
     def greedy(self) -> bool:
@@ -188,6 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": chain.from_iterable(self.bad_words_token_ids),
+            "thinking": (*self.thinking.begin, *self.thinking.end) if self.thinking is not None else (),
         }
         for name, token_ids in given.items():
             for token_id in token_ids:
@@ -227,6 +237,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             tuple((self.logit_bias or {}).items()),
             array("I", self.allowed_token_ids or ()).tobytes(),
             tuple(map(tuple, self.bad_words_token_ids)),
+            self.grammar or "",
+            self.thinking,
         )
         return None if rules == _NO_RULES else rules
 
@@ -244,6 +256,9 @@ class LogitRules(Message):
     allowed: Annotated[bytes, Meta(max_length=4 * MAX_ALLOWED)] = b""
     """Token ids as little-endian u32; empty: all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    """What the output must follow, in the format of llguidance; empty: nothing."""
+    thinking: Thinking | None = None
 
     @property
     def penalises(self) -> bool:
@@ -309,6 +324,10 @@ def _check_of(hint: Any) -> _Check:
         return partial(_checked_extra_args, meta.max_length)
     if kind is RequestOutputKind:
         return _checked_kind
+    if kind is StructuredOutputsParams:
+        return _checked_form
+    if kind is Thinking:
+        return _checked_thinking
     if kind is Any:
         return lambda _name, value: value
     raise TypeError(f"there is no check for a parameter that is a {hint}")
@@ -344,6 +363,22 @@ def _checked_name(most: int, name: str, value: Any) -> Any:
 def _checked_kind(name: str, value: Any) -> Any:
     if not isinstance(value, RequestOutputKind):
         raise TypeError(f"{name} must be a RequestOutputKind, got {value!r}")
+    return value
+
+
+def _checked_form(name: str, value: Any) -> Any:
+    """A dict says the same as the struct of its fields."""
+    if isinstance(value, dict):
+        try:
+            return msgspec.convert(value, StructuredOutputsParams)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}: {error}") from error
+    _expect(isinstance(value, StructuredOutputsParams), name, "a StructuredOutputsParams", value)
+    return value
+
+
+def _checked_thinking(name: str, value: Any) -> Any:
+    _expect(isinstance(value, Thinking), name, "a Thinking", value)
     return value
 
 

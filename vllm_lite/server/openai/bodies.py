@@ -31,7 +31,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 """A name as the engine takes it: it would not answer a message that it cannot decode."""
 
-_NOT_PASSED_ON = {"logprobs", "bad_words_token_ids", "detokenize", "extra_args", "output_kind", "structured_outputs"}
+_FORM = {"structured_outputs", "thinking_token_budget", "grammar", "thinking"}
+_NOT_PASSED_ON = {"logprobs", "bad_words_token_ids", "detokenize", "extra_args", "output_kind", *_FORM}
 """Fields of SamplingParams that no body shares: each API has its own logprobs, the others are for Python only."""
 
 if TYPE_CHECKING:
