@@ -151,7 +151,7 @@ class Recorded:
             if self.scheduler.requests and rng.random() < 0.1:
                 self._send_again(rng, rng.choice(list(self.scheduler.requests.values())))
             names = list(self.scheduler.requests)
-            if names and rng.random() < 0.15:
+            if names and rng.random() < 0.25:
                 self._random_fork(rng, rng.choice(names), f"f{index}")
             if rng.random() < 0.05:
                 self.core.reset_prefix_cache()
@@ -221,8 +221,15 @@ class Recorded:
             self.scheduler.requests[parent].sequences[0].num_output if self.scheduler.requests[parent].sequences else 0
         )
         try:
-            params = SamplingParams(max_tokens=have + rng.randint(1, 5), ignore_eos=True)
-            self.core.fork(b"client", ForkRequest(parent, child, max(0, have - rng.randint(0, 2)), params))
+            params = SamplingParams(
+                max_tokens=have + rng.randint(1, 5),
+                ignore_eos=True,
+                temperature=rng.choice([1.0, 2.0]),  # half of them go on with other tokens than their parents
+                seed=rng.randint(1, 9),
+            )
+            self.core.fork(b"client", ForkRequest(parent, child, max(0, have - rng.randint(0, 4)), params))
+            if rng.random() < 0.4:  # and many take their places
+                self.core.abort(parent)
         except RequestError:  # it has several samples, or there is no room
             pass
 

@@ -139,10 +139,12 @@ class Rig:
         raise AssertionError("requests are left that make no progress")
 
 
-def expected(prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset(), sample: int = 0) -> list[int]:
+def expected(
+    prompt: list[int], max_tokens: int, stop: frozenset[int] = frozenset(), sample: int = 0, seed: int = 0
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens, VOCAB, sample))
+        tokens.append(next_token(tokens, VOCAB, sample, seed))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]

@@ -1,12 +1,13 @@
 """A worker without a model: it keeps a fake KV cache and checks, position by position, that the engine's block tables
-lead every sequence to exactly its own history. The next token is a hash of all tokens before it and the sample."""
+lead every sequence to exactly its own history. The next token is a hash of all tokens before it and the sample; and of
+the seed where the temperature is above 1, so that forks can part from their parents."""
 
 from collections import abc, deque
 from hashlib import blake2b
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
-from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -26,10 +27,15 @@ Slot = tuple[int, tuple[int, ...]]
 """What one position of a block holds: the group, and the whole prefix it was computed from."""
 
 
-def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0) -> int:
+def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0, seed: int = 0) -> int:
     """What the simulated model says after `tokens`; samples of one prompt differ."""
-    data = b"".join(token.to_bytes(4, "little") for token in (sample, *tokens))
+    data = b"".join(number.to_bytes(4, "little") for number in (sample, *tokens, *((seed,) if seed else ())))
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
+
+
+def seed_of(params: Sampling | SamplingParams) -> int:
+    """The seed that the simulated model follows, 0 for none."""
+    return params.seed or 0 if params.temperature > 1 else 0
 
 
 def candidates(tokens: abc.Sequence[int], vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
@@ -191,11 +197,14 @@ class SimulatedWorker:
         history.num_computed, history.num_cached = entry.num_computed, entry.num_cached
         history.append(entry.block_ids)
 
+    def _next(self, tokens: list[int], sampling: Sampling) -> int:
+        return next_token(tokens, self.vocab_size, sampling.sample, seed_of(sampling))
+
     def _draft(self, history: History, max_drafts: int) -> list[int]:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
         for _ in range(max_drafts):
-            right = next_token(tokens, self.vocab_size, history.sampling.sample)
+            right = self._next(tokens, history.sampling)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
 
@@ -228,7 +237,7 @@ class SimulatedWorker:
             return []
         sampled = []
         for draft in [*drafts, None]:
-            sampled.append(next_token(history.tokens, self.vocab_size, history.sampling.sample))
+            sampled.append(self._next(history.tokens, history.sampling))
             history.tokens.append(sampled[-1])
             if draft != sampled[-1]:
                 break

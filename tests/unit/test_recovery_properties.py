@@ -1,5 +1,6 @@
 """Whatever runs when the workers die, and however often: every stream gets the tokens of a run in which nobody dies,
-each once; every block is free at last; and a replay of the trace decides the same."""
+each once; every block that can be found holds what its hash says, every block is free at last; and a replay of the
+trace decides the same."""
 
 import random
 import tempfile
@@ -12,8 +13,9 @@ import msgspec
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.cached_contents import CachedContents
 from tests.recorded import Recorded, agrees
-from tests.simulated_worker import next_token
+from tests.simulated_worker import next_token, seed_of
 from tests.unit.test_replay import configurations
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.in_flight import MessageLength
@@ -74,6 +76,13 @@ class Watched(Recorded):
         self.streams: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.scores: dict[str, int] = defaultdict(int)
         self.reasons: dict[tuple[str, int], str] = {}
+        self.cached = CachedContents(self.core.kv)
+
+    def loop(self, fail: bool = False) -> bool:
+        has_result = super().loop(fail)
+        if self.scheduler.has_workers and not self.scheduler.in_flight.num_unsent:
+            self.cached.check(self.worker)
+        return has_result
 
     def begin(self, request: Request, prompt: list[int], output: list[int]) -> None:
         self.requests[request.request_id] = request
@@ -135,7 +144,7 @@ class Watched(Recorded):
         prompt, output = self.beginnings[name]
         tokens = prompt + output
         while len(tokens) < request.max_len and not (output and tokens[-1] in request.stop_ids):
-            tokens.append(next_token(tokens, self.worker.vocab_size, index))
+            tokens.append(next_token(tokens, self.worker.vocab_size, index, seed_of(request.params)))
             output = tokens[len(prompt) :]
         return tokens[len(prompt) :]
 

@@ -5,6 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cached_contents import CachedContents
 from tests.scheduler_rig import VOCAB, Rig, expected
 from vllm_lite.engine.policy import Deadline, Fair, Priority
 
@@ -30,9 +31,11 @@ configurations = st.fixed_dictionaries(
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
     """Random arrivals, aborts, samples and shared prefixes on tiny pools: every slot read is the reader's own history,
-    every sample gets exactly its tokens and one end, and at last every block is free."""
+    every block that can be found holds what its hash says, every sample gets exactly its tokens and one end, and at
+    last every block is free."""
     rng = random.Random(seed)
     rig = Rig(**configuration)  # type: ignore[arg-type]
+    cached = CachedContents(rig.kv)
     wanted: dict[tuple[str, int], list[int]] = {}
     aborted = set()
     longest = min(rig.scheduler.max_len - 1, 60)
@@ -55,6 +58,7 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
             aborted.add(name)
         for _ in range(rng.randint(0, 3)):
             rig.step()
+            cached.check(rig.worker)
     rig.drain()
     for key, tokens in wanted.items():
         if key[0] in aborted:

@@ -26,8 +26,12 @@ class BlockTable:
         return new
 
     def is_shared(self, index: int) -> bool:
-        """Whether logical block `index` exists and another table holds it too."""
-        return index < len(self.ids) and self.pool.blocks[self.ids[index]].ref_count > 1
+        """Whether logical block `index` exists and others may read it: another table holds it too, or it can be found
+        under its hash."""
+        if index >= len(self.ids):
+            return False
+        block = self.pool.blocks[self.ids[index]]
+        return block.ref_count > 1 or block.block_hash is not None
 
     def copy_on_write(self, index: int) -> tuple[int, int]:
         """Put a new block in the place of a shared one: (src, dst) to be copied. Raises OutOfBlocks."""

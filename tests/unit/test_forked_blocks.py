@@ -1,0 +1,61 @@
+"""A fork shares the block in which it parts from its parent. That one is another's as long as anybody can read it."""
+
+import pytest
+
+from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+def parent_of(rig: Rig, num_tokens: int) -> Request:
+    """A request that has so many tokens."""
+    parent = rig.add("parent", PROMPT, max_tokens=30)
+    while parent.num_tokens < num_tokens:
+        rig.step()
+    return parent
+
+
+def fork(rig: Rig, parent: Request, name: str, have: int) -> Sequence:
+    """A fork from the first `have` tokens of output on, with 8 others than its parent's behind them."""
+    output = parent.sequences[0].tokens[parent.num_prompt :][:have].tolist()
+    params = SamplingParams(max_tokens=have + 8, temperature=2.0, seed=1)
+    message = Generate(name, pack_tokens(PROMPT), params, have, pack_tokens(output))
+    child = Request(message, b"client", len(PROMPT) + have + 8, frozenset())
+    rig.scheduler.branching.fork_request(parent, child)
+    rig.outputs[name, 0] = output
+    return child.sequences[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_forks", [1, 2])
+def test_a_block_that_can_be_found_is_not_written_by_the_fork_that_is_left_with_it(num_forks: int, depth: int) -> None:
+    """The parent has filled the block and ended. Whoever comes with its tokens must find its KV there."""
+    rig = Rig(30, depth=depth)
+    parent = parent_of(rig, 14)
+    tokens = parent.sequences[0].tokens[:13].tolist()
+    forks = [fork(rig, parent, f"fork{number}", have=4) for number in range(num_forks)]
+    rig.abort("parent")
+    for _ in range(4):
+        rig.step()
+    rig.add("again", tokens, max_tokens=5)
+    rig.drain()
+    assert all(rig.output(each.request.request_id)[4:] == expected(tokens[:10], 8, seed=1) for each in forks)
+    assert rig.output("again") == expected(tokens, 5)
+    assert rig.scheduler.counters.cached_tokens == 12, "and find it"
+    assert rig.kv.counters.copied_blocks == num_forks
+
+
+def test_a_fork_takes_no_copy_of_a_block_that_nobody_else_can_find() -> None:
+    rig = Rig(30, caching=False)
+    parent = parent_of(rig, 14)
+    tokens = parent.sequences[0].tokens[:10].tolist()
+    fork(rig, parent, "fork", have=4)
+    rig.abort("parent")
+    rig.drain()
+    assert rig.output("fork")[4:] == expected(tokens, 8, seed=1)
+    assert rig.kv.counters.copied_blocks == 0
