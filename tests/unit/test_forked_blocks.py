@@ -3,6 +3,7 @@
 import pytest
 
 from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.blocks.pool import NULL_BLOCK
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
@@ -59,3 +60,20 @@ def test_a_fork_takes_no_copy_of_a_block_that_nobody_else_can_find() -> None:
     rig.drain()
     assert rig.output("fork")[4:] == expected(tokens, 8, seed=1)
     assert rig.kv.counters.copied_blocks == 0
+
+
+@pytest.mark.parametrize("whose", ["fork", "parent"])
+@pytest.mark.parametrize("max_swap_blocks", [1, 2])
+def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups_or_none(
+    whose: str, max_swap_blocks: int
+) -> None:
+    """What comes back from the host is its own. A block that stayed, since a step moves only so many, would not be."""
+    rig = Rig(60, windows=(None, 20), num_host_blocks=40, max_swap_blocks=max_swap_blocks)
+    parent = parent_of(rig, 14)
+    child = fork(rig, parent, "fork", have=8)
+    sequence = child if whose == "fork" else parent.sequences[0]
+    held = [list(table.ids) for table in sequence.tables]
+    rig.kv.swapping.begin_step()
+    assert rig.kv.swap_out(sequence) is (max_swap_blocks == 2)
+    left_behind = held if max_swap_blocks == 1 else [[*ids[:-1], NULL_BLOCK] for ids in held]
+    assert [table.ids for table in sequence.tables] == left_behind

@@ -4,8 +4,9 @@ It decides ids and records what has to be copied (`swapping.take_ops`); the work
 that order, before the forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
 
 Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
-null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; the host's
-pinned blocks are those of parked sequences; of the waiting sequences only these hold device blocks.
+null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; nobody writes
+to a block that is hashed or has another reader; the host's pinned blocks are those of parked sequences; of the waiting
+sequences only these hold device blocks.
 """
 
 from collections import abc
@@ -322,8 +323,13 @@ class KVCacheManager:
     def swap_out(self, sequence: Sequence) -> bool:
         """Begin to move the sequence's KV to the host. Blocks that the step may not move any more stay on the device
         until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
-        already."""
+        already, or too much for a fork that has not parted yet."""
         num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
+        # It will write to its last blocks, one of each group. Those that leave come back as its own; one that stayed
+        # would still be others' too.
+        is_bound = not self.swapping.may_move(len(self.groups))
+        if is_bound and num_computed % self.block_size and any(table.is_shared(end - 1) for table in sequence.tables):
+            return False
         needed = [range(min(group.first_needed(num_computed), end), end) for group in self.groups]
         if not self.swapping.swap_out(sequence, needed):
             return False
@@ -417,4 +423,7 @@ class KVCacheManager:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
                     raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
+                next_slot = max(sequence.num_computed, sequence.num_cached)
+                if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
+                    raise RuntimeError(f"{sequence} would write to a block that others read")
         self.swapping.check_integrity(sequences)

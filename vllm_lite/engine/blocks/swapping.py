@@ -121,13 +121,14 @@ class Swapping:
         return True
 
     def push_out(self, sequence: Sequence) -> int:
-        """Take device blocks of a parked sequence, last first, that are on the host or may still move there. Returns
-        their number."""
+        """Take device blocks of a parked sequence, the last of all groups first, that are on the host or may still move
+        there. Returns their number."""
         host, taken = self._host, 0
         if host is None or sequence.host_ids is None:
             raise RuntimeError(f"{sequence} is not parked")
-        for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids, strict=True):
-            for index in range(len(host_ids) - 1, table.num_trimmed - 1, -1):
+        places = list(zip(self._groups, sequence.tables, sequence.host_ids, strict=True))
+        for index in reversed(range(max(map(len, sequence.host_ids), default=0))):
+            for group, table, host_ids in places:
                 block_id = table.ids[index]
                 if block_id == NULL_BLOCK:
                     continue
