@@ -1,6 +1,19 @@
 """From what a user asks for to the text of a grammar that travels."""
 
-from vllm_lite.protocol.structured import StructuredOutputsParams
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from vllm_lite.structured import schema as schemas
+from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
+from vllm_lite.structured.lark import quoted, regex
+from vllm_lite.structured.schema import Schema
+from vllm_lite.structured.tags import tag_grammar
+
+ANY_OBJECT: Schema = {"type": "object"}
 
 
 def compile_grammar(wanted: StructuredOutputsParams) -> str:
@@ -10,4 +23,47 @@ def compile_grammar(wanted: StructuredOutputsParams) -> str:
     where others must not wait. Raises RequestError, which names the place: the JSON pointer of a schema, the line and
     column of a text.
     """
-    raise NotImplementedError
+    if wanted.whitespace_pattern is not None:
+        check_regex(wanted.whitespace_pattern, "whitespace_pattern")
+    options = schemas.options(compact=wanted.disable_any_whitespace, whitespace_pattern=wanted.whitespace_pattern)
+
+    def prepare(schema: str | Mapping[str, Any] | bool) -> Schema:
+        return schemas.prepared(schemas.read(schema), options, close_objects=wanted.disable_additional_properties)
+
+    if wanted.regex is not None:
+        check_regex(wanted.regex, "regex")
+        return check_lark(f"%llguidance {{}}\nstart: {regex(wanted.regex)}\n")
+    if wanted.choice is not None:
+        return _choice_grammar(wanted.choice)
+    if wanted.grammar is not None:
+        return _own_grammar(wanted.grammar)
+    if wanted.structural_tag is not None:
+        return tag_grammar(wanted.structural_tag, prepare)
+    return check_schema(prepare(ANY_OBJECT if wanted.json is None else wanted.json))
+
+
+def _choice_grammar(choices: Sequence[str]) -> str:
+    """One terminal of all texts, as rules of their own would take longer at each step."""
+    texts = list(dict.fromkeys(choices))
+    if not texts or len(texts) > MAX_CHOICES:
+        raise RequestError(f"choice takes between 1 and {MAX_CHOICES} texts, got {len(texts)}")
+    for place, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"choice takes texts that are not empty, got {text!r} at position {place}")
+        check_text(text, "choice")
+    return check_lark("%llguidance {}\nstart: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts)) + "\n", "choice")
+
+
+def _own_grammar(grammar: str) -> str:
+    """A grammar of the user: Lark as it is, GBNF, which has `::=`, in the syntax of Lark."""
+    check_text(grammar, "grammar")
+    if len(grammar) <= MAX_GRAMMAR_CHARS and "::=" in grammar:
+        try:
+            grammar = any_to_lark(grammar)
+        except GbnfToLarkError as error:
+            raise RequestError(f"the GBNF grammar is not valid: {error}") from error
+        except (RecursionError, ValueError, LookupError) as error:
+            raise RequestError(f"the GBNF grammar cannot be read: {error}") from error
+    if grammar.lstrip().startswith("{"):
+        raise RequestError("grammar must be in the syntax of Lark or GBNF, got JSON; a JSON schema is given as json")
+    return check_lark(grammar)

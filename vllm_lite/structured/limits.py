@@ -8,8 +8,8 @@ from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS
 
 __all__ = ["MAX_GRAMMAR_CHARS", "MAX_MULTIPLE", "MAX_SCHEMA_DEPTH", "parser_limits"]
 
-MAX_SCHEMA_DEPTH = 64
-"""How deep a schema may be nested in itself; what recursive `$ref`s describe may be deeper."""
+MAX_SCHEMA_DEPTH = 100
+"""How deep the JSON of a schema may be nested; what recursive `$ref`s describe may be deeper. (llguidance: 128.)"""
 MAX_MULTIPLE = 10_000
 """The largest `multipleOf`, counted in units of its last decimal: it becomes an automaton with as many states, and a
 million of them took 4.4 s."""

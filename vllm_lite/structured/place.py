@@ -1,0 +1,78 @@
+"""Where the fault of a grammar is. llguidance says what it is, and for a schema not where."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas
+
+SEARCH_S = 0.02
+"""How long the search may take; it then names the place that it has come to."""
+MAX_SHOWN_CHARS = 300
+
+_REGEX_FAULT = re.compile(r"regex parse error:\n {4}[^\n]*\n {4}( *)\^+\nerror: ([^\n]*)")
+_LARK_FAULT = re.compile(r"(?:at )?(\d+)\((\d+)\): ([^\n]*)")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def place_in_schema(schema: Schema, message: str, fault_of: Callable[[Schema], str | None]) -> str:
+    """Find the deepest subschema with the fault `message`, and return its JSON pointer.
+
+    `fault_of` says what is wrong with a schema by itself. From the root the search goes into the first part that has
+    the same fault, or to where a `$ref` leads.
+    """
+    deadline = time.monotonic() + SEARCH_S
+    shared = {key: schema[key] for key in (OPTIONS, *_DEFINITIONS) if key in schema}
+    pointer, part, visited = "", schema, {""}
+    while True:
+        for at, inner in _parts(schema, pointer, part):
+            if time.monotonic() > deadline:
+                return pointer
+            if at not in visited and fault_of({**shared, **inner}) == message:
+                visited.add(at)
+                pointer, part = at, inner
+                break
+        else:
+            return pointer
+
+
+def _parts(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Schema]]:
+    found = [(pointer + "".join(f"/{escaped(step)}" for step in steps), inner) for steps, inner in subschemas(part)]
+    found = [(at, inner) for at, inner in found if at.split("/")[1] not in _DEFINITIONS or pointer]
+    where = part.get("$ref")
+    if isinstance(where, str) and where.startswith("#/"):
+        target = _resolved(schema, where[1:])
+        found += [(where[1:], target)] if isinstance(target, dict) else []
+    return found
+
+
+def _resolved(schema: Any, pointer: str) -> Any:
+    for step in pointer.split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict):
+            schema = schema.get(key)
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return None
+    return schema
+
+
+def plain(message: str) -> str:
+    """Say in one line what llguidance says in several: the fault, and where it is in a regular expression."""
+    if found := _REGEX_FAULT.search(message):
+        return f"the regular expression is wrong at column {len(found[1]) + 1}: {found[2]}"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "it is not valid")
+    text = text.removeprefix("error: ").replace("Unimplemented keys", "keywords that are not supported")
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def place_in_lark(message: str) -> str:
+    """Say where the fault of a Lark grammar is."""
+    found = _LARK_FAULT.match(message)
+    if found is None:
+        return plain(message)
+    inner = message[found.start(3) :]
+    return f"line {found[1]}, column {found[2]}: {plain(inner)}"
