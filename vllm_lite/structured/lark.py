@@ -30,19 +30,32 @@ def _escaped(found: re.Match[str]) -> str:
 class LarkWriter:
     """Collects the rules of one grammar. `added_tokens` are texts and ids that literals may contain."""
 
-    def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
-        self._added = dict(added_tokens or {})
-        texts = sorted((text for text in self._added if text), key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    def __init__(
+        self, added_tokens: Mapping[str, int] | None = None, written_as: Mapping[str, str] | None = None
+    ) -> None:
+        """`written_as` are further texts of literals that something else stands for."""
+        self._tokens = {text: f"<[{token_id}]>" for text, token_id in (added_tokens or {}).items() if text}
+        self._parts = {**self._tokens, **(written_as or {})}
+        longest_first = sorted(self._parts, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._rules: list[str] = []
+        self._num_reserved = 0
         self._has_text = False
-        self._triggers: dict[str, str] = {}
+        self._texts_until: dict[str, str] = {}
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
+
+    def reserve(self) -> str:
+        """Return the name of a rule that define() adds, so that it may be used in its own body."""
+        self._num_reserved += 1
+        return f"s{self._num_reserved}"
+
+    def define(self, name: str, body: str) -> None:
+        self._rules.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
         """Add a terminal, which is matched as one regular expression, and return its name."""
@@ -55,10 +68,21 @@ class LarkWriter:
         parts, at = [], 0
         for found in self._split.finditer(text):
             parts += [quoted(text[at : found.start()])] if found.start() > at else []
-            parts.append(f"<[{self._added[found[0]]}]>")
+            parts.append(self._parts[found[0]])
             at = found.end()
         parts += [quoted(text[at:])] if at < len(text) else []
         return " ".join(parts)
+
+    def is_token(self, text: str) -> bool:
+        """Whether `text` is one added token."""
+        return text in self._tokens
+
+    def trigger(self, begin: str) -> str:
+        """Return the part of `begin` that text_until() takes: its first added token, or all text before that."""
+        found = self._split.search(begin)
+        if found is None:
+            return begin
+        return begin[: found.start()] or found[0]
 
     def schema(self, schema: Mapping[str, Any]) -> str:
         """Write JSON that follows a schema, which has its options in it."""
@@ -70,29 +94,14 @@ class LarkWriter:
         return ANY_TEXT
 
     def text_until(self, end: str) -> str:
-        """Write any text up to the first place of `end`, and `end`, which may begin or end with an added token."""
-        if not end:
-            return self.text()
-        if end not in self._triggers:
-            found = self._split.search(end)
-            if found is None:
-                lazy = self.rule(f"{self.text()} {quoted(end)}", "[lazy]")
-                self._triggers[end] = lazy
-            elif found.start() == 0:
-                self._triggers[end] = self.rule(f"{self.text()} {self.literal(end)}")
-            else:
-                raise ValueError(f"{end!r} has an added token behind its beginning")
-        return self._triggers[end]
+        """Write any text up to the first place of `end`, and `end`, which is one added token or has none in it."""
+        if end not in self._texts_until:
+            is_token = end in self._parts
+            body = f"{self.text()} {self._parts[end] if is_token else quoted(end)}"
+            self._texts_until[end] = self.rule(body, "" if is_token else "[lazy]")
+        return self._texts_until[end]
 
     def grammar(self, start: str) -> str:
         """Return the grammar whose outputs are `start`."""
         text = [rf"{ANY_TEXT}: /(.|\n)*/"] if self._has_text else []
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, *text, ""])
-
-    def trigger(self, begin: str) -> str:
-        """Return the part of `begin` behind which a call has certainly begun: its first added token or all of it up to
-        the first one."""
-        found = self._split.search(begin)
-        if found is None:
-            return begin
-        return found[0] if found.start() == 0 else begin[: found.start()]

@@ -15,7 +15,6 @@ import msgspec
 from vllm_lite.errors import RequestError
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.lark import LarkWriter, quoted, regex
-from vllm_lite.structured.limits import MAX_GRAMMAR_CHARS
 from vllm_lite.structured.schema import Schema
 
 Prepare = Callable[[Any], Schema]
@@ -29,44 +28,44 @@ class _Part(msgspec.Struct, frozen=True, tag_field="type"):
     """One format of a tag, as it is written. What it does not know it refuses."""
 
 
-class _ConstString(_Part, tag="const_string", forbid_unknown_fields=True):
+class _ConstString(_Part, tag="const_string", frozen=True, forbid_unknown_fields=True):
     value: str
 
 
-class _JsonSchema(_Part, tag="json_schema", forbid_unknown_fields=True):
+class _JsonSchema(_Part, tag="json_schema", frozen=True, forbid_unknown_fields=True):
     json_schema: dict[str, Any] | bool
 
 
-class _Regex(_Part, tag="regex", forbid_unknown_fields=True):
+class _Regex(_Part, tag="regex", frozen=True, forbid_unknown_fields=True):
     pattern: str
 
 
-class _AnyText(_Part, tag="any_text", forbid_unknown_fields=True):
+class _AnyText(_Part, tag="any_text", frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class _Sequence(_Part, tag="sequence", forbid_unknown_fields=True):
+class _Sequence(_Part, tag="sequence", frozen=True, forbid_unknown_fields=True):
     elements: list["_Format"]
 
 
-class _Or(_Part, tag="or", forbid_unknown_fields=True):
+class _Or(_Part, tag="or", frozen=True, forbid_unknown_fields=True):
     elements: list["_Format"]
 
 
-class _Tag(_Part, tag="tag", forbid_unknown_fields=True):
+class _Tag(_Part, tag="tag", frozen=True, forbid_unknown_fields=True):
     begin: str
     content: "_Format"
     end: str
 
 
-class _TriggeredTags(_Part, tag="triggered_tags", forbid_unknown_fields=True):
+class _TriggeredTags(_Part, tag="triggered_tags", frozen=True, forbid_unknown_fields=True):
     triggers: list[str]
     tags: list[_Tag]
     at_least_one: bool = False
     stop_after_first: bool = False
 
 
-class _TagsWithSeparator(_Part, tag="tags_with_separator", forbid_unknown_fields=True):
+class _TagsWithSeparator(_Part, tag="tags_with_separator", frozen=True, forbid_unknown_fields=True):
     tags: list[_Tag]
     separator: str
     at_least_one: bool = False

@@ -1,51 +1,24 @@
 """The grammar of tool calls, as a format writes them."""
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
 
-import msgspec
+from vllm_lite.errors import RequestError
+from vllm_lite.structured import schema as schemas
+from vllm_lite.structured.arguments import arguments_rule
+from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
+from vllm_lite.structured.check import check_lark
+from vllm_lite.structured.lark import LarkWriter
+from vllm_lite.structured.schema import Schema, refusal
 
-Arguments = Literal["json", "tagged", "python", "gemma"]
-Choice = Literal["auto", "required", "named"]
+__all__ = ["CallShape", "Choice", "Tool", "tool_grammar"]
 
+MAX_CALLS = 64
+MIN_TRIGGER_CHARS = 4
+"""A shorter text, such as `[`, is too common to begin a call; then the name of a tool has to stand behind it."""
 
-class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a format writes calls, as the literals around their parts:
-
-        begin  call_begin NAME name_end ARGUMENTS call_end  between  call_begin ... call_end  end
-
-    In a literal `{index}` stands for the number of the call, which some formats write. A literal may contain texts of
-    added tokens of the vocabulary, which are then written with these tokens only.
-    """
-
-    call_begin: str
-    name_end: str
-    call_end: str = ""
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-    is_parallel: bool = True
-    """Whether the format can write more than one call."""
-    arguments: Arguments = "json"
-    """How arguments are written:
-
-    json    a JSON object
-    tagged  for each: key_begin KEY key_end VALUE value_end; a string is free text, what else is JSON
-    python  KEY=VALUE, KEY=VALUE with literals of Python
-    gemma   {KEY:VALUE,KEY:VALUE}, where `quote` stands on both sides of strings
-    """
-    key_begin: str = ""
-    key_end: str = ""
-    value_end: str = ""
-    quote: str = ""
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """A tool that may be called. `parameters` is the JSON schema of its arguments, an object."""
-
-    name: str
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool_grammar(
@@ -66,4 +39,80 @@ def tool_grammar(
 
     Raises RequestError for a name or a schema that cannot be held.
     """
-    raise NotImplementedError
+    if not tools or (choice == "named" and len(tools) != 1):
+        raise RequestError(f"a call needs at least one tool, and a named call exactly one; got {len(tools)}")
+    if choice == "auto" and not any(tool.strict for tool in tools):
+        return None
+    for tool in tools:
+        if not _NAME.fullmatch(tool.name):
+            raise RequestError(f"a tool's name has 1 to 64 of A-Z, a-z, 0-9, '_', '-' and '.', got {tool.name[:100]!r}")
+    writer = _CallWriter(shape, added_tokens, MAX_CALLS if parallel and shape.is_parallel and choice != "named" else 1)
+    bodies = {tool.name: writer.body(tool, is_held=tool.strict or choice != "auto") for tool in tools}
+    start = writer.text_with_calls(bodies) if choice == "auto" else writer.calls(bodies)
+    return check_lark(writer.lark.grammar(start), "the grammar of the tools")
+
+
+class _CallWriter:
+    """Writes the rules of at most `most` calls. A body is what follows the literal behind a name."""
+
+    def __init__(self, shape: CallShape, added_tokens: Mapping[str, int] | None, most: int) -> None:
+        self.lark = LarkWriter(added_tokens, {INDEX: "/[0-9]{1,3}/"})
+        self._shape = shape
+        self._most = most
+
+    def body(self, tool: Tool, *, is_held: bool) -> str:
+        """Return the body of a call of `tool`, whose arguments follow its schema if it `is_held`."""
+        try:
+            parameters = _parameters(tool, is_held)
+            arguments = arguments_rule(self.lark, self._shape, parameters, is_strict=tool.strict)
+        except RequestError as error:
+            raise RequestError(f"tool {tool.name!r}: {error}") from error
+        return self.lark.rule(f"{arguments} {self.lark.literal(self._shape.call_end)}")
+
+    def calls(self, bodies: Mapping[str, str]) -> str:
+        """Return one or more calls, with what stands before, between and behind them."""
+        named = self._named(bodies)
+        begin = self.lark.literal(self._shape.begin + self._shape.call_begin)
+        return self.lark.rule(f"{begin} {named} {self._rest(named)}")
+
+    def text_with_calls(self, bodies: Mapping[str, str]) -> str:
+        """Return text in which calls may stand: behind the beginning of one there has to be one."""
+        named = self._named(bodies)
+        begin = self._shape.begin + self._shape.call_begin
+        trigger = self.lark.trigger(begin)
+        if self.lark.is_token(trigger) or len(trigger.strip()) >= MIN_TRIGGER_CHARS:
+            starts = {begin: named}
+        else:
+            starts = {f"{begin}{name}{self._shape.name_end}": body for name, body in bodies.items()}
+        parts = []
+        for start, behind in starts.items():
+            trigger = self.lark.trigger(start)
+            parts.append(f"{self.lark.text_until(trigger)} {self.lark.literal(start[len(trigger) :])} {behind}")
+        first = self.lark.rule(" | ".join(parts))
+        return self.lark.rule(f"({first} {self._rest(named)}){{0,{self._most}}} {self.lark.text()}")
+
+    def _named(self, bodies: Mapping[str, str]) -> str:
+        """A call from its name on."""
+        end = self._shape.name_end
+        return self.lark.rule(" | ".join(f"{self.lark.literal(name + end)} {body}" for name, body in bodies.items()))
+
+    def _rest(self, named: str) -> str:
+        """What may follow the first call: others, and the end."""
+        end = self.lark.literal(self._shape.end)
+        if self._most == 1:
+            return end
+        between = self.lark.literal(self._shape.between + self._shape.call_begin)
+        return f"({between} {named}){{0,{self._most - 1}}} {end}"
+
+
+def _parameters(tool: Tool, is_held: bool) -> Schema:
+    """The schema of a tool's arguments, made ready. Raises RequestError for one that is no object's."""
+    if not is_held:
+        given: Schema = {}
+    elif tool.parameters is None:
+        given = _NO_ARGUMENTS
+    else:
+        given = schemas.read(tool.parameters)
+    if given.get("type", "object") != "object":
+        raise refusal("", f"the arguments of a tool are an object, got the type {given['type']!r}")
+    return schemas.prepared({"type": "object", **given}, schemas.options(lenient=not tool.strict))
