@@ -249,7 +249,8 @@ class AsyncClient:
     async def _make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
         make = self._connected().streams.make
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
+        is_long = isinstance(text, str) and len(text) > _LONG_TEXT_CHARS
+        if is_long or getattr(params, "structured_outputs", None) is not None:  # a large schema takes up to a second
             return await asyncio.to_thread(make, prompt, params, request_id)
         return make(prompt, params, request_id)
 

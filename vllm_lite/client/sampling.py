@@ -1,6 +1,7 @@
 """Sampling params on their way to the engine: a checkpoint's defaults, a seed, bad words as tokens, the wire's form."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -62,6 +64,34 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingP
         return params.clone(bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(known)))
     except ValueError as error:
         raise RequestError(f"bad_words: {error}") from error
+
+
+def with_form(
+    params: SamplingParams, tokenizer: Tokenizer | None, thinking: Callable[[], Thinking | None]
+) -> SamplingParams:
+    """Replace the form that a user asks for by a grammar, and the budget of thinking by how thinking ends.
+
+    `thinking` says how the output of this request thinks, if the format of the model's thinking is known; a grammar
+    then holds from behind its end on. A large schema takes up to a second. Raises RequestError.
+    """
+    wanted, budget = params.structured_outputs, params.thinking_token_budget
+    if wanted is None and budget is None and params.grammar is None:
+        return params
+    if tokenizer is None and budget is None:
+        raise RequestError("structured_outputs need a tokenizer, and this model has none")
+    found = params.thinking or thinking()
+    if budget is not None:
+        if found is None:
+            raise RequestError(
+                "thinking_token_budget needs a model whose format of thinking is known, and an output that may think"
+            )
+        found = msgspec.structs.replace(found, budget=budget)
+    grammar = params.grammar
+    if wanted is not None:
+        from vllm_lite.structured.compile import compile_grammar
+
+        grammar = compile_grammar(wanted)
+    return params.clone(structured_outputs=None, thinking_token_budget=None, grammar=grammar, thinking=found)
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:

@@ -12,13 +12,14 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
 from vllm_lite.client.sample import Cursor, PromptScores, Sample
-from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_seed
+from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_form, with_seed
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # session imports the events that are defined here
@@ -206,10 +207,14 @@ class RequestStream:
 class StreamFactory:
     """Makes streams of prompts for one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
 
-    def __init__(self, limits: Welcome, tokenizer: Tokenizer | None) -> None:
-        """Raises ModelError for a tokenizer whose text cannot be streamed."""
+    def __init__(
+        self, limits: Welcome, tokenizer: Tokenizer | None, thinking: Callable[[Prompt], Thinking | None] | None = None
+    ) -> None:
+        """`thinking` says how the output of a prompt thinks. Raises ModelError for a tokenizer whose text cannot be
+        streamed."""
         self.limits = limits
         self.tokenizer = tokenizer
+        self._thinking = thinking
         self._vocabulary = None if tokenizer is None else vocabulary(tokenizer)
 
     @classmethod
@@ -227,6 +232,7 @@ class StreamFactory:
         """Check and tokenize one prompt. Raises RequestError, and what `check` raises: see read_prompt."""
         params = self._checked(SamplingParams() if params is None else params)
         checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
+        params = self._with_form(params, checked)
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
         scores = None if params.prompt_logprobs is None else PromptScores(self.tokenizer, checked.token_ids)
         return RequestStream(request_id, checked, with_seed(params), samples, scores)
@@ -242,7 +248,7 @@ class StreamFactory:
             params = msgspec.structs.replace(parent.params, seed=None)
         elif params.seed is not None:
             params = msgspec.structs.replace(params, seed=(params.seed + number) % (MAX_SEED + 1))
-        params = self._checked(params)
+        params = self._with_form(self._checked(params), parent.prompt)
         check_fork(parent.params, params, parent.num_tokens)
         sample = self._sample(params, parent.num_tokens)
         sample.inherit(parent.samples[0])
@@ -255,6 +261,10 @@ class StreamFactory:
         if params.bad_words and self.tokenizer is not None:
             return with_bad_word_ids(params, self.tokenizer)
         return params
+
+    def _with_form(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """Replace what a user asks of the output's form by what travels. Raises RequestError."""
+        return with_form(params, self.tokenizer, lambda: None if self._thinking is None else self._thinking(prompt))
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
         """Make a sample. Stop strings count from the first token that is not inherited."""

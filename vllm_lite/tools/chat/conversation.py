@@ -10,8 +10,8 @@ from typing import Any
 from vllm_lite.errors import ConfigError
 
 ROLES = ("user", "assistant")
-_NOT_HERE = {"n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "bad_words_token_ids"}
-"""Fields of SamplingParams without meaning in a chat, which has one answer, shown as text."""
+_NOT_HERE = {"n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "bad_words_token_ids", "grammar", "thinking"}
+"""Fields of SamplingParams without meaning in a chat, which has one answer, shown as text; and those of the wire."""
 _ALSO = ("chat_template_kwargs", "reasoning_effort")
 
 

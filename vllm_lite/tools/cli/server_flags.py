@@ -1,6 +1,7 @@
 """Flags of the commands that speak to a server: which server, and what to sample with."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,13 +28,27 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+    parser.add_argument(
+        "--structured-outputs", type=_object, metavar="JSON", help="""form of an answer: '{"choice": ["yes", "no"]}'"""
+    )
     parser.add_argument("--config", metavar="FILE", help="settings of a server of its own, as for serve")
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling params that were given."""
-    values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop")}
+    values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop", "structured_outputs")}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"it must be JSON, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"it must be a JSON object, got {text!r}")
+    return value
 
 
 @contextmanager
