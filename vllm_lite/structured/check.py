@@ -9,8 +9,10 @@ from hashlib import blake2b
 from llguidance import LLMatcher, LLTokenizer
 
 from vllm_lite.errors import RequestError
+from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS
 from vllm_lite.structured.lark import regex
-from vllm_lite.structured.limits import MAX_GRAMMAR_CHARS, parser_limits
+from vllm_lite.structured.limits import MAX_REPEATS, parser_limits
+from vllm_lite.structured.patterns import too_many_repeats
 from vllm_lite.structured.place import place_in_lark, place_in_schema, plain
 from vllm_lite.structured.schema import Schema, refusal, schema_text
 
@@ -18,12 +20,13 @@ MAX_PROBED_CHARS = 32_768
 """Grammars of up to this size are tried out; making a matcher takes two to three times as long as a check."""
 
 
+_REGEXES = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 _IN_REGEX = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): ')
 
 
 def fault_of(grammar: str) -> str | None:
     """Say what is wrong with a grammar, in the words of llguidance; None if it is valid."""
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits(grammar))
     if is_wrong:
         return messages[0]
     if messages or len(grammar) > MAX_PROBED_CHARS:  # messages: it has tokens of a vocabulary, which only workers know
@@ -39,7 +42,7 @@ def _bytes_only() -> LLTokenizer:
 
 def _fault_at_start(grammar: str) -> str | None:
     """Try out the first byte: a rule such as `a: a` is valid and matches nothing."""
-    matcher = LLMatcher(_bytes_only(), grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(_bytes_only(), grammar, log_level=0, limits=parser_limits(grammar))
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         return "nothing matches it" if "NoExtension" in matcher.get_error() else matcher.get_error()
@@ -63,6 +66,7 @@ def check_lark(grammar: str, what: str = "the grammar") -> str:
     """Check a grammar in the syntax of Lark and return it. Raises RequestError, which names line and column."""
     check_size(grammar)
     if not passed.has(grammar):
+        _check_repeats(grammar, what)
         message = fault_of(grammar)
         if message is not None:
             raise RequestError(f"{what} is not valid: {place_in_lark(message)}")
@@ -73,6 +77,8 @@ def check_lark(grammar: str, what: str = "the grammar") -> str:
 def check_regex(pattern: str, what: str) -> None:
     """Check a regular expression by itself. Raises RequestError, which names the column."""
     check_text(pattern, what)
+    if (column := too_many_repeats(pattern)) is not None:
+        raise RequestError(f"{what} repeats a part more than {MAX_REPEATS} times, with the count at column {column}")
     if len(re.findall(r"\\*$", pattern)[0]) % 2:
         raise RequestError(f"{what} is not valid: at column {len(pattern)} a backslash has nothing behind it")
     grammar = f"%llguidance {{}}\nstart: {regex(pattern)}\n"
@@ -91,6 +97,14 @@ def check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"{what} has half a surrogate pair at character {error.start}") from error
+
+
+def _check_repeats(grammar: str, what: str) -> None:
+    """Refuse counts that are too large in the regular expressions of a grammar."""
+    for found in _REGEXES.finditer(grammar):
+        if too_many_repeats(found[1]) is not None:
+            line = grammar.count("\n", 0, found.start()) + 1
+            raise RequestError(f"{what} is not valid: line {line} repeats a part more than {MAX_REPEATS} times")
 
 
 def _fault_of_schema(prepared: Schema) -> str | None:

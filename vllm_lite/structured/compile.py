@@ -10,6 +10,7 @@ from vllm_lite.protocol.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, Struct
 from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.lark import quoted, regex
+from vllm_lite.structured.limits import MAX_OPTIONAL, MAX_OPTIONAL_IN_PART
 from vllm_lite.structured.schema import Schema
 from vllm_lite.structured.tags import tag_grammar
 
@@ -28,7 +29,9 @@ def compile_grammar(wanted: StructuredOutputsParams) -> str:
     options = schemas.options(compact=wanted.disable_any_whitespace, whitespace_pattern=wanted.whitespace_pattern)
 
     def prepare(schema: str | Mapping[str, Any] | bool) -> Schema:
-        return schemas.prepared(schemas.read(schema), options, close_objects=wanted.disable_additional_properties)
+        most = MAX_OPTIONAL if wanted.structural_tag is None else MAX_OPTIONAL_IN_PART
+        closed = wanted.disable_additional_properties
+        return schemas.prepared(schemas.read(schema), options, close_objects=closed, max_optional=most)
 
     if wanted.regex is not None:
         check_regex(wanted.regex, "regex")

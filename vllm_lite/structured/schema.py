@@ -10,7 +10,15 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from vllm_lite.errors import RequestError
-from vllm_lite.structured.limits import MAX_GRAMMAR_CHARS, MAX_MULTIPLE, MAX_SCHEMA_DEPTH
+from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS
+from vllm_lite.structured.limits import (
+    MAX_MULTIPLE,
+    MAX_OPTIONAL,
+    MAX_REPEATS,
+    MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_PARTS,
+)
+from vllm_lite.structured.patterns import too_many_repeats
 
 Schema = dict[str, Any]
 
@@ -86,7 +94,9 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"the JSON schema has {name}, which is not JSON")
 
 
-def prepared(schema: Schema, with_options: Schema, *, close_objects: bool = False) -> Schema:
+def prepared(
+    schema: Schema, with_options: Schema, *, close_objects: bool = False, max_optional: int = MAX_OPTIONAL
+) -> Schema:
     """Copy a schema, check its keywords, and put the options in.
 
     A lenient one ignores what cannot be held. `close_objects` forbids further properties where an object names some and
@@ -94,11 +104,16 @@ def prepared(schema: Schema, with_options: Schema, *, close_objects: bool = Fals
     """
     _check_depth(schema)
     is_lenient = bool(with_options.get("lenient"))
+    num_parts = 0
 
     def visit(pointer: str, part: Schema) -> Schema:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts > MAX_SCHEMA_PARTS:
+            raise refusal(pointer, f"the schema has more than {MAX_SCHEMA_PARTS} parts")
         if not is_lenient:
             _check_keywords(pointer, part)
-        _check_bounds(pointer, part)
+        _check_bounds(pointer, part, max_optional)
         held = part.get("format") in FORMATS
         dropped = {OPTIONS} if held else {OPTIONS, "format"}
         kept = {key: value for key, value in part.items() if key not in dropped and not _is_idle(key, value)}
@@ -166,14 +181,29 @@ def _check_keywords(pointer: str, part: Schema) -> None:
         raise refusal(pointer, f"$ref leads to {where[:100]!r}; it may lead to places of the same schema only, '#/...'")
 
 
-def _check_bounds(pointer: str, part: Schema) -> None:
-    """Refuse numbers that become too large an automaton."""
+def _check_bounds(pointer: str, part: Schema, max_optional: int) -> None:
+    """Refuse what becomes too large an automaton."""
+    named, required = part.get("properties"), part.get("required")
+    if isinstance(named, dict) and len(named) > max_optional:
+        required = required if isinstance(required, list) else []
+        num_optional = len(named.keys() - {name for name in required if isinstance(name, str)})
+        if num_optional > max_optional:
+            raise refusal(
+                pointer, f"{num_optional} properties may be missing; at most {max_optional} may in one object"
+            )
+    for pattern in (part.get("pattern"), *_keys(part.get("patternProperties"))):
+        if isinstance(pattern, str) and too_many_repeats(pattern) is not None:
+            raise refusal(pointer, f"the pattern repeats a part more than {MAX_REPEATS} times")
     step = part.get("multipleOf")
     if isinstance(step, (int, float)) and not isinstance(step, bool):
         number = Decimal(str(step)).normalize()
         units = int(number.scaleb(max(0, -int(number.as_tuple().exponent)))) if number.is_finite() else 0
         if abs(units) > MAX_MULTIPLE:
             raise refusal(pointer, f"multipleOf {step} is more than {MAX_MULTIPLE} units of its last decimal")
+
+
+def _keys(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
 
 
 def _check_depth(schema: Schema) -> None:

@@ -20,7 +20,7 @@ from vllm_lite.structured.schema import Schema
 Prepare = Callable[[Any], Schema]
 """Reads a schema and makes it ready. Raises RequestError."""
 
-MAX_PARTS = 1024
+MAX_PARTS = 512
 MAX_DEPTH = 32
 
 

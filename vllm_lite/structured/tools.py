@@ -9,6 +9,7 @@ from vllm_lite.structured.arguments import arguments_rule
 from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
 from vllm_lite.structured.check import check_lark
 from vllm_lite.structured.lark import LarkWriter
+from vllm_lite.structured.limits import MAX_OPTIONAL_IN_PART
 from vllm_lite.structured.schema import Schema, refusal
 
 __all__ = ["CallShape", "Choice", "Tool", "tool_grammar"]
@@ -115,4 +116,6 @@ def _parameters(tool: Tool, is_held: bool) -> Schema:
         given = schemas.read(tool.parameters)
     if given.get("type", "object") != "object":
         raise refusal("", f"the arguments of a tool are an object, got the type {given['type']!r}")
-    return schemas.prepared({"type": "object", **given}, schemas.options(lenient=not tool.strict))
+    return schemas.prepared(
+        {"type": "object", **given}, schemas.options(lenient=not tool.strict), max_optional=MAX_OPTIONAL_IN_PART
+    )
