@@ -19,10 +19,11 @@ from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.kernels.cuda import cache_ops, fused, prefill_attention, sampler, varlen
+from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler, varlen
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.kernels.sampling import DRAW
 
@@ -59,6 +60,7 @@ class Bench:
             self.prefill,
             self.fused,
             self.sampler,
+            self.masks,
         ]
         for part in parts:
             name = part.__name__
@@ -247,6 +249,17 @@ class Bench:
             self.bytes_row("sampler pick", f"{rows} x {vocab} top-k 50 top-p 0.9", seconds, logits.nbytes)
             seconds = self.timer.eager_seconds(lambda _: by_sorting(logits))  # noqa: B023
             self.bytes_row("torch: sort and multinomial", f"{rows} x {vocab}", seconds, logits.nbytes)
+
+    def masks(self) -> None:
+        """Rows of which a mask allows one token of a hundred, as a grammar's does inside a structure."""
+        vocab = 151936 if not self.small else 1000
+        for rows in (1, 32, 256) if not self.small else (2,):
+            logits = torch.randn(rows, vocab, device=self.device)
+            allowed = np.random.default_rng(0).random((rows, -(-vocab // 32) * 32)) < 0.01
+            bitmasks = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+            masked = masks.bring(logits, MaskedRows(np.arange(rows), bitmasks))
+            seconds = self.timer.eager_seconds(lambda _: masks.rule_out(self.launcher, logits, masked))  # noqa: B023
+            self.bytes_row("rule_out", f"{rows} x {vocab}", seconds, 2 * logits.nbytes)
 
 
 def by_sorting(logits: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,14 @@ def _paged_attention() -> list[Instantiation]:
 
 
 def _small_operations() -> list[Instantiation]:
-    """The fused operations, cache writes and copies, by 16 bytes and by single elements; and the sampler."""
+    """The fused operations, cache writes and copies, by 16 bytes and by single elements; masks and the sampler."""
     fused, stores = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul"), ("reshape", "rope")
     found = [("cache_ops.cuh", f"copy_blocks<{unit}>") for unit in ("uint4", "uint8")]
-    found += [("sampler.cuh", f"pick<{width}>") for width in (4, 1)]
+    found += [
+        (f"{file}.cuh", f"{kernel}<{n}>")
+        for file, kernel in (("sampler", "pick"), ("masks", "rule_out"))
+        for n in (4, 1)
+    ]
     for scalar, wide in (("float", 4), ("__half", 8), ("__nv_bfloat16", 8)):
         caches = (scalar, "fp8_e4m3", "fp8_e5m2")
         for width in (wide, 1):

@@ -61,7 +61,14 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
         assert {"kernel", "shape", "limit", "share"} < set(row)
         assert ("gb_s" in row) != ("tflop_s" in row)
     kernels = {row["kernel"] for row in figures["rows"]}
-    assert {"copy", "decode_attention", "prefill_attention, paged", "rope_and_cache", "sampler pick"} < kernels
+    assert {
+        "copy",
+        "decode_attention",
+        "prefill_attention, paged",
+        "rope_and_cache",
+        "sampler pick",
+        "rule_out",
+    } < kernels
     assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
 
 

@@ -13,6 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import embedding
 
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import masks as native
+from vllm_lite.kernels.cuda import masks as on_gpu
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.protocol.params import Sampling
 
 Int32s = NDArray[np.int32]
@@ -85,25 +91,42 @@ class SequenceMask:
 
 
 class TokenMasks:
-    """Limits some samples to the tokens in their bitmasks, which are brought to the logits' device once."""
+    """Limits some samples to the tokens in their bitmasks, by the fastest implementation that the device has.
+
+    Minus infinity is added to the logits of what is ruled out, so that a NaN of the model stays visible, and an
+    infinity becomes one. On a GPU the bitmasks are brought there once, for all steps that they are applied in.
+    """
 
     def __init__(
         self,
-        samples: Int64s,  # [n]
+        samples: Int64s,  # [n], none of them twice
         bitmasks: Uint32s,  # [n, ceil(vocab / 32)]
     ) -> None:
-        self._samples = samples
-        self._bitmasks = bitmasks
-        self._added: tuple[torch.Tensor, torch.Tensor] | None = None  # samples [n], 0 or minus infinity [n, vocab]
+        self._masked = MaskedRows(samples, bitmasks)
+        self._on_device: on_gpu.OnDevice | None = None
 
     def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
-        """Add minus infinity to the logits of what is ruled out, so that a NaN of the model stays visible."""
-        if self._added is None:
-            tokens_of_byte = torch.from_numpy(BYTES).to(logits.device)
-            packed = torch.from_numpy(self._bitmasks.view(np.uint8)).to(logits.device).int()  # [n, bytes]
-            added = embedding(packed, tokens_of_byte).flatten(1)[:, : logits.shape[1]]
-            self._added = torch.from_numpy(self._samples).to(logits.device), added
-        logits.index_add_(0, *self._added)
+        if (launcher := launcher_for(logits)) is not None:
+            if self._on_device is None:
+                self._on_device = on_gpu.bring(logits, self._masked)
+            on_gpu.rule_out(launcher, logits, self._on_device)
+        elif logits.device.type == "cpu" and cpu.available():
+            native.rule_out(logits, self._masked)
+        else:
+            self.apply_plainly(logits)
+
+    def apply_plainly(self, logits: torch.Tensor) -> None:
+        """Do the same in plain torch: the reference of all other implementations."""
+        samples, bitmasks = self._masked
+        tokens_of_byte = torch.from_numpy(BYTES).to(logits.device)
+        packed = torch.from_numpy(bitmasks.view(np.uint8)).to(logits.device).int()  # [n, bytes]
+        added = embedding(packed, tokens_of_byte).flatten(1)[:, : logits.shape[1]]
+        logits.index_add_(0, torch.from_numpy(samples).to(logits.device), added)
+
+
+def launcher_for(logits: torch.Tensor) -> Launcher | None:
+    """Return what launches kernels where the logits are; None if that is no GPU, or one without kernels."""
+    return default_launcher() if logits.is_cuda else None
 
 
 def bitmask_of(ids: NDArray[Any], vocab_size: int) -> Uint32s:  # [ceil(vocab / 32)]

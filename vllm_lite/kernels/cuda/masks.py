@@ -1,0 +1,51 @@
+"""Bitmasks on rows of logits on a GPU. Kernel: csrc/cuda/masks.cuh; TokenMasks in worker/sampling/masks.py defines
+it, and has the plain twin.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.kernels.cuda.fused import vector_width
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.masks import MaskedRows, check
+
+SOURCE = "masks.cuh"
+THREADS = 256
+UNITS = 4
+"""Accesses of each thread."""
+
+
+class OnDevice(NamedTuple):
+    """Holds MaskedRows in the memory of a GPU."""
+
+    samples: torch.Tensor  # int64 [n]
+    bitmasks: torch.Tensor  # int32 [n, words]
+
+
+def bring(logits: torch.Tensor, masked: MaskedRows) -> OnDevice:
+    """Copy to the device of `logits` what rules their tokens out, without waiting for it.
+
+    Raises ValueError when shapes or types do not fit each other.
+    """
+    check(logits, masked)
+    arrays = torch.from_numpy(masked.samples), torch.from_numpy(masked.bitmasks.view(np.int32))
+    if logits.is_cuda:  # from other memory than pinned the copy would wait for all that was launched before
+        arrays = arrays[0].pin_memory(), arrays[1].pin_memory()
+    return OnDevice(*(array.to(logits.device, non_blocking=True) for array in arrays))
+
+
+def rule_out(
+    launcher: Launcher,
+    logits: torch.Tensor,  # float32 [num_rows, vocab], those that `bring` was given or others of their shape
+    masked: OnDevice,
+) -> None:
+    """Add minus infinity to the logits whose bits are clear, in place."""
+    samples, bitmasks = masked
+    vocab, width = logits.shape[1], vector_width(logits.shape[1], logits)
+    if not len(samples) or not vocab:
+        return
+    chunks = -(-vocab // (THREADS * UNITS * width))
+    args = (logits, np.int64(logits.stride(0)), np.int32(vocab), samples, bitmasks, np.int32(bitmasks.shape[1]))
+    launcher.kernel(SOURCE, f"rule_out<{width}>")((len(samples), chunks, 1), (THREADS, 1, 1), args)
