@@ -18,8 +18,9 @@ configurations = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks": st.sampled_from([1, 2, 5, 10**9]),
         "preemption": st.sampled_from(["recompute", "swap", "swap"]),
-        "depth": st.sampled_from([1, 2]),
+        "depth": st.sampled_from([1, 2, 4]),
         "num_drafts": st.sampled_from([0, 0, 3]),
+        "num_forced": st.sampled_from([0, 2, 5]),
         "policy": st.sampled_from([lambda: None, lambda: None, Priority, Deadline, Fair]).map(lambda make: make()),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(1, 40),
@@ -47,9 +48,8 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
             max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
             stop = frozenset(rng.sample(range(VOCAB), 3))
             samples = rng.choice([1, 1, 1, 2, 4])
-            rig.add(
-                f"r{index}", prompt, max_tokens, stop, n=samples, priority=rng.randint(0, 3), user=rng.choice("xyz")
-            )
+            params = {"priority": rng.randint(0, 3), "user": rng.choice("xyz"), "grammar": rng.choice([None, "any"])}
+            rig.add(f"r{index}", prompt, max_tokens, stop, n=samples, **params)
             for sample in range(samples):
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:

@@ -30,6 +30,10 @@ from vllm_lite.trace.records import Header
 
 logger = log.get(__name__)
 
+NUM_FORCED = 8
+"""The most drafts of a sequence that follows a grammar and does not speculate: runs of tokens without a choice are
+mostly shorter, and the blocks for the drafts of two steps are taken whether there are drafts or not."""
+
 
 class Sizes(NamedTuple):
     """How many blocks each pool holds, and how fast blocks move between the pools."""
@@ -229,6 +233,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        num_forced=NUM_FORCED if config.jump_forward else 0,
         generation=lives.generation,
     )
     return Header(

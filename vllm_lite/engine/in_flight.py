@@ -7,7 +7,7 @@ Engine and workers share the cores with the kernels, and a message each way cost
 model's step. While nothing but short decode steps is to be done, several travel together, and so do their results.
 """
 
-from collections import deque
+from collections import abc, deque
 from typing import NamedTuple
 
 from vllm_lite.engine.sequence import Sequence
@@ -32,12 +32,14 @@ class StepMessage:
 
 
 class StepInFlight(NamedTuple):
-    """A step without a result. `sampling` are the sequences that get a token from it, in the order of its entries."""
+    """A step without a result. `sampling` are the sequences that get a token from it, in the order of its entries;
+    `drafted` are those of them that draft, with the most drafts of each."""
 
     output: SchedulerOutput
     sampling: list[Sequence]
     message: StepMessage
     only_decodes: bool
+    drafted: abc.Sequence[tuple[Sequence, int]] = ()
 
     @property
     def ends_message(self) -> bool:
@@ -95,14 +97,22 @@ class InFlight:
         """The number of the oldest step; 0 if there is none."""
         return self._steps[0].output.step if self._steps else 0
 
-    def add(self, output: SchedulerOutput, sampling: list[Sequence], num_tokens: int, *, only_decodes: bool) -> None:
+    def add(
+        self,
+        output: SchedulerOutput,
+        sampling: list[Sequence],
+        num_tokens: int,
+        *,
+        only_decodes: bool,
+        drafted: abc.Sequence[tuple[Sequence, int]] = (),
+    ) -> None:
         """A step of `num_tokens` has been scheduled; the next message carries it."""
         message = self._unsent
         message.num_left += 1
         message.num_tokens += num_tokens
         if not only_decodes:
             message.num_prefill_tokens += num_prefill_tokens(output)
-        self._steps.append(StepInFlight(output, sampling, message, only_decodes))
+        self._steps.append(StepInFlight(output, sampling, message, only_decodes, drafted))
 
     def send(self, now_s: float) -> list[SchedulerOutput]:
         """The steps that have not been sent yet. The caller sends them now, as one message."""

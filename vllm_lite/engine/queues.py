@@ -27,6 +27,9 @@ class Options(NamedTuple):
     chunked_prefill: bool = True
     preemption: str = "recompute"
     num_drafts: int = 0
+    """The most drafts of a sequence in a step, of every sequence."""
+    num_forced: int = 0
+    """The same, of those that follow a grammar, where others draft nothing."""
     generation: int = 0
 
 
@@ -51,6 +54,7 @@ class Queues:
         self.entries: list[Entry] = []
         """What the next step begins with, in the order in which it happened."""
         self.num_arrived = 0
+        self._num_guided = 0  # requests that follow a grammar
         self._kv = kv
         self._with_deadline: dict[str, Request] = {}
         self.handles = Handles()
@@ -63,6 +67,11 @@ class Queues:
     def num_waiting(self) -> int:
         """How many sequences do not run."""
         return len(self.waiting) + len(self.held)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether there are sequences that may draft."""
+        return self.options.num_drafts > 0 or (self.options.num_forced > 0 and self._num_guided > 0)
 
     def has_row_for(self, sequence: Sequence) -> bool:
         """Whether a new sequence may run at once."""
@@ -80,6 +89,7 @@ class Queues:
         self.num_arrived += 1
         request.queued_s = self.meter.now_s
         self.requests[request.request_id] = request
+        self._num_guided += request.is_guided
         self.external.add(request)
         if request.deadline_s is not None:
             self._with_deadline[request.request_id] = request
@@ -110,7 +120,8 @@ class Queues:
             self.finish(sequence, forget=forget)
 
     def _remove(self, request: Request) -> None:
-        self.requests.pop(request.request_id, None)
+        if self.requests.pop(request.request_id, None) is not None:
+            self._num_guided -= request.is_guided
         self._with_deadline.pop(request.request_id, None)
 
     def late(self, now_s: float) -> list[Request]:
@@ -210,4 +221,6 @@ class Queues:
             raise RuntimeError("a waiting sequence holds device blocks")
         if not all(map(self._may_run, [*self.running, *self.waiting])) or any(map(self._may_run, self.held)):
             raise RuntimeError("a sequence is held that may run, or the reverse")
+        if self._num_guided != sum(request.is_guided for request in self.requests.values()):
+            raise RuntimeError(f"{self._num_guided} requests are said to follow a grammar")
         self._kv.check_integrity(members)

@@ -38,6 +38,8 @@ class Request:
         self.external_id = message.external_id
         self.context = message.context
         self.params = message.params
+        self.is_guided = bool(message.params.grammar)
+        """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len
         self.stop_ids = stop_ids
         self.arrival = 0

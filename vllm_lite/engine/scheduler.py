@@ -6,7 +6,8 @@ first, so that no stream stops for a prompt. Of what is left, the prompt that ha
 also what shorter prompts and newly admitted ones leave of the other half. Drafts take the tokens that are left over,
 in equal parts. When blocks run out, a running sequence is preempted: its KV is swapped to the host or computed again.
 
-Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`.
+Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`. So
+are its drafts, as if all of them were right; what proves wrong is taken back with the step's result.
 """
 
 from collections.abc import Callable, Iterator
@@ -182,7 +183,8 @@ class Scheduler:
         self.counters.steps += 1
         entries = queues.take_entries() + plan.entries
         output = SchedulerOutput(self.generation, queues.step, swapping.take_ops(), entries)
-        self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=num_tokens <= len(queues.running))
+        only_decodes = num_tokens <= len(queues.running)
+        self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=only_decodes, drafted=plan.drafted)
         return output
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
@@ -192,15 +194,15 @@ class Scheduler:
         """
         budget, entries, sampling = plan.budget, plan.entries, plan.sampling
         running = self.queues.running
-        num_drafts = self.options.num_drafts
+        may_draft = self.queues.may_draft
         index = 0
         while index < len(running):  # preemption takes from behind `index`, forking adds at the end
             sequence = running[index]
             index += 1
             pending = sequence.num_pending
             end = sequence.num_tokens + pending
-            if pending and (end >= sequence.max_len or num_drafts or sequence.request.beam):
-                continue  # its last token is on its way, or what comes next depends on it
+            if pending and (end >= sequence.max_len or sequence.request.beam):
+                continue  # its last token may be on its way, or what comes next depends on it
             if end - sequence.num_computed > 1:
                 plan.prompts.append(sequence)
                 continue
@@ -214,7 +216,7 @@ class Scheduler:
                     continue
                 if growth.new_ids:
                     entry = Continue(sequence.handle, 1, growth.new_ids)
-            if num_drafts and sequence.may_draft(end) and not sequence.request.unforked:
+            if may_draft and sequence.may_draft(end) and (self.options.num_drafts or sequence.request.is_guided):
                 plan.draftable.append((len(entries), sequence))
             entries.append(entry)
             sequence.num_computed = end
@@ -311,21 +313,25 @@ class Scheduler:
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Let decoding sequences draft with the tokens that are left. No sequence is preempted for drafts."""
-        share = min(self.options.num_drafts, plan.budget // len(plan.draftable))
+        most = self.options.num_drafts or self.options.num_forced
+        share = min(most, plan.budget // len(plan.draftable))
         for place, sequence in plan.draftable:
-            count = min(share, sequence.max_len - sequence.num_tokens - 1)
+            end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
+            count = min(share, sequence.max_len - end)
             if count <= 0 or sequence.status is not Status.RUNNING:
                 continue
             entry = plan.entries[place]
             new_ids = entry.new_block_ids if isinstance(entry, Continue) else []
-            if sequence.num_tokens + count > sequence.num_slots:
+            if end - 1 + count > sequence.num_slots:
                 sequence.num_computed -= 1  # the step still reads what its one token needs
-                growth = self.kv.grow(sequence, sequence.num_tokens + count)
+                growth = self.kv.grow(sequence, end - 1 + count)
                 sequence.num_computed += 1
                 if growth is None:
                     continue
                 new_ids = _joined(new_ids, growth.new_ids)
             plan.entries[place] = Draft(sequence.handle, count, new_ids)
+            plan.drafted.append((sequence, count))
+            sequence.drafts(count)
             plan.take(count)
 
     def _preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
@@ -359,6 +365,8 @@ class Scheduler:
         queues = self.queues
         step = self.in_flight.confirm()
         tokens = step.tokens_of(result)
+        for sequence, count in step.drafted:
+            sequence.take_back(count)
         produced = queues.handles.scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
         silent: list[Sequence] = []  # sequences whose tokens go to no stream

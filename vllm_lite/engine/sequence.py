@@ -29,8 +29,10 @@ class Sequence:
     and hashes, and what of the KV is cached, parked on the host or shared; Queues owns the status and the handle.
 
     num_tokens     tokens known here
-    num_pending    tokens that steps in flight will add; the workers know them before the engine does
-    num_computed   positions whose KV is in the cache once every step sent so far has run
+    num_pending    tokens that steps in flight will add, if all their drafts are right; the workers know them before the
+                   engine does
+    num_computed   positions whose KV is in the cache once every step sent so far has run, if all their drafts are right
+    num_drafted    drafts in steps in flight, all of which may be wrong
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
     unscored       its prompt is to be scored (prompt_logprobs), and not all of it is: takes nothing from the cache
@@ -52,6 +54,7 @@ class Sequence:
     decode_entry: Continue | None = None
     num_pending: int = 0
     num_computed: int = 0
+    num_drafted: int = 0
     num_cached: int = 0
     num_slots: int = 0
     tables: list[BlockTable] = field(default_factory=list)
@@ -97,8 +100,27 @@ class Sequence:
 
     def may_draft(self, end: int) -> bool:
         """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
-        step."""
-        return self.request.beam is None and end > self.num_cached
+        step, nor a prompt that others are about to fork from."""
+        return self.request.beam is None and end > self.num_cached and not self.request.unforked
+
+    @property
+    def num_surely_computed(self) -> int:
+        """`num_computed`, if all drafts in flight are wrong."""
+        return self.num_computed - self.num_drafted
+
+    def drafts(self, count: int) -> None:
+        """The step in the making has `count` drafts of it."""
+        self.num_pending += count
+        self.num_computed += count
+        self.num_drafted += count
+
+    def take_back(self, count: int) -> None:
+        """The step with `count` drafts of it has its result: from here on they count as far as they are right. Those of
+        a sequence that has lost its place since are computed again."""
+        self.num_pending -= count
+        if self.num_drafted:
+            self.num_computed -= count
+            self.num_drafted -= count
 
     def sampling(self) -> Sampling:
         """The parameters by which workers sample it."""
@@ -107,13 +129,15 @@ class Sequence:
         return params.for_worker(self.index, self.num_prompt, self.stop_ids, num_candidates, unscored=self.unscored)
 
     def lose_blocks(self) -> None:
-        """It is about to be preempted, and computed again later: a prompt that is scored is not scored again."""
+        """It is about to be preempted, and computed again later, also what drafts in flight compute; a prompt that is
+        scored is not scored again."""
+        self.num_computed, self.num_drafted = self.num_surely_computed, 0
         self.unscored = self.unscored and self.num_computed < self.num_prompt - 1
 
     def lose_workers(self) -> None:
         """No worker knows it any more, and no step in flight will add a token. The caller takes its blocks."""
         self.handle, self.decode_entry = -1, None
-        self.num_pending = 0
+        self.num_pending = self.num_drafted = 0
         self.lookup = None
         self.unscored = self.index == 0 and self.request.lacks_scores
 

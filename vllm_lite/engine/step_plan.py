@@ -23,6 +23,7 @@ class StepPlan:
     prompts        running sequences that lack more than one token
     forked         samples of the prompts that the step completes; each gets its first token from it, too, if it can
     draftable      sequences that got one token, with the places of their entries, and may draft more
+    drafted        sequences that draft, with the most drafts of each
     is_cut         the waiting sequence looked at last was not admitted because it would be cut
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """
@@ -40,6 +41,7 @@ class StepPlan:
         self.prompts: list[Sequence] = []
         self.forked: list[Sequence] = []
         self.draftable: list[tuple[int, Sequence]] = []
+        self.drafted: list[tuple[Sequence, int]] = []
         self.num_looked_up = self.num_preempted = 0
         self._policy = policy
         self._branching = branching

@@ -98,6 +98,8 @@ class Params(_Record, frozen=True):
     beam: tuple[float, bool] | None
     scored: bool
     """Its prompt was scored, so nothing of it was taken from the cache at first."""
+    is_guided: bool = False
+    """It follows a grammar, so it may draft."""
 
 
 class Arrival(_Record, frozen=True, tag=1):

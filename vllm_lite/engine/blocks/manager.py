@@ -223,8 +223,8 @@ class KVCacheManager:
         """
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.window is not None:
-                table.trim(group.first_needed(sequence.num_computed))
-        write_from = max(sequence.num_computed, sequence.num_cached)
+                table.trim(group.first_needed(sequence.num_surely_computed))
+        write_from = max(sequence.num_surely_computed, sequence.num_cached)
         first_written = write_from // self.block_size
         shared = [
             group.index

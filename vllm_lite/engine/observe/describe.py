@@ -58,7 +58,7 @@ def _sample(sequence: Sequence, places: dict[int, int]) -> api.SampleState:
         index=sequence.index,
         status=sequence.status.value,  # type: ignore[arg-type]  # a live one is not finished
         place=places.get(id(sequence)),
-        num_computed=sequence.num_computed,
+        num_computed=sequence.num_surely_computed,
         num_output=sequence.num_output,
         num_blocks=num_held(sequence),
         num_host_blocks=sum(len(ids) - ids.count(NULL_BLOCK) for ids in sequence.host_ids or ()),

@@ -328,8 +328,8 @@ def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[byte
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    scored = request.lacks_scores
-    return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, scored)
+    found = request.lacks_scores, request.is_guided
+    return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, *found)
 
 
 def _candidates(

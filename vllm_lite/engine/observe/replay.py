@@ -226,6 +226,7 @@ class Replay:
                 length_penalty=beam[0] if beam else 1.0,
                 early_stopping=bool(beam and beam[1]),
                 prompt_logprobs=0 if params.scored else None,
+                grammar="unknown" if params.is_guided else None,  # what it says decides nothing
             ),
             record.num_output,
             tokens[record.num_prompt :].tobytes(),
