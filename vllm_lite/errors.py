@@ -5,6 +5,7 @@ VllmLiteError
  +-- ModelError         a checkpoint cannot be served
  +-- RequestError       one request cannot be served; no other request notices
  |    +-- ContextLengthError  it is longer than the context
+ |    +-- GrammarError        its grammar cannot be followed
  +-- ProtocolError      a message that is malformed, too large, or of another protocol version
  +-- OutOfBlocks        the KV pool has fewer free blocks than were asked for (also a ValueError)
  +-- RemoteError        a server that is spoken to over HTTP cannot be reached, refuses, or breaks off
@@ -45,6 +46,10 @@ class ContextLengthError(RequestError):
             f"This model's maximum context length is {max_model_len} tokens, but you requested {max_tokens or 0} "
             f"output tokens and your prompt contains at least {num_prompt} input tokens; {advice}"
         )
+
+
+class GrammarError(RequestError):
+    """A grammar cannot be compiled or followed: it has a fault, or is more work than the limits allow."""
 
 
 class ProtocolError(VllmLiteError):
