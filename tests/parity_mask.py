@@ -1,5 +1,7 @@
 """A toy grammar for the worker's tests: an odd token is never followed by another one."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_lite.worker.sampling.masks import Uint32s
@@ -21,6 +23,16 @@ class ParityMask:
     def rollback(self, num_tokens: int) -> None:
         assert num_tokens <= len(self.output)
         self.output = self.output[: len(self.output) - num_tokens]
+
+    def forced_tokens(self) -> list[int]:
+        return []  # two tokens at least are even
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        accepted = 0
+        while accepted < len(tokens) and self.accept(tokens[accepted]):
+            accepted += 1
+        self.rollback(accepted)
+        return accepted
 
     def fill_bitmask(self, bitmask: Uint32s) -> None:
         assert len(bitmask) == -(-self.vocab_size // 32)

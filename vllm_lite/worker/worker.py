@@ -24,7 +24,7 @@ from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
-from vllm_lite.worker.sampling.drafter import NgramDrafter
+from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 
 LOG_EVERY_S = 5.0
@@ -158,7 +158,7 @@ class Worker:
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
         speculation = self.config.speculative_config
-        drafter = NgramDrafter(speculation) if speculation is not None else None
+        drafter = GrammarDrafter(NgramDrafter(speculation) if speculation is not None else None)
         self.runner = ModelRunner(self.limits, self.model, cache_engine, self.backend, self.progress, drafter)
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:

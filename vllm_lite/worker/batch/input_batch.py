@@ -114,6 +114,9 @@ class InputBatch:
                         self._append_blocks(row, entry.new_block_ids)
                     self._schedule(entry.handle, entry.num_tokens)
                     continue
+                case Draft():
+                    self._draft(entry)  # like Continue, unless something is drafted
+                    continue
                 case NewRequest():
                     self._add(entry)
                 case Finish():
@@ -122,8 +125,6 @@ class InputBatch:
                     self._preempt(entry.handle)
                 case Resume():
                     self._resume(entry)
-                case Draft():
-                    self._draft(entry)
                 case Fork():
                     self._fork(entry)
                 case ReplaceBlock():
@@ -292,12 +293,20 @@ class InputBatch:
         handles = list(self._max_drafts)
         if not handles:
             return None
-        return DraftBatch(handles, [self.tokens_of(handle) for handle in handles], list(self._max_drafts.values()))
+        tokens, rules = [], []
+        for handle in handles:
+            tokens.append(self.tokens_of(handle))
+            rules.append(self._sequences[handle].rules)
+        masks = [None if each is None else each.mask for each in rules]
+        return DraftBatch(handles, tokens, list(self._max_drafts.values()), masks)
 
     def add_drafts(self, drafts: Sequence[Int32s]) -> None:
         """Compute the drafts of each sequence of `draft_batch` behind its last token, to see if it samples them."""
         for handle, tokens in zip(self._max_drafts, drafts, strict=True):
             row, count = self._sequences[handle].row, len(tokens)
+            if not count:
+                continue
+            self._steady.invalidate()
             first = int(self.num_tokens[row])
             self.token_ids[row, first : first + count] = tokens
             self._scheduled[handle] += count

@@ -6,7 +6,7 @@ sequence. What was computed behind a wrong draft is beyond the sequence's comput
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from vllm_lite.config import Speculation
 from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.sampling.masks import SequenceMask
 
 Int32s = NDArray[np.int32]
 
 NO_DRAFT = -1
 """Equals no token: stands where nothing was drafted."""
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class DraftBatch:
     handles: list[Handle]
     tokens: list[Int32s]  # of each: [num_tokens], views of the persistent batch
     max_drafts: list[int]  # of each, at least 1
+    masks: list[SequenceMask | None]  # of each, None if it follows no grammar
 
 
 class Drafter(Protocol):
@@ -36,6 +39,39 @@ class Drafter(Protocol):
     def propose(self, batch: DraftBatch) -> Sequence[Int32s]:
         """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none."""
         ...
+
+
+class GrammarDrafter:
+    """Drafts what the sequences' grammars force, then what another drafter says, as far as the grammars allow it.
+
+    Where a grammar allows one token only, that token is certain. It is verified like all drafts: a wrong one would cost
+    time, and change no token.
+    """
+
+    def __init__(self, other: Drafter | None = None) -> None:
+        self._other = other
+
+    def propose(self, batch: DraftBatch) -> list[Int32s]:
+        """As Drafter.propose."""
+        known, most, masks = batch.tokens, batch.max_drafts, batch.masks
+        forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
+        if self._other is None:
+            return forced
+        further = [np.concatenate(pair) if len(pair[1]) else pair[0] for pair in zip(known, forced, strict=True)]
+        others = self._other.propose(replace(batch, tokens=further))
+        return [_allowed(*each) for each in zip(known, most, masks, forced, others, strict=True)]
+
+
+def _forced(tokens: Int32s, max_drafts: int, mask: SequenceMask | None) -> Int32s:  # [at most max_drafts]
+    return NO_TOKENS if mask is None else np.array(mask.forced(tokens)[:max_drafts], np.int32)
+
+
+def _allowed(
+    tokens: Int32s, max_drafts: int, mask: SequenceMask | None, forced: Int32s, others: Int32s
+) -> Int32s:  # [at most max_drafts]
+    """Join the drafts of both kinds, as far as they may follow the tokens."""
+    drafts = np.concatenate((forced, others))[:max_drafts] if len(forced) else others
+    return drafts if mask is None else drafts[: mask.num_valid(tokens, drafts)]
 
 
 class NgramDrafter:

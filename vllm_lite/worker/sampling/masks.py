@@ -5,7 +5,7 @@ are asked once for every sample; what they answer is applied to all rows of logi
 cost nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +51,17 @@ class MaskSource(Protocol):
         """
         ...
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must come next, one behind the other; [] if there is a choice, or it is not known.
+
+        They are drafted, so an error here costs time and no more.
+        """
+        ...
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        """Count how many of these may follow, one behind the other, before the first that may not."""
+        ...
+
 
 MaskSourceOf = Callable[[Sampling], MaskSource | None]
 """Makes the source of a new sequence or fork that has rules; None for one that needs no mask."""
@@ -74,10 +85,7 @@ class SequenceMask:
         tokens: [num_tokens + num_samples - 1], those before the last sample; bitmasks: [num_samples, words].
         """
         num_tokens = len(tokens) - len(bitmasks) + 1
-        for token in tokens[self._num_accepted : num_tokens].tolist():
-            self._is_lost = self._is_lost or not self._source.accept(token)
-        self._num_accepted = num_tokens
-        if self._is_lost:
+        if not self._follow(tokens[:num_tokens]):
             bitmasks[:] = 0  # the sampler then ends this sequence, and no other
             return
         self._source.fill_bitmask(bitmasks[0])
@@ -88,6 +96,25 @@ class SequenceMask:
             self._source.fill_bitmask(bitmask)
             num_drafts += 1
         self._source.rollback(num_drafts)
+
+    def forced(self, tokens: Int32s) -> list[int]:
+        """Return what must follow `tokens` [num_tokens], all that the sequence has; [] if there is a choice."""
+        return self._source.forced_tokens() if self._follow(tokens) else []
+
+    def num_valid(
+        self,
+        tokens: Int32s,  # [num_tokens], all that the sequence has
+        drafts: Int32s,  # [num_drafts]
+    ) -> int:
+        """Count how many drafts may follow the tokens."""
+        return self._source.num_valid(drafts.tolist()) if self._follow(tokens) else 0
+
+    def _follow(self, tokens: Int32s) -> bool:
+        """Have the source accept all of `tokens`. Returns False if one of them may not stand where it does."""
+        for token in tokens[self._num_accepted :].tolist():
+            self._is_lost = self._is_lost or not self._source.accept(token)
+        self._num_accepted = len(tokens)
+        return not self._is_lost
 
 
 class TokenMasks:
