@@ -16,7 +16,7 @@ def array(tokens: list[int]) -> Int32s:
 
 def propose(tokens: list[int], max_drafts: int = 4, longest: int = 4, shortest: int = 1) -> list[int]:
     drafter = NgramDrafter(Speculation(prompt_lookup_max=longest, prompt_lookup_min=shortest))
-    (drafts,) = drafter.propose(DraftBatch([0], [array(tokens)], [max_drafts]))
+    (drafts,) = drafter.propose(DraftBatch([0], [array(tokens)], [max_drafts], [None]))
     found: list[int] = drafts.tolist()
     return found
 
@@ -63,7 +63,7 @@ def test_any_sequence_gives_the_drafts_of_the_search_by_hand(tokens, max_drafts,
 
 
 def test_every_sequence_of_a_batch_gets_drafts_of_its_own():
-    batch = DraftBatch([4, 7, 2], [array([1, 2, 1]), array([1, 2, 3]), array([5, 5])], [2, 4, 3])
+    batch = DraftBatch([4, 7, 2], [array([1, 2, 1]), array([1, 2, 3]), array([5, 5])], [2, 4, 3], [None] * 3)
     drafts = NgramDrafter(Speculation()).propose(batch)
     assert [tokens.tolist() for tokens in drafts] == [[2, 1], [], [5, 5, 5]]
 

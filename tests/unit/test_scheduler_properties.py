@@ -48,8 +48,8 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
             max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
             stop = frozenset(rng.sample(range(VOCAB), 3))
             samples = rng.choice([1, 1, 1, 2, 4])
-            params = {"priority": rng.randint(0, 3), "user": rng.choice("xyz"), "grammar": rng.choice([None, "any"])}
-            rig.add(f"r{index}", prompt, max_tokens, stop, n=samples, **params)
+            place = {"priority": rng.randint(0, 3), "user": rng.choice("xyz")}
+            rig.add(f"r{index}", prompt, max_tokens, stop, None, n=samples, grammar=rng.choice([None, "any"]), **place)
             for sample in range(samples):
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:
