@@ -17,8 +17,7 @@ from tests.driver import GREEDY, Driver, make_prompt, new_request
 from tests.parity_mask import ParityMask
 from vllm_lite.protocol.params import LogitRules
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, Resume
-from vllm_lite.worker.sampling.masks import ALL_BITS, MaskSource, SequenceMask, TokenMasks
-from vllm_lite.worker.sampling.sampler import ALL_BANNED
+from vllm_lite.worker.sampling.masks import ALL_BITS, BROKEN, MaskSource, SequenceMask, TokenMasks
 
 MASKED = msgspec.structs.replace(GREEDY, rules=LogitRules())
 PROMPT = make_prompt(20, seed=8)
@@ -89,7 +88,7 @@ def test_a_sequence_that_breaks_its_mask_fails_alone(masked: Driver) -> None:
         masked.decode(0, count=1)
     length = 20 + len(masked.got[0])
     output = masked.run(Fork(0, 1, MASKED, length, length - 1, length), Continue(1, 1, []), Continue(0, 1, []))
-    assert output.failed == [(1, ALL_BANNED)]
+    assert output.failed == [(1, BROKEN)]
 
 
 def test_who_has_no_rules_is_not_asked_for_a_source(tiny_checkpoint: Path) -> None:

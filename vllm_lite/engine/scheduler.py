@@ -201,7 +201,7 @@ class Scheduler:
             index += 1
             pending = sequence.num_pending
             end = sequence.num_tokens + pending
-            if pending and (end >= sequence.max_len or sequence.request.beam):
+            if pending and (end >= sequence.max_len or sequence.request.beam or not sequence.is_settled):
                 continue  # its last token may be on its way, or what comes next depends on it
             if end - sequence.num_computed > 1:
                 plan.prompts.append(sequence)
@@ -379,6 +379,9 @@ class Scheduler:
             elif sequence.request.beam is not None:
                 silent.append(sequence)
                 produced += self.branching.advance_beams(sequence, new[0], logprobs)
+            elif not new:
+                silent.append(sequence)
+                self._withhold(sequence)
             else:
                 start = sequence.num_tokens - sequence.num_prompt
                 reason = self._accept(sequence, new)
@@ -386,7 +389,8 @@ class Scheduler:
                 produced.append(Produced(sequence.request, sequence.index, start, new, kept or None, reason))
                 if reason is not None:
                     self._end(sequence, reason)
-        self.meter.stepped(step.sampling, silent, len(tokens), result.drafted)
+        num_first = len(step.sampling) - (result.counts or []).count(0)
+        self.meter.stepped(step.sampling, silent, len(tokens) - num_first, result.drafted)
         if len(queues.entries) != num_entries or len(queues.running) != num_running:
             queues.running = [sequence for sequence in queues.running if sequence.status is Status.RUNNING]
         return produced
@@ -395,6 +399,7 @@ class Scheduler:
         """Append the tokens that a step sampled for `sequence`, and drop from `tokens` those behind its end, if one of
         them ends it. This runs once per sequence and step."""
         sequence.num_pending -= 1
+        sequence.is_settled = True
         num_before = num_tokens = sequence.num_tokens
         reason: FinishReason | None = None
         for token in tokens:
@@ -411,6 +416,13 @@ class Scheduler:
             self.kv.cache_blocks(sequence, num_tokens - 1)
         self.counters.generated_tokens += count
         return reason
+
+    def _withhold(self, sequence: Sequence) -> None:
+        """A step gave `sequence` no token, because its grammar is still being compiled."""
+        if sequence.status is Status.SWAPPED:  # what its last position reads may have been left behind
+            self.kv.release(sequence)
+            sequence.status = Status.PREEMPTED
+        sequence.get_nothing()
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sample is complete. It may be waiting, if it was preempted while its last token was computed."""

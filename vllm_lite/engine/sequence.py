@@ -68,6 +68,9 @@ class Sequence:
     """The number of later arrivals that were admitted while it waited."""
     lookup: "Lookup | None" = None
     """The last prefix lookup and admission verdict, while it waits."""
+    is_settled: bool = field(init=False)
+    """Whether its grammar is known to be compiled, or it has none. Until then one step of it is in flight at most: that
+    step may give it no token."""
     last_token_s: float | None = None
     """The time of its last token, if it does not get one in every step."""
 
@@ -78,6 +81,7 @@ class Sequence:
         self.max_len = request.max_len
         self.stop_ids = request.stop_ids
         self.unscored = self.index == 0 and request.lacks_scores
+        self.is_settled = not request.is_guided
 
     @property
     def seen_by_workers(self) -> bool:
@@ -122,6 +126,14 @@ class Sequence:
             self.num_computed -= count
             self.num_drafted -= count
 
+    def get_nothing(self) -> None:
+        """A step gave it no token, as its grammar is still being compiled: its last position is computed again, and not
+        written again. One that has lost its place since is computed again anyway."""
+        self.num_pending -= 1
+        if self.num_computed == self.num_tokens:
+            self.num_computed -= 1
+            self.num_cached = max(self.num_cached, self.num_tokens)
+
     def sampling(self) -> Sampling:
         """The parameters by which workers sample it."""
         beam, params = self.request.beam, self.request.params
@@ -140,6 +152,7 @@ class Sequence:
         self.num_pending = self.num_drafted = 0
         self.lookup = None
         self.unscored = self.index == 0 and self.request.lacks_scores
+        self.is_settled = not self.request.is_guided
 
     def __repr__(self) -> str:
         return (

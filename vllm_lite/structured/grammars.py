@@ -126,4 +126,4 @@ class _Request(Wanted):
 
 def _report(vocabulary: Future[Vocabulary]) -> None:
     if not vocabulary.cancelled() and (error := vocabulary.exception()) is not None:
-        logger.warning("requests with a grammar will fail: %s", error)
+        logger.info("requests with a grammar will fail: %s", error)

@@ -131,13 +131,13 @@ class ThinkingSource:
 class _Anything:
     """The source of an output that follows no grammar."""
 
-    def accept(self, token: int) -> bool:
+    def accept(self, _token: int) -> bool:
         return True
 
-    def rollback(self, num_tokens: int) -> None:
+    def rollback(self, _num_tokens: int) -> None:
         pass
 
-    def fill_bitmask(self, bitmask: Any) -> None:
+    def fill_bitmask(self, _bitmask: Any) -> None:
         pass
 
     def forced_tokens(self) -> list[int]:

@@ -2,7 +2,7 @@
 contents; the parts are CacheEngine, InputBatch, the model, the attention backend and the Sampler, and stay there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,12 @@ from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.process import Progress
+from vllm_lite.worker.sampling import readiness
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
 from vllm_lite.worker.sampling.logprobs import score
+from vllm_lite.worker.sampling.masks import SequenceMask
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
-from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
+from vllm_lite.worker.sampling.sampler import ALL_BANNED, ROW_PARAMS, Sampled, SampleInputs, row_params
 
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
@@ -75,6 +77,8 @@ class ModelRunner:
         )
         self.sampler = sampler_of(model, device)
         self.drafter = drafter
+        communicator = model.communicator
+        self.batch.rules.fills_masks = communicator.shard.rank == 0 or not communicator.shares_memory
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -91,11 +95,33 @@ class ModelRunner:
             return ModelOutput(step.generation, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
+        unsettled = self.batch.unsettled(inputs)
+        samples = None if unsettled else self.batch.sample_inputs(inputs)
         logits, prompts = self._logits(inputs)
-        sampled = self.sampler.sample(logits, self.batch.sample_inputs(inputs))
-        kept = _num_kept(inputs, sampled)
+        waiting = self._settle(unsettled, inputs) if unsettled else set()
+        sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
+        self._explain(sampled, inputs)
+        kept = _num_kept(inputs, sampled, waiting)
         self.batch.commit(inputs, sampled.tokens, kept)
         return _answer(step, inputs, sampled, kept, prompts)
+
+    def _settle(self, unsettled: dict[Handle, SequenceMask], inputs: StepInputs) -> set[Handle]:
+        """Return the sequences that get no token in this step: their grammars are still being compiled."""
+        patient = len(unsettled) == len(inputs.handles)
+        settled = readiness.settle(unsettled.values(), self.model.communicator, patient=patient)
+        for handle, is_settled in zip(unsettled, settled, strict=True):
+            if is_settled:
+                self.batch.settled(handle)
+        return {handle for handle, is_settled in zip(unsettled, settled, strict=True) if not is_settled}
+
+    def _explain(self, sampled: Sampled, inputs: StepInputs) -> None:
+        """Say of sequences without a token left what ruled the last one out, if that was a grammar."""
+        if not sampled.failed:
+            return
+        sequences = np.repeat(inputs.sampling, inputs.num_samples)
+        for sample, why in sampled.failed.items():
+            if why == ALL_BANNED:
+                sampled.failed[sample] = self.batch.explain(inputs.handles[sequences[sample]]) or why
 
     def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None]:
         """The logits that are sampled, and the logprobs of prompts, which graphs know nothing of."""
@@ -152,8 +178,16 @@ def warm_up_step(
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
-def _num_kept(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]
-    """How many samples of each sequence are its tokens."""
+def _num_kept(inputs: StepInputs, sampled: Sampled, waiting: Collection[Handle]) -> NDArray[np.int64]:  # [num_sampling]
+    """How many samples of each sequence are its tokens: none of those `waiting`."""
+    kept = _num_proven(inputs, sampled)
+    if waiting:
+        kept = np.where([inputs.handles[index] in waiting for index in inputs.sampling.tolist()], 0, kept)
+    return kept
+
+
+def _num_proven(inputs: StepInputs, sampled: Sampled) -> NDArray[np.int64]:  # [num_sampling]
+    """How many samples of each sequence are proved by the drafts before them, which are right."""
     if not inputs.drafted:
         return inputs.num_samples
     drafts, num_before = inputs.drafts, inputs.num_drafts_before
@@ -172,7 +206,7 @@ def _answer(
     prompts: PromptScored | None,
 ) -> ModelOutput:
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
-    if len(kept) < len(tokens):
+    if len(kept) < len(tokens) or not kept.all():
         chosen = np.flatnonzero(inputs.num_drafts_before < np.repeat(kept, inputs.num_samples))
         tokens, counts = tokens[chosen], kept.tolist()
         logprobs = logprobs and [logprobs[sample] for sample in chosen]
@@ -185,7 +219,7 @@ def _answer(
         step.generation,
         step.step,
         tokens.astype("<u4").tobytes(),
-        counts=counts if counts and max(counts) > 1 else None,
+        counts=counts if counts and set(counts) != {1} else None,
         logprobs=logprobs,
         failed=failed or None,
         prompts=prompts,

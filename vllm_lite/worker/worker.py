@@ -18,6 +18,8 @@ from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
+from vllm_lite.structured.grammars import Grammars
+from vllm_lite.structured.vocabulary import load_vocabulary
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import CacheEngine
@@ -63,6 +65,8 @@ class Worker:
         `communicator`: the connection to the ranks that share the model; None if this one has it to itself.
         """
         self.communicator = communicator or SingleRank(self.device.torch)
+        spec, folder = self.spec, self.config.tokenizer
+        self.grammars = Grammars(lambda: load_vocabulary(folder, spec.vocab_size, spec.eos_token_ids))
         on_cpu = self.device.torch.type == "cpu"
         share = max(1, num_physical_cores() // self.config.tensor_parallel_size)
         num_threads = set_threads(self.config.cpu_threads, share) if on_cpu else 0
@@ -160,6 +164,7 @@ class Worker:
         speculation = self.config.speculative_config
         drafter = GrammarDrafter(NgramDrafter(speculation) if speculation is not None else None)
         self.runner = ModelRunner(self.limits, self.model, cache_engine, self.backend, self.progress, drafter)
+        self.runner.batch.mask_source_of = self.grammars.source_of
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes)

@@ -120,16 +120,16 @@ class Meter:
         self,
         sampling: abc.Sequence[Sequence],
         silent: abc.Sequence[Sequence],
-        num_tokens: int,
+        num_accepted: int,
         drafted: tuple[int, int] | None,
     ) -> None:
-        """A step gave `num_tokens` tokens to the sequences in `sampling`, of which the `silent` pass nothing on.
-        `drafted` counts the sequences with drafts, and the tokens drafted."""
+        """A step gave tokens to the sequences in `sampling`, of which the `silent` pass nothing on; `num_accepted` of
+        the tokens had been drafted. `drafted` counts the sequences with drafts, and the tokens drafted."""
         counters = self.counters
         if drafted is not None:
             counters.drafts += drafted[0]
             counters.draft_tokens += drafted[1]
-            counters.accepted_tokens += num_tokens - len(sampling)
+            counters.accepted_tokens += num_accepted
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]

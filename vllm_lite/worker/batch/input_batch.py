@@ -38,7 +38,7 @@ from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
 from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
 from vllm_lite.worker.sampling.logprobs import PromptScoring, score_step
-from vllm_lite.worker.sampling.masks import MaskSourceOf
+from vllm_lite.worker.sampling.masks import MaskSourceOf, SequenceMask
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, row_params
 
 
@@ -79,6 +79,7 @@ class InputBatch:
         self._scheduled: dict[Handle, int] = {}  # tokens in this step, drafts included, in the order of the entries
         self._max_drafts: dict[Handle, int] = {}  # how many drafts this step takes, of the sequences that may have any
         self._num_drafts: dict[Handle, int] = {}
+        self._unsettled: dict[Handle, SequenceMask] = {}  # those whose grammar is being compiled, also preempted ones
         counts = self.num_tokens, self.num_computed, self.num_cached
         arrays = self.token_ids, counts, self.block_tables, self.table_lens, block_size
         self._steady = SteadyDecode(DecodeRows(*arrays) if cpu.available() else None)
@@ -214,6 +215,7 @@ class InputBatch:
         if sequence is None or sequence.preempted_tokens is None:
             self._remove_row(self._row(handle, "Finish"))
         del self._sequences[handle]
+        self._unsettled.pop(handle, None)
 
     def _row(self, handle: Handle, what: str) -> int:
         sequence = self._sequences.get(handle)
@@ -226,6 +228,8 @@ class InputBatch:
             raise ProtocolError(f"handle {handle} is in use already")
         rules = read_rules(sampling, num_prompt, self.vocab_size, self.mask_source_of)
         self._sequences[handle] = sequence = SequenceState(handle, sampling, num_prompt, rules)
+        if rules is not None and rules.mask is not None and rules.mask.coming is not None:
+            self._unsettled[handle] = rules.mask
         return sequence
 
     def _add_row(self, sequence: SequenceState, tokens: NDArray[Any]) -> int:
@@ -314,7 +318,7 @@ class InputBatch:
 
     def build(self) -> StepInputs:
         """Make the inputs of what `apply` scheduled. Raises ProtocolError if a sequence lacks tokens or blocks."""
-        if (steady := self._steady.prepare(self._scheduled)) is not None:
+        if not self._unsettled and (steady := self._steady.prepare(self._scheduled)) is not None:
             return steady
         handles = list(self._scheduled)
         sequences = [self._sequences[handle] for handle in handles]
@@ -383,8 +387,25 @@ class InputBatch:
         widths = np.maximum.reduce(table_lens, axis=0, initial=0).tolist()
         return tuple(table[rows, :width] for table, width in zip(self.block_tables, widths, strict=True))
 
+    def unsettled(self, inputs: StepInputs) -> dict[Handle, SequenceMask]:
+        """Return the masks of sequences that are caught up in this step, and whose grammar is not known to be there."""
+        if not self._unsettled:
+            return {}
+        caught_up = (inputs.handles[index] for index in inputs.sampling.tolist())
+        return {handle: self._unsettled[handle] for handle in caught_up if handle in self._unsettled}
+
+    def settled(self, handle: Handle) -> None:
+        """The grammar of a sequence is there from now on, on all ranks."""
+        del self._unsettled[handle]
+
+    def explain(self, handle: Handle) -> str | None:
+        """Say why a sequence that follows a grammar has no token left to sample; None if it follows none."""
+        rules = self._sequences[handle].rules
+        return rules.mask.explain() if rules is not None and rules.mask is not None else None
+
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
-        """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`."""
+        """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`, and
+        before the forward pass if possible: masks are filled from here on."""
         if inputs.samples is not None:
             return inputs.samples
         rows = inputs.rows[inputs.sampling]
@@ -405,10 +426,14 @@ class InputBatch:
         """Take over what the step sampled.
 
         Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if nothing was drafted)
-        are its tokens; drafts before the last of these have proved right, so they are computed.
+        are its tokens; drafts before the last of these have proved right, so they are computed. A sequence of which
+        none is kept has its last position computed again in a later step, and not written again.
         """
         if self.rules.counts_tokens:  # nothing was drafted for those whose tokens count
-            self.rules.count(self.params["rules"][inputs.rows[inputs.sampling]], sampled[inputs.sample_starts])
+            at, starts = inputs.sampling, inputs.sample_starts
+            if num_kept is not None:
+                at, starts = at[num_kept > 0], starts[num_kept > 0]
+            self.rules.count(self.params["rules"][inputs.rows[at]], sampled[starts])
         if inputs.is_steady:
             self._steady.commit(inputs, sampled)
             return
@@ -416,13 +441,15 @@ class InputBatch:
             inputs.scoring.commit()
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
-        if not inputs.drafted:
+        if not inputs.drafted and (num_kept is None or num_kept.all()):
             ends = self.num_tokens[rows]
             self.token_ids[rows, ends] = sampled
             self.num_tokens[rows] = ends + 1
             return
         num_kept = num_samples if num_kept is None else num_kept
         self.num_computed[rows] -= num_samples - num_kept
+        again = rows[num_kept == 0]
+        self.num_cached[again] = np.maximum(self.num_cached[again], self.num_computed[again] + 1)
         kept = inputs.num_drafts_before < np.repeat(num_kept, num_samples)
         sample_rows = np.repeat(rows, num_kept)
         self.token_ids[sample_rows, self.num_tokens[sample_rows] + inputs.num_drafts_before[kept]] = sampled[kept]

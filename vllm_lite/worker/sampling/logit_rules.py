@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.worker.sampling.masks import NEVER, MaskSourceOf, SequenceMask, TokenMasks, bitmask_of, masks_of_step
+from vllm_lite.worker.sampling.masks import NEVER, MaskSourceOf, SequenceMask, TokenMasks, bitmask_of
 from vllm_lite.worker.sampling.penalties import Float32s, Int64s, Penalties, TokenCounts
+from vllm_lite.worker.sampling.step_masks import Masked, MaskFiller, StepMasks
 
 Pairs = tuple[Int64s, Int64s]
 """Samples and token ids, both [num_pairs]."""
@@ -57,16 +58,26 @@ class LogitEdits:
     banned: Pairs | None = None
     """These logits become minus infinity; a pair may occur twice."""
     allowed: TokenMasks | None = None
-    masks: TokenMasks | None = None
+    masks: StepMasks | None = None
+    ends: Pairs | None = None
+    """As `banned`, but not in samples whose mask leaves nothing else: a grammar at its end comes before min_tokens."""
     bias: Bias | None = None
     penalties: Penalties | None = None
 
     def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
-        if self.banned is not None:
-            logits[tuple(torch.from_numpy(array).to(logits.device) for array in self.banned)] = NEVER
+        for banned in (self.banned, self._early_ends(logits.shape[1])):
+            if banned is not None:
+                logits[tuple(torch.from_numpy(array).to(logits.device) for array in banned)] = NEVER
         for change in (self.allowed, self.masks, self.bias, self.penalties):
             if change is not None:
                 change.apply(logits)
+
+    def _early_ends(self, vocab_size: int) -> Pairs | None:
+        if self.ends is None or self.masks is None:
+            return self.ends
+        samples, tokens = self.ends
+        kept = ~np.isin(samples, self.masks.leave_only(samples, tokens, vocab_size))
+        return samples[kept], tokens[kept]
 
 
 # ---- one sequence
@@ -140,7 +151,7 @@ class _Table:
 
     entries: Int64s  # [num_samples]
     allowed: TokenMasks | None
-    masks: list[tuple[int, int, SequenceMask]]  # first sample, number of samples, mask
+    masks: list[Masked]
     bans: tuple[Int64s, _Bans] | None  # samples [n]
     bias: Bias | None
     penalised: tuple[Int64s, Float32s] | None  # samples [n], weights [3, n]
@@ -156,6 +167,9 @@ class RuleBook:
         self._penalised = np.zeros(max_num_seqs + 1, np.bool_)
         self._counts: TokenCounts | None = None  # made when the first sequence needs it
         self._table: _Table | None = None
+        self._filler = MaskFiller(vocab_size)
+        self.fills_masks = True
+        """Whether the masks are wanted here; where another rank applies them, they are not."""
         self.counts_tokens = False
         """Whether `count` must be called with what is sampled."""
 
@@ -204,23 +218,25 @@ class RuleBook:
         rows: Int64s,  # [num_samples]
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
     ) -> LogitEdits | None:
-        """Work out what the rules change in one step's logits; None if no sequence has rules."""
+        """Work out what the rules change in one step's logits; None if no sequence has rules. Masks are begun, and
+        filled while the model computes."""
         if not entries.any():
             return None
         table = self._table
         if table is None or not np.array_equal(table.entries, entries):
             table = self._table = self._tabulate(entries)
-        banned = masks = penalised = None
+        banned = ends = masks = penalised = None
+        if table.masks and self.fills_masks:
+            masks = self._filler.begin(table.masks, positions, rows, token_ids)
         if table.bans is not None:
             samples, bans = table.bans
             apply = _banned(bans, positions[samples], rows[samples], token_ids)
-            banned = (samples[apply], bans.tokens[apply]) if apply.any() else None
-        if table.masks:
-            masks = masks_of_step(table.masks, positions, rows, token_ids, self._sizes[1])
+            is_end = (bans.until != ALWAYS) if masks is not None else np.zeros(len(apply), np.bool_)
+            banned, ends = _pairs(samples, bans, apply & ~is_end), _pairs(samples, bans, apply & is_end)
         if table.penalised is not None and self._counts is not None:
             samples, weights = table.penalised
             penalised = self._counts.penalties(entries[samples], samples, weights)
-        return LogitEdits(banned, table.allowed, masks, table.bias, penalised)
+        return LogitEdits(banned, table.allowed, masks, ends, table.bias, penalised)
 
     def _tabulate(self, entries: Int64s) -> _Table:
         ruled = [(sample, self._used[entry]) for sample, entry in enumerate(entries.tolist()) if entry]
@@ -228,7 +244,7 @@ class RuleBook:
         for mask, group in groupby(ruled, key=lambda sample_and_rules: sample_and_rules[1].mask):
             if mask is not None:
                 samples = [sample for sample, _ in group]
-                masks.append((samples[0], len(samples), mask))
+                masks.append(Masked(samples[0], len(samples), mask))
         return _Table(
             entries,
             _put_together(ruled, lambda rules: rules.allowed, lambda at, bits: TokenMasks(at, np.array(bits))),
@@ -269,6 +285,10 @@ def _join_bans(samples: Int64s, parts: list[_Bans]) -> tuple[Int64s, _Bans]:
         np.concatenate([getattr(part, name) for part in parts]) for name in ("since", "until", "tokens")
     )
     return samples, _Bans(prefixes, since, until, tokens)
+
+
+def _pairs(samples: Int64s, bans: _Bans, apply: NDArray[np.bool_]) -> Pairs | None:  # [n] each
+    return (samples[apply], bans.tokens[apply]) if apply.any() else None
 
 
 def _banned(

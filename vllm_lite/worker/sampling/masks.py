@@ -6,6 +6,7 @@ cost nothing.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import embedding
 
+from vllm_lite.errors import GrammarError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import masks as native
 from vllm_lite.kernels.cuda import masks as on_gpu
@@ -63,8 +65,12 @@ class MaskSource(Protocol):
         ...
 
 
-MaskSourceOf = Callable[[Sampling], MaskSource | None]
-"""Makes the source of a new sequence or fork that has rules; None for one that needs no mask."""
+MaskSourceOf = Callable[[Sampling], "MaskSource | Future[Any] | None"]
+"""Makes the source of a new sequence or fork that has rules; None for one that needs no mask. A future of it says that
+it is still being made."""
+
+CONTRADICTION = "its grammar allows no token that allowed_token_ids, bad_words and its other rules leave"
+BROKEN = "its output does not follow its grammar"
 
 
 class SequenceMask:
@@ -72,34 +78,65 @@ class SequenceMask:
 
     The source accepts tokens late, when the next mask is wanted, and no draft stays accepted. So it never has to take
     back a token that the engine replaced, and a preempted sequence keeps it as it is.
+
+    A source that is still being made is asked nothing, and rules nothing out, until `settle` says that it is there:
+    with several ranks it has to be there on all of them.
     """
 
-    def __init__(self, source: MaskSource, num_prompt: int) -> None:
-        self._source = source
+    def __init__(self, source: "MaskSource | Future[Any]", num_prompt: int) -> None:
+        self._coming = source if isinstance(source, Future) else None
+        self._source: MaskSource | None = None if isinstance(source, Future) else source
         self._num_accepted = num_prompt  # of the sequence's tokens; the source never gets those of the prompt
-        self._is_lost = False  # the sequence has a token that the source refuses
+        self._failure: str | None = None
+
+    @property
+    def coming(self) -> "Future[Any] | None":
+        """The source that is still being made, or has not been settled yet."""
+        return self._coming
+
+    def settle(self, failure: str | None) -> None:
+        """The source is there on all ranks from now on; `failure`: it never will be."""
+        if self._coming is not None and failure is None:
+            self._source = self._coming.result()
+        self._coming, self._failure = None, failure
+
+    def explain(self) -> str:
+        """Say why the sequence has no token left to sample."""
+        return self._failure or CONTRADICTION
 
     def fill(self, tokens: Int32s, bitmasks: Uint32s) -> None:
         """Write the masks of a sequence's samples, of which the first follows its last token, the others its drafts.
 
-        tokens: [num_tokens + num_samples - 1], those before the last sample; bitmasks: [num_samples, words].
+        tokens: [num_tokens + num_samples - 1], those before the last sample; bitmasks: [num_samples, words], all set.
         """
+        if self._coming is not None:
+            return
         num_tokens = len(tokens) - len(bitmasks) + 1
-        if not self._follow(tokens[:num_tokens]):
+        source = self._follow(tokens[:num_tokens])
+        if source is None:
             bitmasks[:] = 0  # the sampler then ends this sequence, and no other
             return
-        self._source.fill_bitmask(bitmasks[0])
         num_drafts = 0
-        for draft, bitmask in zip(tokens[num_tokens:].tolist(), bitmasks[1:], strict=True):
-            if not self._source.accept(draft):
-                break  # the sample in the draft's place will differ, so the samples behind it do not count
-            self._source.fill_bitmask(bitmask)
-            num_drafts += 1
-        self._source.rollback(num_drafts)
+        try:
+            source.fill_bitmask(bitmasks[0])
+            for draft, bitmask in zip(tokens[num_tokens:].tolist(), bitmasks[1:], strict=True):
+                if not source.accept(draft):
+                    break  # the sample in the draft's place will differ, so the samples behind it do not count
+                num_drafts += 1
+                source.fill_bitmask(bitmask)
+            source.rollback(num_drafts)
+        except GrammarError as error:
+            self._fail(error)
+            bitmasks[:] = 0
 
     def forced(self, tokens: Int32s) -> list[int]:
         """Return what must follow `tokens` [num_tokens], all that the sequence has; [] if there is a choice."""
-        return self._source.forced_tokens() if self._follow(tokens) else []
+        try:
+            source = self._follow(tokens)
+            return source.forced_tokens() if source is not None else []
+        except GrammarError as error:
+            self._fail(error)
+            return []
 
     def num_valid(
         self,
@@ -107,14 +144,32 @@ class SequenceMask:
         drafts: Int32s,  # [num_drafts]
     ) -> int:
         """Count how many drafts may follow the tokens."""
-        return self._source.num_valid(drafts.tolist()) if self._follow(tokens) else 0
+        try:
+            source = self._follow(tokens)
+            return source.num_valid(drafts.tolist()) if source is not None else 0
+        except GrammarError as error:
+            self._fail(error)
+            return 0
 
-    def _follow(self, tokens: Int32s) -> bool:
-        """Have the source accept all of `tokens`. Returns False if one of them may not stand where it does."""
-        for token in tokens[self._num_accepted :].tolist():
-            self._is_lost = self._is_lost or not self._source.accept(token)
+    def _follow(self, tokens: Int32s) -> MaskSource | None:
+        """Have the source accept all of `tokens`. Returns None if there is none, or if one of them may not stand where
+        it does."""
+        source = self._source
+        if source is None:
+            return None
+        try:
+            for token in tokens[self._num_accepted :].tolist():
+                if not source.accept(token):
+                    self._source, self._failure = None, BROKEN
+                    return None
+        except GrammarError as error:
+            self._fail(error)
+            return None
         self._num_accepted = len(tokens)
-        return not self._is_lost
+        return source
+
+    def _fail(self, error: GrammarError) -> None:
+        self._source, self._failure = None, str(error)
 
 
 class TokenMasks:
@@ -161,21 +216,3 @@ def bitmask_of(ids: NDArray[Any], vocab_size: int) -> Uint32s:  # [ceil(vocab / 
     allowed = np.zeros(32 * -(-vocab_size // 32), np.bool_)
     allowed[ids] = True
     return np.packbits(allowed, bitorder="little").view(np.uint32)
-
-
-def masks_of_step(
-    masked: list[tuple[int, int, SequenceMask]],  # first sample, number of samples, mask
-    positions: Int64s,  # [num_samples], index in its sequence of the token about to be sampled
-    rows: Int64s,  # [num_samples]
-    token_ids: Int32s,  # [max_rows, max_tokens]
-    vocab_size: int,
-) -> TokenMasks:
-    """Ask the sources for the masks of one step."""
-    samples = np.concatenate([np.arange(first, first + count) for first, count, _ in masked])
-    bitmasks = np.full((len(samples), -(-vocab_size // 32)), ALL_BITS, np.uint32)
-    start = 0
-    for first, count, mask in masked:
-        tokens = token_ids[rows[first], : positions[first + count - 1]]
-        mask.fill(tokens, bitmasks[start : start + count])
-        start += count
-    return TokenMasks(samples, bitmasks)

@@ -1,0 +1,50 @@
+"""Which sequences get no token in a step, because their grammar is still being compiled.
+
+Nobody else waits for a grammar. All ranks must agree on it: a grammar is there when it is there on all of them, and
+fails when it fails on one. Sequences whose grammars were there before cost nothing here.
+"""
+
+from collections.abc import Collection
+from concurrent.futures import wait
+
+import numpy as np
+import torch
+
+from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.worker.sampling.masks import SequenceMask
+
+COMING, READY, FAILED = 0, 1, 2
+PATIENCE_S = 0.005
+"""A step in which all sequences wait for their grammars lasts so long, instead of computing nothing over and over."""
+FAILED_ELSEWHERE = "its grammar could not be compiled on one of the model's ranks"
+
+
+def settle(masks: Collection[SequenceMask], communicator: Communicator, *, patient: bool) -> list[bool]:
+    """Find out which sources are there on all ranks, and settle those; return whether each of `masks` is settled.
+    `patient`: nothing else is to be done."""
+    if patient:
+        wait([mask.coming for mask in masks if mask.coming is not None], PATIENCE_S, return_when="FIRST_COMPLETED")
+    own = np.array([_state(mask) for mask in masks], np.uint8)
+    if communicator.shard.world > 1:
+        states = communicator.all_gather(torch.from_numpy(own)).numpy()  # [world, n]
+        agreed = np.where((states == FAILED).any(0), FAILED, states.min(0)).tolist()
+    else:
+        agreed = own.tolist()
+    for mask, state in zip(masks, agreed, strict=True):
+        if state != COMING:
+            mask.settle(_failure(mask) if state == FAILED else None)
+    return [state != COMING for state in agreed]
+
+
+def _state(mask: SequenceMask) -> int:
+    coming = mask.coming
+    if coming is None or not coming.done():
+        return READY if coming is None else COMING
+    return READY if coming.exception() is None else FAILED
+
+
+def _failure(mask: SequenceMask) -> str:
+    coming = mask.coming
+    if coming is None or not coming.done() or (error := coming.exception()) is None:
+        return FAILED_ELSEWHERE
+    return str(error)

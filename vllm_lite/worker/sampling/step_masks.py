@@ -1,0 +1,93 @@
+"""The masks of one step, filled by threads while the model computes its logits.
+
+A mask depends on tokens that are known before the forward pass. So filling begins with the step, and `apply` waits for
+the rest of it. A source spends most of its time without the GIL.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.worker.sampling.masks import ALL_BITS, Int32s, Int64s, SequenceMask, TokenMasks, Uint32s, bitmask_of
+
+MAX_THREADS = 4
+MIN_SEQUENCES = 8
+"""A thread is worth its start for so many sequences."""
+PATIENCE_S = 60.0
+"""No mask takes longer: the limits of a grammar bound each at some milliseconds."""
+
+
+class Masked(NamedTuple):
+    """The samples of one sequence that follows a mask: `count` of them from `first` on."""
+
+    first: int
+    count: int
+    mask: SequenceMask
+
+
+class StepMasks:
+    """The masks of a step that are being filled."""
+
+    def __init__(self, samples: Int64s, bitmasks: Uint32s, filling: list[Future[None]]) -> None:
+        self._samples = samples  # [n]
+        self._bitmasks = bitmasks  # [n, words]
+        self._filling = filling
+
+    def bitmasks(self) -> Uint32s:
+        """Wait until all are filled. Raises what a source has raised that must not raise."""
+        for part in self._filling:
+            part.result(PATIENCE_S)
+        self._filling = []
+        return self._bitmasks
+
+    def apply(self, logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
+        TokenMasks(self._samples, self.bitmasks()).apply(logits)
+
+    def leave_only(self, samples: Int64s, tokens: Int64s, vocab_size: int) -> Int64s:  # [n], [n] -> [m], sorted
+        """Find those of `samples` whose masks allow nothing but the tokens beside them."""
+        bitmasks, found = self.bitmasks(), []
+        for sample in np.intersect1d(samples, self._samples).tolist():
+            others = ~bitmask_of(tokens[samples == sample], vocab_size)
+            if not (bitmasks[np.flatnonzero(self._samples == sample)[0]] & others).any():
+                found.append(sample)
+        return np.array(found, np.int64)
+
+
+class MaskFiller:
+    """Fills the masks of one step after the other, in memory that it keeps."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = -(-vocab_size // 32)
+        self._kept = np.zeros((0, self._words), np.uint32)
+        self._threads: ThreadPoolExecutor | None = None
+
+    def begin(
+        self,
+        masked: list[Masked],
+        positions: Int64s,  # [num_samples], index in its sequence of the token about to be sampled
+        rows: Int64s,  # [num_samples]
+        token_ids: Int32s,  # [max_rows, max_tokens]; it does not change until the masks are there
+    ) -> StepMasks:
+        """Begin to fill the masks of a step. Those of the step before must have been applied."""
+        samples = np.concatenate([np.arange(first, first + count) for first, count, _ in masked])
+        if len(self._kept) < len(samples):
+            self._kept = np.empty((2 * len(samples), self._words), np.uint32)
+        bitmasks = self._kept[: len(samples)]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="masks")
+        work, start = [], 0
+        for first, count, mask in masked:
+            tokens = token_ids[rows[first], : positions[first + count - 1]]
+            work.append((mask, tokens, bitmasks[start : start + count]))
+            start += count
+        share = max(MIN_SEQUENCES, -(-len(work) // MAX_THREADS))
+        filling = [self._threads.submit(_fill, work[at : at + share]) for at in range(0, len(work), share)]
+        return StepMasks(samples, bitmasks, filling)
+
+
+def _fill(work: list[tuple[SequenceMask, Int32s, Uint32s]]) -> None:
+    for mask, tokens, bitmasks in work:
+        bitmasks[:] = ALL_BITS
+        mask.fill(tokens, bitmasks)
