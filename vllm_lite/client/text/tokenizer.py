@@ -42,6 +42,8 @@ class Tokenizer:
         self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
         added = self._library.get_added_tokens_decoder()
         self._spelled: dict[int, str] = {}
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """The text and id of every token that stands beside the vocabulary proper, special or not."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod

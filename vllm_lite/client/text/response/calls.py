@@ -1,0 +1,124 @@
+"""What readers of tool calls share: where deltas go, and what a reader is."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from vllm_lite.client.text.response.json_value import Malformed
+from vllm_lite.client.text.response.marks import Marks
+from vllm_lite.client.text.response.pieces import CallDelta
+
+MAX_UNSENT_CHARS = 16_384
+"""How much of a call may wait for its name, or a value for its end. A longer one is content."""
+MAX_WHOLE_CHARS = 1_048_576
+MAX_NAME_CHARS = 256
+MAX_KEY_CHARS = 1024
+MAX_CALLS = 128
+
+
+class CallSink:
+    """Numbers the calls of one output and collects their deltas."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.num_calls = 0
+        self._marks = marks
+        self._name: str | None = None
+        self._parts: list[str] = []
+        self._deltas: list[CallDelta] = []
+
+    def begin(self, name: str, place: int) -> None:
+        """Begin the next call. Raises Malformed at `place` for a name that is none."""
+        name = self._marks.spell(name).strip()
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or self.num_calls >= MAX_CALLS:
+            raise Malformed(place)
+        self._flush()
+        self.num_calls += 1
+        self._name = name
+
+    def write(self, arguments: str) -> None:
+        """Add to the arguments of the current call."""
+        self._parts.append(self._marks.spell_in_json(arguments))
+
+    def take(self) -> list[CallDelta]:
+        """Return the deltas since the last time, one for each call that has any."""
+        self._flush()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _flush(self) -> None:
+        arguments = "".join(self._parts)
+        if self._name is not None or arguments:
+            self._deltas.append(CallDelta(self.num_calls - 1, self._name, arguments))
+        self._name, self._parts = None, []
+
+
+class Rejected(Exception):
+    """A call contradicts its format. What was sent of it stays; `rest` is all text that was read and not sent."""
+
+    def __init__(self, rest: str) -> None:
+        super().__init__(f"not a call: {rest[:100]!r}")
+        self.rest = rest
+
+
+class CallReader(Protocol):
+    """Reads what stands between the literals of a call, and sends it to a sink as it comes.
+
+    A name is sent as soon as nothing but its arguments can follow. All methods raise Rejected.
+    """
+
+    ends_itself: bool
+    """Whether what is read says itself that it is complete."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has said so."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the reader is inside a text that may spell the closing literal."""
+
+    def feed(self, text: str) -> int:
+        """Read `text`. Returns how much of it belongs to the calls: less than all of it once they are complete."""
+
+    def close(self) -> None:
+        """The closing literal was seen."""
+
+    def cut(self) -> str:
+        """The output ends here. Sends what is certain and returns what was read of a call that has no name yet."""
+
+
+class WholeReader:
+    """Keeps a call until it is complete: for kinds of content that mean something only then."""
+
+    ends_itself = False
+    is_done = False
+    is_open = False
+
+    def __init__(self, sink: CallSink, calls_of: Callable[[str], list[tuple[str, str]]]) -> None:
+        """`calls_of` makes names and arguments of the whole text; it raises ValueError if it cannot."""
+        self._sink = sink
+        self._calls_of = calls_of
+        self._parts: list[str] = []
+        self._num_chars = 0
+
+    def feed(self, text: str) -> int:
+        self._parts.append(text)
+        self._num_chars += len(text)
+        if self._num_chars > MAX_WHOLE_CHARS:
+            raise Rejected("".join(self._parts))
+        return len(text)
+
+    def close(self) -> None:
+        text = "".join(self._parts)
+        try:
+            for name, arguments in self._calls_of(text):
+                self._sink.begin(name, 0)
+                self._sink.write(arguments)
+        except (ValueError, Malformed) as error:
+            raise Rejected(text) from error
+
+    def cut(self) -> str:
+        try:
+            self.close()
+        except Rejected as error:
+            return error.rest
+        return ""

@@ -1,0 +1,266 @@
+"""Calls as JSON: {"name": ..., "arguments": {...}}, a list of such objects, or the arguments alone behind a name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_lite.client.text.response.calls import MAX_UNSENT_CHARS, CallSink, Rejected
+from vllm_lite.client.text.response.json_value import JSON, Dialect, JsonValue, Malformed
+
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The keys of an object that is a call. With `others` it may have further keys, which are skipped."""
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    others: tuple[str, ...] | None = None
+    """The only further keys that it may have; None for any."""
+
+
+class _Reader:
+    """Feeds text character by character of structure to one step after another, and keeps what is not sent yet."""
+
+    ends_itself = True
+
+    def __init__(self, sink: CallSink) -> None:
+        self._sink = sink
+        self.is_done = False
+        self._unsent: list[str] = []
+        self._num_unsent = 0
+        self._has_begun = False
+        self._value: JsonValue | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._value is not None and self._value.in_string
+
+    def feed(self, text: str) -> int:
+        place = 0
+        while place < len(text) and not self.is_done:
+            begun = self._has_begun
+            try:
+                end = self._step(text, place)
+            except Malformed as error:
+                raise Rejected("".join(self._unsent) + text[error.place if self._has_begun else place :]) from error
+            if not (begun or self._has_begun):
+                self._keep(text[place:end])
+                if self._num_unsent > MAX_UNSENT_CHARS:
+                    raise Rejected("".join(self._unsent) + text[end:])
+            place = end
+        return place
+
+    def close(self) -> None:
+        if not self.is_done:
+            raise Rejected("".join(self._unsent))
+
+    def cut(self) -> str:
+        return "".join(self._unsent)
+
+    def _step(self, text: str, place: int) -> int:
+        raise NotImplementedError
+
+    def _keep(self, text: str) -> None:
+        self._unsent.append(text)
+        self._num_unsent += len(text)
+
+    def _begin(self, name: str, place: int) -> None:
+        self._sink.begin(name, place)
+        self._has_begun = True
+        self._unsent, self._num_unsent = [], 0
+
+
+class ArgumentsReader(_Reader):
+    """The arguments of a call whose name stood in the opening literal."""
+
+    def __init__(self, sink: CallSink, name: str, dialect: Dialect = JSON) -> None:
+        super().__init__(sink)
+        self._name = name
+        self._value = JsonValue(dialect)
+
+    def _step(self, text: str, place: int) -> int:
+        value = self._value
+        if value is None:
+            raise Malformed(place)
+        if not self._has_begun:
+            if text[place] in _SPACE:
+                return place + 1
+            if text[place] != "{":
+                raise Malformed(place)
+            self._begin(self._name, place)
+        out: list[str] = []
+        try:
+            return value.feed(text, place, out)
+        finally:
+            self._sink.write("".join(out))
+            self.is_done = value.is_done
+
+    def close(self) -> None:
+        if self._has_begun:
+            super().close()
+        else:  # there was nothing but white space: a call without arguments
+            self._sink.begin(self._name, 0)
+            self._sink.write("{}")
+
+
+class EnvelopeReader(_Reader):
+    """One object with a name and arguments, or a list of such objects."""
+
+    def __init__(self, sink: CallSink, envelope: Envelope) -> None:
+        super().__init__(sink)
+        self._envelope = envelope
+        self._next = self._open
+        self._is_list = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._has_begun = False
+        self._key = ""
+        self._part = ""  # what the current value is: a key, the name, arguments that stream, or a value to be skipped
+        self._held: list[str] = []  # a value that is used once it is complete
+        self._early: list[str] = []  # arguments that stand before the name
+        self._has_arguments = False
+
+    def _step(self, text: str, place: int) -> int:
+        if self._value is not None:
+            return self._feed_value(self._value, text, place)
+        return place + 1 if text[place] in _SPACE else self._next(text, place)
+
+    # ---- structure
+
+    def _open(self, text: str, place: int) -> int:
+        if text[place] == "[" and not self._is_list:
+            self._is_list = True
+            self._next = self._open_or_end
+        elif text[place] == "{":
+            self._reset()
+            self._next = self._key_or_end
+        else:
+            raise Malformed(place)
+        return place + 1
+
+    def _open_or_end(self, text: str, place: int) -> int:
+        return self._end(place) if text[place] == "]" else self._open(text, place)
+
+    def _end(self, place: int) -> int:
+        self.is_done = True
+        return place + 1
+
+    def _key_or_end(self, text: str, place: int) -> int:
+        return self._end_object(place) if text[place] == "}" else self._begin_key(text, place)
+
+    def _begin_key(self, text: str, place: int) -> int:
+        if text[place] != '"':
+            raise Malformed(place)
+        self._begin_value_of("key", self._colon)
+        return place
+
+    def _colon(self, text: str, place: int) -> int:
+        if text[place] != ":":
+            raise Malformed(place)
+        self._next = self._begin_value
+        return place + 1
+
+    def _begin_value(self, text: str, place: int) -> int:
+        letter = text[place]
+        if self._key == self._envelope.name:
+            if letter != '"' or self._has_begun:
+                raise Malformed(place)
+            part = "name"
+        elif self._key in self._envelope.arguments:
+            if letter not in '{"n' or self._has_arguments:
+                raise Malformed(place)
+            self._has_arguments = True
+            part = "arguments" if letter == "{" else "other arguments"
+        else:
+            part = "skipped"
+        self._begin_value_of(part, self._comma)
+        return place
+
+    def _begin_value_of(self, part: str, behind: Callable[[str, int], int]) -> None:
+        self._part, self._held, self._value, self._next = part, [], JsonValue(), behind
+
+    def _comma(self, text: str, place: int) -> int:
+        if text[place] == "}":
+            return self._end_object(place)
+        if text[place] != ",":
+            raise Malformed(place)
+        self._next = self._begin_key
+        return place + 1
+
+    def _end_object(self, place: int) -> int:
+        if not self._has_begun:
+            raise Malformed(place)
+        if not self._has_arguments:
+            self._sink.write("{}")
+        if not self._is_list:
+            return self._end(place)
+        self._has_begun = False
+        self._next = self._comma_or_end
+        return place + 1
+
+    def _comma_or_end(self, text: str, place: int) -> int:
+        if text[place] == "]":
+            return self._end(place)
+        if text[place] != ",":
+            raise Malformed(place)
+        self._next = self._open
+        return place + 1
+
+    # ---- values
+
+    def _feed_value(self, value: JsonValue, text: str, place: int) -> int:
+        out: list[str] = []
+        try:
+            end = value.feed(text, place, out)
+        finally:
+            self._take("".join(out))
+        if value.is_done:
+            self._value = None
+            self._end_value(end - 1)
+        return end
+
+    def _take(self, text: str) -> None:
+        if self._part != "arguments":
+            self._held.append(text)
+            if self._part != "skipped":
+                return
+            self._held = []
+        elif self._has_begun:
+            self._sink.write(text)
+        else:
+            self._early.append(text)
+
+    def _end_value(self, place: int) -> None:
+        held = "".join(self._held)
+        if self._part == "key":
+            self._key = json.loads(held)
+            self._check_key(place)
+        elif self._part == "name":
+            self._begin(json.loads(held), place)
+            self._sink.write("".join(self._early))
+        elif self._part == "other arguments":
+            self._part = "arguments"
+            self._take(_object(held, place))
+
+    def _check_key(self, place: int) -> None:
+        envelope = self._envelope
+        known = {envelope.name, *envelope.arguments, *(envelope.others or ())}
+        if envelope.others is not None and self._key not in known:
+            raise Malformed(place)
+
+
+def _object(value: str, place: int) -> str:
+    """Read arguments that are no object: none at all, or the text of one. Raises Malformed for others."""
+    text = json.loads(value)
+    if text is None:
+        return "{}"
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise Malformed(place)
+    return str(text)
