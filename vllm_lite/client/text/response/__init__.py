@@ -1,5 +1,17 @@
 """What a model wrote, taken apart while it arrives: reasoning, content and tool calls.
 
-pieces.py     what goes in and what comes out: Piece, Delta, CallDelta
-parser.py     ResponseParser: one pass over the pieces of one output
+pieces.py          what goes in and what comes out: Piece, Delta, CallDelta
+template.py        a format as data: fields and the literals and patterns between which they stand
+marks.py           added tokens as single characters, so that text that spells one is not one
+parser.py          ResponseParser: one pass over the pieces of one output
+flow.py            text that streams
+calls.py           what readers of calls share, and the reader of calls that make sense only as a whole
+json_value.py      one JSON value, checked while it arrives
+json_calls.py      calls as JSON
+tagged_calls.py    calls as tags around keys and values
+pythonic_calls.py  calls as Python
+readers.py         which reader reads the calls of a field
+contents.py        kinds of content: what a complete text means
+shipped.py         the formats that come with this package, formats/*.json
+choose.py          which format a model writes, and how its thinking begins and ends
 """

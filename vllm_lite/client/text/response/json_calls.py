@@ -111,7 +111,7 @@ class EnvelopeReader(_Reader):
     def __init__(self, sink: CallSink, envelope: Envelope) -> None:
         super().__init__(sink)
         self._envelope = envelope
-        self._next = self._open
+        self._next: Callable[[str, int], int] = self._open
         self._is_list = False
         self._reset()
 

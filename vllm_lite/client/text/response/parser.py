@@ -31,24 +31,28 @@ class _Found(NamedTuple):
 class ResponseParser:
     """Takes one output apart. One per sample; it is fed everything in order and then finished once."""
 
-    def __init__(self, format: Format, prefix: str = "", tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, response_format: Format, prefix: str = "", tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """`prefix` is the rendered prompt, whose end may have begun the message. `tools` are those of the request
         ({"type": "function", "function": {...}}); without any, what looks like a call is content."""
-        self._format = format
-        self._marks = format.marks
-        self._fields = [field for field in format.fields if field.open and (tools or field.role != "calls")]
+        self._format = response_format
+        self._marks = response_format.marks
+        self._fields = [field for field in response_format.fields if field.open and (tools or field.role != "calls")]
         self._properties = properties_of(tools or ())
         self._text = ""
         self._place = 0
-        self._field = format.content
+        self._field = response_format.content
         self._content = Flow()
         self._reasoning = Flow()
-        self._sink = CallSink(format.marks)
+        self._sink = CallSink(response_format.marks)
         self._reader: CallReader | None = None
         self._opening = ""
         self._num_before = 0  # calls before the current region of calls
         self._num_still = 0
         self._is_broken = False
+        self.has_reasoned = False
+        """Whether reasoning was closed."""
         self._prime(prefix)
 
     @property
@@ -185,7 +189,7 @@ class ResponseParser:
     # ---- text and delimiters
 
     def _write(self, end: int) -> None:
-        """Hand the text up to `end` to the current field. A reader may take less of it, or none; then the field ends."""
+        """Hand the text up to `end` to the current field. A reader may take less of it; then the field ends."""
         text = self._text[self._place : end]
         if self._reader is None:
             flow = self._reasoning if self._field.role == "reasoning" else self._content
@@ -209,7 +213,7 @@ class ResponseParser:
     def _pass(self, found: _Found) -> None:
         self._place = found.end
         if found.opens:
-            if self._field is self._format.content and found.field.role != "skipped":
+            if found.field is not self._field and found.field.role != "skipped":
                 self._enter(found)
             return
         reader, self_closed = self._reader, self._field
@@ -238,6 +242,7 @@ class ResponseParser:
             self._reader = reader_of(field, found.captures, self._sink, self._marks, self._properties)
 
     def _leave(self) -> None:
+        self.has_reasoned = self.has_reasoned or self._field.role == "reasoning"
         self._field, self._reader = self._format.content, None
         self._content.begin(self._field.join)
 

@@ -14,7 +14,8 @@ class Piece(NamedTuple):
     token_id: int | None = None
 
 
-class CallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallDelta:
     """What is new of the call `index`: its name once, in the first delta of the call, then parts of its arguments.
 
     The parts of a complete call concatenate to one JSON object.

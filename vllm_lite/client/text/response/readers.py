@@ -83,9 +83,7 @@ def _dialect(arguments: Mapping[str, Any], marks: Marks) -> Dialect | None:
     return Dialect(bare_keys=bare, delimiters=tuple(delimiters), spelled=marks.spelled)
 
 
-def whole_calls(
-    text: str, field: Field, captures: Mapping[str, str], properties: Properties
-) -> list[tuple[str, str]]:
+def whole_calls(text: str, field: Field, captures: Mapping[str, str], properties: Properties) -> list[tuple[str, str]]:
     """Make names and arguments of a complete text, as the field's transform says. Raises ValueError."""
     try:
         value = contents.field_value(text, field, captures)
@@ -98,14 +96,14 @@ def _call(value: Any, properties: Properties) -> tuple[str, str]:
     made = value.get("function", value) if isinstance(value, dict) else None
     name = made.get("name") if isinstance(made, dict) else None
     if not isinstance(made, dict) or not isinstance(name, str):
-        raise ValueError("a call has a name")
+        raise ValueError("a call has a name")  # noqa: TRY004 - the text is wrong, not the program
     arguments = made.get("arguments", made.get("parameters"))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments are an object")  # noqa: TRY004 - as above
     schemas = properties.get(name, {})
     typed = {key: _typed(item, contents.schema_types(schemas.get(key))) for key, item in arguments.items()}
     return name, json.dumps(typed, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""Which format a model writes: its own response_template, else the flags, else its chat template, else its kind."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.client.text.chat_template import CONFIG_FILE, MAX_FILE_BYTES
+from vllm_lite.client.text.response import shipped
+from vllm_lite.client.text.response.parser import ResponseParser
+from vllm_lite.client.text.response.template import Format, read_template
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
+from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking
+
+NONE = "none"
+"""As the name of a parser: there is none, whatever the checkpoint says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The format in force, the names of its two parts (None for a part it has not), and why it was chosen."""
+
+    format: Format | None
+    calls: str | None
+    reasoning: str | None
+    why: str
+
+
+def choose(
+    folder: str | Path | None,
+    tokenizer: Tokenizer,
+    *,
+    names: tuple[str | None, str | None] = (None, None),
+    template: str | None = None,
+    architectures: Sequence[str] = (),
+) -> Choice:
+    """Choose the format of the checkpoint in `folder`.
+
+    `names` are those of --tool-call-parser and --reasoning-parser, `template` is the source of the chat template in
+    force, `architectures` are those of config.json. A checkpoint's own response_template holds unless a name is given.
+    Raises ConfigError for an unknown name, ModelError for a response_template that cannot be read.
+    """
+    spec = _own(folder) if folder is not None and names == (None, None) else None
+    if spec is not None:
+        own = read_template(spec, tokenizer.added_tokens, tokenizer.special_ids)
+        name = "response_template"
+        return Choice(
+            own, name if own.has_calls else None, name if own.has_reasoning else None, f"{CONFIG_FILE} has it"
+        )
+    found = [_part(part, name, template, architectures) for part, name in zip(_PARTS, names, strict=True)]
+    (calls, calls_why), (reasoning, reasoning_why) = found
+    if calls is None and reasoning is None:
+        return Choice(None, None, None, "; ".join(dict.fromkeys([calls_why, reasoning_why])))
+    made = shipped.compose(calls, reasoning, tokenizer.added_tokens, tokenizer.special_ids)
+    return Choice(made, calls, reasoning, f"calls: {calls_why}; reasoning: {reasoning_why}")
+
+
+_PARTS = ("tool_calls", "reasoning")
+
+
+def _part(part: str, name: str | None, template: str | None, architectures: Sequence[str]) -> tuple[str | None, str]:
+    """Choose the format of calls or of reasoning. Returns its name and why."""
+    if name == NONE:
+        return None, "off by a flag"
+    if name is not None:
+        return shipped.description(name, part)[0], "named by a flag"
+    candidates = {own: item for own, item in shipped.descriptions().items() if getattr(item, part) is not None}
+    best, most = None, 0
+    for own, item in candidates.items():
+        for texts in item.fingerprints:
+            length = sum(map(len, texts))
+            if length > most and template is not None and all(text in template for text in texts):
+                best, most = own, length
+    if best is not None:
+        return best, "the chat template has its literals"
+    if template is not None:
+        return None, "the chat template has the literals of no format"
+    for own, item in candidates.items():
+        if set(item.architectures) & set(architectures):
+            return own, f"the architecture is {architectures[0]}"
+    return None, "there is no chat template, and the architecture is of no format"
+
+
+def _own(folder: str | Path) -> Any:
+    """Read the checkpoint's own response_template; None if it has none."""
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            config = json.loads(file.read(MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return config.get("response_template") if isinstance(config, dict) else None
+
+
+def thinking_of(response_format: Format, tokenizer: Tokenizer, prefix: str) -> Thinking | None:
+    """Say how the thinking of an output behind the prompt `prefix` begins and ends, in token ids.
+
+    None if the format has none, its literals are patterns, or the prompt has closed it already.
+    """
+    if response_format.thinking is None:
+        return None
+    opening, closing = response_format.thinking
+    begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (opening, closing))
+    if not 0 < len(end) <= MAX_MARK_TOKENS or len(begin) > MAX_MARK_TOKENS:
+        return None
+    parser = ResponseParser(response_format, prefix)
+    if parser.has_reasoned:
+        return None
+    return Thinking(end=end, begin=begin, is_open=parser.is_reasoning or not opening)
