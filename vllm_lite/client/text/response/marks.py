@@ -26,7 +26,7 @@ class Marks:
         """`named` are the literals and patterns of a format, `added_tokens` maps texts to ids."""
         everything = "\n".join(named)
         candidates = [text for text in added_tokens or {} if _TOKEN_SHAPE.fullmatch(text)]
-        found = [text for text in candidates if any(form in everything for form in _spellings(text))]
+        found = [text for text in candidates if any(form in everything for form in (text, *_spellings(text)))]
         found = sorted(found, key=len, reverse=True)[: LAST_MARK - FIRST_MARK]  # longest first: one may contain another
         self._mark_of = {text: chr(FIRST_MARK + place) for place, text in enumerate(found)}
         self._by_id = {(added_tokens or {})[text]: mark for text, mark in self._mark_of.items()}

@@ -62,7 +62,7 @@ def _envelope(field: Field) -> Envelope | None:
         others = given.get("others")
         return Envelope(given["name"], tuple(given["arguments"]), None if others is None else tuple(others))
     made = _function(field)
-    if made is None or made == "{content}":
+    if made is None or made == "{content}" or _name_is_captured(field):
         return Envelope()
     if not isinstance(made, Mapping):
         return None

@@ -69,7 +69,7 @@ class TaggedReader:
         if not self._has_begun:
             return self._text
         if self._step == self._in_value and self._streams:
-            self._send(len(self._text), is_last=True)
+            self._send(self._sure_end(self._tags.value_close), is_last=True)
         return ""
 
     # ---- one step each: find the next literal and use what stands before it; False if there is none yet

@@ -1,0 +1,310 @@
+"""Outputs as each format writes them: twenty messages, rendered by a small writer per format.
+
+A message is a list of parts: ("think", text), ("text", text), ("calls", [(name, arguments), ...]). A writer knows the
+literals of one format. The added tokens of its vocabulary are spelled in the text and cut out where pieces are made.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_lite.client.text.response.parser import ResponseParser
+from vllm_lite.client.text.response.pieces import Piece
+from vllm_lite.client.text.response.template import Format
+
+Call = tuple[str, dict[str, Any]]
+Part = tuple[str, Any]
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "text": {"type": "string"},
+                    "deep": {"type": "object"},
+                    "list": {"type": "array"},
+                    "flag": {"type": "boolean"},
+                    "none": {"type": "null"},
+                    "size": {"type": "number"},
+                },
+            },
+        },
+    }
+    for name in ("get_weather", "now", "files.write-all")
+]
+PARIS: Call = ("get_weather", {"city": "Paris", "days": 3})
+DEEP: Call = ("get_weather", {"deep": {"a": [1, {"b": [None, True]}], "c": {}}, "list": [[], "x", -1.5e3]})
+UNICODE: Call = ("files.write-all", {"text": "Grüße 猫🙂 \"quoted\" 'single' back\\slash\ttab\nline, end"})
+LITERALS: Call = ("files.write-all", {"text": "</tool> [TOOL] {not} json, (x=1) ] } <b>"})
+EMPTY: Call = ("now", {})
+SCALARS: Call = ("get_weather", {"flag": True, "none": None, "size": 0.25, "days": -7, "city": ""})
+
+MESSAGES: dict[str, list[Part]] = {
+    "plain": [("text", "Just text, with {braces} and [brackets] and 1 < 2.")],
+    "empty": [],
+    "unicode text": [("text", "Ça va? 猫🙂 — “oui”")],
+    "paragraphs": [("text", 'One.\n\nTwo:\n- a\n- b\n\n```json\n{"a": 1}\n```\n\nEnd.')],
+    "one call": [("calls", [PARIS])],
+    "text and call": [("text", "Let me look.\n\n"), ("calls", [PARIS])],
+    "parallel": [("calls", [PARIS, EMPTY, DEEP])],
+    "same call twice": [("calls", [PARIS, PARIS])],
+    "nested": [("calls", [DEEP])],
+    "unicode call": [("calls", [UNICODE])],
+    "literals in a string": [("calls", [LITERALS])],
+    "no arguments": [("calls", [EMPTY])],
+    "scalars": [("calls", [SCALARS])],
+    "reasoning": [("think", "First this.\nThen that."), ("text", "Done.")],
+    "reasoning and call": [("think", "I need the weather."), ("calls", [PARIS])],
+    "reasoning, text, calls": [("think", "Hm."), ("text", "Sure."), ("calls", [PARIS, UNICODE])],
+    "empty reasoning": [("think", ""), ("text", "Done.")],
+    "unknown tool": [("calls", [("not_a_tool", {"x": 1})])],
+    "many calls": [("calls", [PARIS, EMPTY] * 6)],
+    "long string": [("calls", [("files.write-all", {"text": "lorem ipsum, " * 60 + "end"})])],
+}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How one format is written. `names` are those of its parsers for calls and for reasoning."""
+
+    names: tuple[str | None, str | None]
+    tokens: tuple[str, ...]
+    calls: Callable[[list[Call]], str]
+    think: Callable[[str], str] | None = None
+    special: bool = True
+    text_first: bool = True
+    """Whether calls may follow text."""
+
+    def write(self, message: list[Part]) -> str | None:
+        """Render a message; None if the format cannot say it."""
+        out, has_text = "", False
+        for kind, value in message:
+            if kind == "think":
+                if self.think is None:
+                    return None
+                out += self.think(value)
+            elif kind == "text":
+                has_text = True
+                out += value
+            elif has_text and not self.text_first:
+                return None
+            else:
+                out += self.calls(value)
+        return out
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def each(before: str, behind: str, between: str = "\n", **around: str) -> Callable[[list[Call]], str]:
+    """Write a call as `before`, its arguments as JSON, `behind`; NAME in `before` is its name, INDEX its number."""
+
+    def write(calls: list[Call]) -> str:
+        texts = [
+            before.replace("NAME", name).replace("INDEX", str(index)) + dumps(arguments) + behind
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        return around.get("begin", "") + between.join(texts) + around.get("end", "")
+
+    return write
+
+
+def listed(name_key: str, arguments_key: str, begin: str, end: str) -> Callable[[list[Call]], str]:
+    return lambda calls: begin + dumps([{name_key: name, arguments_key: args} for name, args in calls]) + end
+
+
+def python(begin: str, end: str) -> Callable[[list[Call]], str]:
+    def one(call: Call) -> str:
+        return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
+
+    return lambda calls: begin + "[" + ", ".join(map(one, calls)) + "]" + end
+
+
+def tagged(begin: str, tag: str, end: str) -> Callable[[list[Call]], str]:
+    def one(call: Call) -> str:
+        def shown(value: Any) -> str:
+            return value if isinstance(value, str) else dumps(value)
+
+        tags = "".join(tag.replace("KEY", key).replace("VALUE", shown(value)) for key, value in call[1].items())
+        return begin.replace("NAME", call[0]) + tags + end
+
+    return lambda calls: "\n".join(map(one, calls))
+
+
+def gemma_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_value, value)) + "]"
+    return dumps(value)
+
+
+def gemma(calls: list[Call]) -> str:
+    return "".join(f"<|tool_call>call:{name}{gemma_value(args)}<tool_call|>" for name, args in calls)
+
+
+def thinks(begin: str, end: str) -> Callable[[str], str]:
+    return lambda text: f"{begin}\n{text}\n{end}\n\n"
+
+
+THINK = thinks("<think>", "</think>")
+THINK_TOKENS = ("<think>", "</think>")
+CALL_TOKENS = ("<tool_call>", "</tool_call>")
+V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+V3_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
+KIMI = ("section_begin", "section_end")
+COHERE = ("THINKING", "ACTION", "RESPONSE")
+HERMES = each('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
+
+WRITERS: dict[str, Writer] = {
+    "hermes": Writer(("hermes", "qwen3"), CALL_TOKENS + THINK_TOKENS, HERMES, THINK, special=False),
+    "hermes, text": Writer(("hermes", "qwen3"), (), HERMES, THINK),
+    "qwen3_coder": Writer(
+        ("qwen3_coder", "qwen3"),
+        CALL_TOKENS + THINK_TOKENS,
+        tagged("<tool_call>\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n</tool_call>"),
+        THINK,
+        special=False,
+    ),
+    "glm45": Writer(
+        ("glm45", "glm45"),
+        (*CALL_TOKENS, *THINK_TOKENS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        tagged("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>"),
+        THINK,
+        special=False,
+    ),
+    "llama3_json": Writer(
+        ("llama3_json", None), ("<|python_tag|>",), each('{"name": "NAME", "parameters": ', "}", "; "), text_first=False
+    ),
+    "pythonic": Writer(("pythonic", None), (), python("", ""), text_first=False),
+    "lfm2": Writer(
+        ("lfm2", None),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        python("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    "mistral": Writer(
+        ("mistral", "mistral"),
+        ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+        each("[TOOL_CALLS]NAME[ARGS]", "", ""),
+        thinks("[THINK]", "[/THINK]"),
+    ),
+    "mistral, list": Writer(
+        ("mistral", "mistral"), ("[TOOL_CALLS]",), listed("name", "arguments", "[TOOL_CALLS] ", "")
+    ),
+    "deepseek_v3": Writer(
+        ("deepseek_v3", "deepseek_v3"),
+        V3 + V3_CALL,
+        each(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+            begin=V3[0],
+            end=V3[1],
+        ),
+        THINK,
+    ),
+    "deepseek_v31": Writer(
+        ("deepseek_v31", "deepseek_v3"),
+        V3 + V3_CALL + THINK_TOKENS,
+        each("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", begin=V3[0], end=V3[1]),
+        THINK,
+    ),
+    "kimi_k2": Writer(
+        ("kimi_k2", "kimi_k2"),
+        (*(f"<|tool_calls_{name}|>" for name in KIMI), "<|tool_call_begin|>", "<|tool_call_argument_begin|>")
+        + ("<|tool_call_end|>",),
+        each(
+            "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            begin="<|tool_calls_section_begin|>",
+            end="<|tool_calls_section_end|>",
+        ),
+        THINK,
+    ),
+    "openai": Writer(
+        ("openai", "openai_gptoss"),
+        HARMONY,
+        each("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>", "<|start|>assistant"),
+        lambda text: f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    "gemma4": Writer(
+        ("gemma4", "gemma4"),
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        gemma,
+        lambda text: f"<|channel>thought\n{text}\n<channel|>",
+    ),
+    "granite": Writer(
+        ("granite", "granite"),
+        ("<|tool_call|>",),
+        listed("name", "arguments", "<|tool_call|>", ""),
+        lambda text: f"Here is my thought process:\n{text}\n\nHere is my response:\n",
+    ),
+    "cohere": Writer(
+        ("cohere_command3", "cohere_command3"),
+        tuple(f"<|{edge}_{name}|>" for name in COHERE for edge in ("START", "END")),
+        listed("tool_name", "parameters", "<|START_ACTION|>", "<|END_ACTION|>"),
+        thinks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    "jamba": Writer(("jamba", None), (), listed("name", "arguments", "<tool_calls>", "</tool_calls>")),
+}
+
+
+# ---- reading them
+
+
+@dataclass
+class Message:
+    """What all deltas of an output make together."""
+
+    reasoning: str
+    content: str
+    calls: list[list[str]]
+
+
+def ids_of(tokens: tuple[str, ...]) -> dict[str, int]:
+    return {token: 1000 + place for place, token in enumerate(tokens)}
+
+
+def pieces_of(text: str, ids: dict[str, int], rng: random.Random | None = None, most: int = 12) -> list[Piece]:
+    """Cut `text` into its added tokens and, between them, random parts; whole ones without `rng`."""
+    pattern = "|".join(re.escape(token) for token in sorted(ids, key=len, reverse=True))
+    pieces: list[Piece] = []
+    for part in re.split(f"({pattern})", text) if ids else [text]:
+        if part in ids:
+            pieces.append(Piece(part, ids[part]))
+            continue
+        place = 0
+        while place < len(part):
+            size = rng.randint(1, most) if rng else len(part)
+            pieces.append(Piece(part[place : place + size]))
+            place += size
+    return pieces
+
+
+def read(
+    response_format: Format, pieces: list[Piece], prefix: str = "", tools: list[dict[str, Any]] | None = TOOLS
+) -> Message:
+    """Feed pieces one by one and put the deltas together."""
+    parser = ResponseParser(response_format, prefix, tools)
+    message = Message("", "", [])
+    for delta in [*(parser.feed([piece]) for piece in pieces), parser.finish()]:
+        message.reasoning += delta.reasoning
+        message.content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(message.calls), "calls come in order, each with its name once"
+                message.calls.append([call.name, ""])
+            message.calls[call.index][1] += call.arguments
+    return message
