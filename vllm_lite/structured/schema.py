@@ -36,6 +36,16 @@ IDLE: Mapping[str, Any] = {
 """Values with which these keywords demand nothing, so that they are dropped."""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """The values of `format` that are held. Others are taken as a remark, as JSON Schema says."""
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-\d\d|02-(?:[01]\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
+EXACT: Mapping[str, str] = {
+    "date": f"^{_DATE}",
+    "time": r"^\d\d:\d\d:[0-5]",
+    "date-time": rf"^{_DATE}.\d\d:\d\d:[0-5]",
+}
+"""What these formats must match besides: llguidance lets the 29th of February of every year pass, the year 0 and the
+60th second, which validators and the date types of most languages refuse."""
 
 _ONE = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
 _LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -117,6 +127,9 @@ def prepared(
         held = part.get("format") in FORMATS
         dropped = {OPTIONS} if held else {OPTIONS, "format"}
         kept = {key: value for key, value in part.items() if key not in dropped and not _is_idle(key, value)}
+        if isinstance(part.get("format"), str) and (exact := EXACT.get(part["format"])) is not None:
+            others = kept.get("allOf", [])
+            kept["allOf"] = [*others, {"pattern": exact}] if isinstance(others, list) else others
         if close_objects and "properties" in part and "additionalProperties" not in part:
             kept["additionalProperties"] = False
         return kept
