@@ -1,4 +1,4 @@
-"""Have a model fill in a form, with OpenAI's client: examples/structured_output.py http://127.0.0.1:8000/v1 "Invent a person."
+"""Have a model fill in a form, with OpenAI's client: examples/structured_output.py http://127.0.0.1:8000/v1
 
 The server holds the output to the schema token by token, so that it parses whatever the model is.
 """

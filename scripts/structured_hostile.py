@@ -2,8 +2,8 @@
 
     python scripts/structured_hostile.py --grammars 1000
 
-Phases follow each other: quiet, as many harmless requests as hostile ones would be, hostile ones (tests/hostile_grammars.py).
-The gaps between the chunks of the plain streams are measured in each. Every hostile request has to be answered within
+Three phases follow each other: hostile grammars (tests/hostile_grammars.py), as many harmless requests, and quiet. The
+gaps between the chunks of the plain streams are measured in each. Every hostile request has to be answered within
 the limit: 400 with a sentence, or tokens; nothing may fail on the server's side. Exit status: 0 if so, 1 if not.
 """
 
@@ -63,7 +63,7 @@ class Siege:
             streams = [asyncio.create_task(self._stream(number)) for number in range(NUM_STREAMS)]
             for part in range(ROUNDS):
                 share = forms[part::ROUNDS]
-                hostile = await self._phase("hostile", [form for form in share])
+                hostile = await self._phase("hostile", share)
                 await self._phase("harmless", [("harmless", None)] * len(share))
                 await self._phase("quiet", [], least_s=hostile)
             for stream in streams:
