@@ -20,6 +20,7 @@ from runners import make_model
 from runners.make_workload import LENGTHS
 
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.protocol.structured import StructuredOutputsParams
 
 NUM_TOKENS = 64
 ENTRIES = 200
@@ -48,8 +49,9 @@ def prompts_of(round_number: int) -> list[list[int]]:
 
 def params(constrained: bool) -> list[SamplingParams]:
     common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "detokenize": False, "ignore_eos": True, "temperature": 1.0}
-    forms = [{"structured_outputs": {"json": schema_of(place)}} if constrained else {} for place in range(len(LENGTHS))]
-    return [SamplingParams(**common, **form, seed=place) for place, form in enumerate(forms)]
+    schemas = [schema_of(place) if constrained else None for place in range(len(LENGTHS))]
+    forms = [None if schema is None else StructuredOutputsParams(json=schema) for schema in schemas]
+    return [SamplingParams(**common, structured_outputs=form, seed=place) for place, form in enumerate(forms)]
 
 
 def seconds(llm: LLM, round_number: int, wanted: Sequence[SamplingParams]) -> tuple[float, int]:

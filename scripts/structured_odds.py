@@ -10,7 +10,7 @@ own, and a chi-square test compares the counts. Exit status: 0 if the outputs of
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Odds:
             self.tokenizer = LLTokenizer(file.read(), eos_token=list(ENDS))
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype="float32").eval()
         self.matcher = LLMatcher(self.tokenizer, compile_grammar(StructuredOutputsParams(regex=PATTERN)))
-        self.found: Counter[str] = Counter()
+        self.found: defaultdict[str, float] = defaultdict(float)
         self.paths = 0
 
     def compute(self, prompt: list[int]) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Odds:
         longer = []
         for token, share in zip(allowed.tolist(), logits[allowed].softmax(0).tolist(), strict=True):
             if token in ENDS:
-                self.found[self.tokenizer.decode_str(path)] += p * share  # type: ignore[assignment] # floats add up too
+                self.found[self.tokenizer.decode_str(path)] += p * share
                 self.paths += 1
             elif p * share > LEAST:
                 longer.append(([*path, token], p * share))
