@@ -49,11 +49,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--cases", type=int, help="only so many of the corpus")
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N parts of the cases")
     parser.add_argument("--max-tokens", type=int, default=200)
     args = parser.parse_args()
     cases = load_cases()
     wrong = check_compiling(cases)
-    matrix = Matrix(chosen([case for case in cases if not case.refused], args.cases), max_tokens=args.max_tokens)
+    part, num_parts = map(int, args.part.split("/"))
+    kept = chosen([case for case in cases if not case.refused], args.cases)
+    matrix = Matrix(kept[part - 1 :: num_parts], max_tokens=args.max_tokens)
     print(f"{len(matrix.cases)} cases\n{HEAD}")
     for row in make_rows(matrix.longest):
         if args.rows in row.name:
