@@ -34,7 +34,8 @@ items to 7 s at 1200."""
 def parser_limits(grammar: str = "{") -> LLParserLimits:
     """Make the limits of a matcher of `grammar`. One that runs into them in a step fails its request, with a sentence.
 
-    The default is for a schema. JSON with a schema in it is what llguidance makes of schemas alone; all other grammars are in the syntax of Lark.
+    JSON with a schema in it is what llguidance makes of schemas alone, and the default; all other grammars are in the
+    syntax of Lark.
     """
     is_schema = grammar.startswith("{") and '"lark_grammar"' not in grammar
     return LLParserLimits(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_lite.structured.lark import LarkWriter, quoted
-from vllm_lite.structured.schema import OPTIONS, Schema, escaped, refusal
+from vllm_lite.structured.schema import OPTIONS, Schema, escaped, refusal, unescaped
 
 REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """Keywords that demand nothing."""
@@ -59,7 +59,7 @@ class Resolver:
                 return (part if isinstance(part, dict) else {}), pointer
             target: Any = self.root
             for step in where.lstrip("#").split("/")[1:]:
-                key = step.replace("~1", "/").replace("~0", "~")
+                key = unescaped(step)
                 target = target.get(key) if isinstance(target, dict) else None
             part, pointer = target, where.lstrip("#")
         raise refusal(pointer, "$ref leads to itself")

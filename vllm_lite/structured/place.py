@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas
+from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas, unescaped
 
 SEARCH_S = 0.02
 """How long the search may take; it then names the place that it has come to."""
@@ -49,7 +49,7 @@ def _parts(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Schema
 
 def _resolved(schema: Any, pointer: str) -> Any:
     for step in pointer.split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
+        key = unescaped(step)
         if isinstance(schema, dict):
             schema = schema.get(key)
         elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS
@@ -46,6 +47,17 @@ EXACT: Mapping[str, str] = {
 }
 """What these formats must match besides: llguidance lets the 29th of February of every year pass, the year 0 and the
 60th second, which validators and the date types of most languages refuse."""
+
+_DATE = (
+    r"(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
+    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Formats that are held by a pattern of ours: without it there are a 29th of February in every year, a year 0 and a
+second 60, which readers refuse."""
 
 _ONE = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
 _LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -124,12 +136,15 @@ def prepared(
         if not is_lenient:
             _check_keywords(pointer, part)
         _check_bounds(pointer, part, max_optional)
-        held = part.get("format") in FORMATS
+        held = isinstance(part.get("format"), str) and part["format"] in FORMATS
         dropped = {OPTIONS} if held else {OPTIONS, "format"}
         kept = {key: value for key, value in part.items() if key not in dropped and not _is_idle(key, value)}
-        if isinstance(part.get("format"), str) and (exact := EXACT.get(part["format"])) is not None:
-            others = kept.get("allOf", [])
-            kept["allOf"] = [*others, {"pattern": exact}] if isinstance(others, list) else others
+        if (pattern := EXACT_FORMATS.get(str(kept.get("format")))) is not None:
+            del kept["format"]
+            if "pattern" in kept:
+                kept["allOf"] = [*kept.get("allOf", ()), {"pattern": pattern}]
+            else:
+                kept["pattern"] = pattern
         if close_objects and "properties" in part and "additionalProperties" not in part:
             kept["additionalProperties"] = False
         return kept
@@ -179,6 +194,11 @@ def subschemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 def escaped(step: str) -> str:
     """Write a key as JSON pointers do."""
     return step.replace("~", "~0").replace("/", "~1")
+
+
+def unescaped(step: str) -> str:
+    """Read a key of a JSON pointer in a `$ref`, which is a part of a URI."""
+    return unquote(step).replace("~1", "/").replace("~0", "~")
 
 
 def _is_idle(key: str, value: Any) -> bool:

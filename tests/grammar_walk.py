@@ -1,0 +1,81 @@
+"""Random walks over the masks of a grammar: what a model that knows nothing could write under it."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from vllm_lite.structured.limits import parser_limits
+
+DEMO_TOKENIZER = Path(__file__).parents[1] / "vllm_lite" / "demo_model" / "tokenizer.json"
+EOS = 0
+
+
+@dataclass(frozen=True)
+class Walker:
+    """Walks with the tokenizer of the demo model, to which `added` texts are added as tokens."""
+
+    added: tuple[str, ...] = ()
+
+    @cached_property
+    def _described(self) -> dict[str, object]:
+        described = json.loads(DEMO_TOKENIZER.read_text())
+        taken = [*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described["added_tokens"] += [
+            {"id": max(taken) + 1 + i, "content": text, "special": True, **flags} for i, text in enumerate(self.added)
+        ]
+        return described
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(json.dumps(self._described), eos_token=[EOS])
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        first = self.tokenizer.vocab_size - len(self.added)
+        return {text: first + i for i, text in enumerate(self.added)}
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def walk(self, grammar: str, rng: random.Random, most: int = 300) -> tuple[str, bool]:
+        """Return what was written, and whether it has ended. Texts are ended early, so that most walks do."""
+        matcher, tokens = self.matcher(grammar), list[int]()
+        while len(tokens) < most and not matcher.is_stopped():
+            allowed = self.allowed(matcher)
+            assert allowed, f"nothing is allowed behind {self.text(tokens)!r}: {matcher.get_error()}"
+            if EOS in allowed and rng.random() < 0.3:
+                return self.text(tokens), True
+            closing = [token for token in allowed if self._piece(token)[:1] in (b'"', b"}", b"]", b"<", b"\n")]
+            token = rng.choice(closing if closing and rng.random() < 0.4 else allowed)
+            if token == EOS:
+                return self.text(tokens), True
+            tokens.append(token)
+            assert matcher.consume_token(token), matcher.get_error()
+        return self.text(tokens), matcher.is_accepting()
+
+    def allowed(self, matcher: LLMatcher) -> list[int]:
+        mask = matcher.compute_bitmask()
+        return [token for token in range(self.tokenizer.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether `text` is a whole output under the grammar; texts of added tokens in it are these tokens."""
+        matcher = self.matcher(grammar)
+        tokens = self.tokenizer.tokenize_str(text, parse_special=True)
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    def text(self, tokens: list[int]) -> str:
+        return b"".join(map(self._piece, tokens)).decode()
+
+    def _piece(self, token: int) -> bytes:
+        place = token - (self.tokenizer.vocab_size - len(self.added))
+        return self.added[place].encode() if place >= 0 else self.tokenizer.decode_bytes([token])
