@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
@@ -13,6 +13,26 @@ from vllm_lite.structured.limits import parser_limits
 
 DEMO_TOKENIZER = Path(__file__).parents[1] / "vllm_lite" / "demo_model" / "tokenizer.json"
 EOS = 0
+CLOSING = frozenset(text.encode() for text in "\"'}]<\n")
+
+
+@cache
+def tokenizer_with(added: tuple[str, ...]) -> LLTokenizer:
+    described = json.loads(DEMO_TOKENIZER.read_text())
+    taken = [*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    described["added_tokens"] += [
+        {"id": max(taken) + 1 + i, "content": text, "special": True, **flags} for i, text in enumerate(added)
+    ]
+    return LLTokenizer(json.dumps(described), eos_token=[EOS])
+
+
+@cache
+def pieces_with(added: tuple[str, ...]) -> list[bytes]:
+    """The bytes of each token."""
+    tokenizer = tokenizer_with(added)
+    own = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size - len(added))]
+    return [*own, *(text.encode() for text in added)]
 
 
 @dataclass(frozen=True)
@@ -21,21 +41,11 @@ class Walker:
 
     added: tuple[str, ...] = ()
 
-    @cached_property
-    def _described(self) -> dict[str, object]:
-        described = json.loads(DEMO_TOKENIZER.read_text())
-        taken = [*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        described["added_tokens"] += [
-            {"id": max(taken) + 1 + i, "content": text, "special": True, **flags} for i, text in enumerate(self.added)
-        ]
-        return described
-
-    @cached_property
+    @property
     def tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(json.dumps(self._described), eos_token=[EOS])
+        return tokenizer_with(self.added)
 
-    @cached_property
+    @property
     def added_tokens(self) -> Mapping[str, int]:
         first = self.tokenizer.vocab_size - len(self.added)
         return {text: first + i for i, text in enumerate(self.added)}
@@ -53,8 +63,9 @@ class Walker:
             assert allowed, f"nothing is allowed behind {self.text(tokens)!r}: {matcher.get_error()}"
             if EOS in allowed and rng.random() < 0.3:
                 return self.text(tokens), True
-            closing = [token for token in allowed if self._piece(token)[:1] in (b'"', b"}", b"]", b"<", b"\n")]
-            token = rng.choice(closing if closing and rng.random() < 0.4 else allowed)
+            pieces = pieces_with(self.added)
+            closing = [token for token in allowed if pieces[token][:1] in CLOSING] if rng.random() < 0.4 else []
+            token = rng.choice(closing or allowed)
             if token == EOS:
                 return self.text(tokens), True
             tokens.append(token)
@@ -62,8 +73,8 @@ class Walker:
         return self.text(tokens), matcher.is_accepting()
 
     def allowed(self, matcher: LLMatcher) -> list[int]:
-        mask = matcher.compute_bitmask()
-        return [token for token in range(self.tokenizer.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
+        bits = f"{int.from_bytes(matcher.compute_bitmask(), 'little'):b}"[::-1]
+        return [token for token, bit in enumerate(bits[: self.tokenizer.vocab_size]) if bit == "1"]
 
     def takes(self, grammar: str, text: str) -> bool:
         """Whether `text` is a whole output under the grammar; texts of added tokens in it are these tokens."""
@@ -74,8 +85,5 @@ class Walker:
         )
 
     def text(self, tokens: list[int]) -> str:
-        return b"".join(map(self._piece, tokens)).decode()
-
-    def _piece(self, token: int) -> bytes:
-        place = token - (self.tokenizer.vocab_size - len(self.added))
-        return self.added[place].encode() if place >= 0 else self.tokenizer.decode_bytes([token])
+        pieces = pieces_with(self.added)
+        return b"".join(pieces[token] for token in tokens).decode()

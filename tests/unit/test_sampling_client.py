@@ -13,6 +13,7 @@ from tests.clients import TOKENIZER, expect, run
 from tests.fakes import FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.prompt import Prompt
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.engine.client_port import Outbox
@@ -27,7 +28,9 @@ from vllm_lite.protocol.api import (
     TokenLogprobs,
     Tokens,
 )
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
+from vllm_lite.protocol.structured import StructuredOutputsParams, Thinking
+from vllm_lite.structured.compile import compile_grammar
 
 FACTORY = StreamFactory(welcome(vocab_size=TOKENIZER.vocab_size), TOKENIZER)
 
@@ -36,6 +39,75 @@ def sent(prompt: Any, factory: StreamFactory = FACTORY, **fields: Any) -> Genera
     message = factory.make(prompt, SamplingParams(**fields), "r").message()
     assert isinstance(message, Generate)
     return message
+
+
+# ---- the form of an output
+
+CHOICE = {"choice": ["yes", "no"]}
+THINKING = Thinking(end=(7,), begin=(6,))
+
+
+def test_a_form_travels_as_a_grammar() -> None:
+    params = sent("x", structured_outputs=CHOICE).params
+    assert params.grammar == compile_grammar(StructuredOutputsParams(choice=["yes", "no"]))
+    assert (params.structured_outputs, params.thinking) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "n"),
+    [({}, 1), ({"n": 2}, 2), ({"n": 1, "best_of": 3}, 3), ({"output_kind": RequestOutputKind.DELTA}, 1)],
+)
+def test_it_travels_with_several_samples_and_when_it_is_sent_again(fields: dict[str, Any], n: int) -> None:
+    stream = FACTORY.make("x", SamplingParams(structured_outputs=CHOICE, **fields), "r")
+    first, again = stream.message(), stream.message()
+    assert isinstance(first, Generate)
+    assert isinstance(again, Generate)
+    assert (first.params.grammar, first.params.n) == (again.params.grammar, n)
+    assert first.params.grammar
+
+
+def test_a_fork_keeps_the_form_or_has_its_own() -> None:
+    parent = FACTORY.make("x", SamplingParams(structured_outputs=CHOICE), "r")
+    own = SamplingParams(structured_outputs={"choice": ["maybe"]})
+    texts = [FACTORY.fork(parent, params, "f").params.grammar or "" for params in (None, own, SamplingParams())]
+    assert ["yes" in text for text in texts] == [True, False, False]
+    assert ["maybe" in text for text in texts] == [False, True, False]
+
+
+def test_a_grammar_holds_behind_the_end_of_thinking() -> None:
+    seen: list[str | None] = []
+
+    def thinking(prompt: Prompt) -> Thinking:
+        seen.append(prompt.text)
+        return THINKING
+
+    factory = StreamFactory(welcome(vocab_size=TOKENIZER.vocab_size), TOKENIZER, thinking)
+    assert sent("a", factory, structured_outputs=CHOICE).params.thinking == THINKING
+    assert sent("b", factory, grammar='start: "a"').params.thinking == THINKING
+    budget = sent("c", factory, thinking_token_budget=3).params
+    assert budget.thinking == Thinking(end=(7,), begin=(6,), budget=3)
+    assert (budget.thinking_token_budget, budget.grammar) == (None, None)
+    given = Thinking(end=(9,))
+    assert sent("d", factory, grammar='start: "a"', thinking=given).params.thinking == given
+    assert sent("e", factory).params.thinking is None
+    assert seen == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"structured_outputs": {"json": {"not": {}}}}, "at #: the keyword 'not'"),
+        ({"thinking_token_budget": 3}, "needs a model whose format of thinking is known"),
+    ],
+)
+def test_a_form_that_cannot_be_held_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        sent("x", **fields)
+
+
+def test_a_form_needs_a_tokenizer() -> None:
+    with pytest.raises(RequestError, match="structured_outputs need a tokenizer"):
+        sent([1], StreamFactory(welcome(), None), structured_outputs=CHOICE)
 
 
 # ---- bad words

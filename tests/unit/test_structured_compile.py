@@ -140,6 +140,8 @@ def test_a_schema_may_be_a_text(schema: Any) -> None:
         ('"é😀"', '"é😀"', "é"),
         ("", "", "a"),
         ("(?i)ok", "OK", "o"),
+        ("[\\w.-]+@\\W[^\\d]", "a_1.-@ x", "é@ x"),
+        ("\\d+", "12", "١"),
     ],
 )
 def test_regexes(pattern: str, taken: str, refused: str) -> None:

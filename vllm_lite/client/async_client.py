@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.sampling import check_form
 from vllm_lite.client.session import (
     DEFAULT_TIMEOUT_S,
     HEARTBEAT_TIMEOUT_S,
@@ -164,6 +165,8 @@ class AsyncClient:
         seed given there is the first fork's, the others add 1, 2, ... . Request and forks have one sample each (n=1).
         Raises RequestError.
         """
+        if sampling_params is not None and sampling_params.structured_outputs is not None:
+            await asyncio.to_thread(check_form, sampling_params)  # so that it is known to be valid, and soon made again
         parent = self._streams.get(request_id)
         if parent is None or parent.finished:
             raise RequestError(

@@ -86,12 +86,17 @@ def with_form(
                 "thinking_token_budget needs a model whose format of thinking is known, and an output that may think"
             )
         found = msgspec.structs.replace(found, budget=budget)
-    grammar = params.grammar
-    if wanted is not None:
-        from vllm_lite.structured.compile import compile_grammar
-
-        grammar = compile_grammar(wanted)
+    grammar = params.grammar if wanted is None else check_form(params)
     return params.clone(structured_outputs=None, thinking_token_budget=None, grammar=grammar, thinking=found)
+
+
+def check_form(params: SamplingParams) -> str:
+    """Make the grammar of what `params` ask for. One that was made before is made quickly. Raises RequestError."""
+    from vllm_lite.structured.compile import compile_grammar  # llguidance is loaded when it is needed
+
+    if params.structured_outputs is None:
+        raise RequestError("structured_outputs is None, which has no grammar")
+    return compile_grammar(params.structured_outputs)
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:

@@ -45,7 +45,7 @@ class _Tagged:
         begin, behind = self._lark.literal(shape.key_begin), self._lark.literal(shape.key_end)
         named = root.get("properties")
         if not named:
-            value = self._lark.text_until(shape.value_end)
+            value = self._text()
             return '""' if root.get("additionalProperties") is False else f"({begin} {KEY} {behind} {value})*"
         parts = []
         for name, part in named.items():
@@ -63,7 +63,14 @@ class _Tagged:
         if not self._may_be_text(part, pointer):
             return f"{self._lark.schema(self._resolver.alone(part))} {end}"
         self._resolver.only(part, pointer, ("type", "anyOf"))
-        return self._lark.text_until(self._shape.value_end)
+        return self._text()
+
+    def _text(self) -> str:
+        """Free text. It ends where its closing tag begins, whether or not a line break stands before that, as readers
+        look for the tag alone."""
+        end = self._shape.value_end.lstrip()
+        trigger = self._lark.trigger(end)
+        return f"{self._lark.text_until(trigger)} {self._lark.literal(end[len(trigger) :])}"
 
     def _may_be_text(self, part: Schema, pointer: str) -> bool:
         """Whether a value may be a string, so that it is written as it is."""
@@ -77,13 +84,21 @@ class _Tagged:
 
 
 def _python(lark: LarkWriter, resolver: Resolver) -> Notation:
-    """Strings are those of JSON, which Python reads as the same texts."""
+    """A string is one of JSON, which Python reads as the same text, or stands between single quotes, as models like to
+    write it. One with a pattern or a length is one of JSON."""
     any_string = lark.schema(resolver.alone({"type": "string"}))
+    single = lark.terminal(r"/'([^'\\\x00-\x1f\x7f]|\\['\"\\nrt])*'/")
 
     def string(schema: Schema | None) -> str:
-        return any_string if schema is None else lark.schema(schema)
+        if schema is not None and isinstance(schema.get("const"), str):
+            text = schema["const"]
+            inner = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
+            return f"""({quoted(json.dumps(text, ensure_ascii=False))} | {quoted(f"'{inner}'")})"""
+        if schema is not None and _STRING & schema.keys():
+            return lark.schema(schema)
+        return f"({any_string} | {single})"
 
-    keys = Keys(json.dumps, any_string, ": ")
+    keys = Keys(json.dumps, f"({any_string} | {single})", ": ")
     return Notation("True", "False", "None", keys, ", ", string, _STRING)
 
 

@@ -18,13 +18,17 @@ def quoted(text: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Write a regular expression between slashes."""
+    """Write a regular expression between slashes. `\\w` and `\\d` are those of ASCII, as in JSON schemas: which other
+    characters they have depends on the reader."""
     escaped = re.sub(r"\\.|/|\n|\\$", _escaped, pattern, flags=re.DOTALL)
     return f"/{escaped}/" if pattern else '""'
 
 
+_WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", r"\w": "[0-9A-Za-z_]", r"\d": "[0-9]"}
+
+
 def _escaped(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "\\/": r"\/"}.get(found[0], found[0])
+    return _WRITTEN.get(found[0], found[0])
 
 
 class LarkWriter:
