@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_lite.client.prompt import encode
-from vllm_lite.client.text.chat_template import ChatTemplate, Message
+from vllm_lite.client.text.chat_template import ChatTemplate, Message, Tool, with_read_arguments
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
@@ -50,10 +50,13 @@ class ChatTokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
         chat_template: str | Path | None = None,
         **variables: Any,
     ) -> str | list[int]:
         """Make the prompt for `conversation`, as token ids or as text; `variables` are the template's.
+
+        `tools` are those that the model may call: {"type": "function", "function": {"name": ..., "parameters": ...}}.
 
         `chat_template` replaces the checkpoint's: Jinja, or a file with it. Raises RequestError or ModelError.
         """
@@ -62,6 +65,7 @@ class ChatTokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            tools=checked_tools(tools),
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text  # the template added them
 
@@ -74,6 +78,13 @@ class ChatTokenizer:
         if template is None:
             raise ModelError(f"{self._folder} has no chat template; give one as chat_template, or use generate()")
         return template
+
+
+def checked_tools(tools: Any) -> Sequence[Tool] | None:
+    """Return `tools` if each is a dict. Raises RequestError."""
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(each, Mapping) for each in tools)):
+        raise RequestError(f"tools must be a list of dicts with a type and a function, got {str(tools)[:100]!r}")
+    return tools
 
 
 def conversations(messages: Any) -> list[Conversation]:
@@ -93,6 +104,8 @@ def plain_messages(messages: Conversation) -> list[Message]:
 def _plain(message: Message, place: int) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{place}] must be a dict with a role and a content, got {str(message)[:100]!r}")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": with_read_arguments(message["tool_calls"])}
     content = message.get("content")
     if isinstance(content, str):
         return message

@@ -24,6 +24,7 @@ from vllm_lite.protocol.params import SamplingParams
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
+    from vllm_lite.client.text.chat_template import Tool
 
 _LOOK_S = 1.0
 """How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
@@ -168,15 +169,16 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: "Sequence[Tool] | None" = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...}, or several.
 
         The checkpoint's chat template makes prompts of them, or `chat_template`: Jinja, or a file with it.
-        `chat_template_kwargs` are variables for it. `continue_final_message`, which needs add_generation_prompt=False,
-        continues the last message. Raises as generate() does, and ModelError if
-        there is no template or no tokenizer.
+        `chat_template_kwargs` are variables for it, `tools` those that the model may call. `continue_final_message`,
+        which needs add_generation_prompt=False, continues the last message. Raises as generate() does, and ModelError
+        if there is no template or no tokenizer.
         """
-        from vllm_lite.client.chat import conversations, plain_messages
+        from vllm_lite.client.chat import checked_tools, conversations, plain_messages
 
         tokenizer, several = self.get_tokenizer(), conversations(messages)
         template = tokenizer.template(chat_template)
@@ -188,6 +190,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     variables=chat_template_kwargs,
+                    tools=checked_tools(tools),
                 )
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
         return self._run(prompts, sampling_params, use_tqdm)

@@ -1,7 +1,9 @@
 """The results that a user gets, under vLLM's names."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from vllm_lite.client.text.detokenizer import Mark
 from vllm_lite.protocol.api import FinishReason
 
 
@@ -45,6 +47,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    marks: Sequence[Mark] = field(default=(), repr=False, compare=False)
+    """Where added tokens of the vocabulary stand in `text`, for those who take it apart."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

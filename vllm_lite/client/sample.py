@@ -1,9 +1,10 @@
 """The results of one request as they arrive: Samples, a reader's Cursor over each, the logprobs of the prompt."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from vllm_lite.client.outputs import CompletionOutput, Logprob
-from vllm_lite.client.text.detokenizer import Detokenizer
+from vllm_lite.client.text.detokenizer import Detokenizer, Mark
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 
@@ -53,6 +54,43 @@ class Sample:
             self.logprobs += parent.logprobs or []
             self.cumulative_logprob = parent.cumulative_logprob or 0.0
 
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """Where added tokens stand in the text, or will when that has come so far."""
+        return () if self._detokenizer is None else self._detokenizer.marks
+
+    @property
+    def num_chars(self) -> int:
+        """How much of the text may be shown: before the end no part of an added token, which would not be one."""
+        count = len(self.text)
+        if self.finish_reason is None:
+            for mark in reversed(self.marks):
+                if mark.start < count < mark.end:
+                    return mark.start
+                if mark.end <= count:
+                    break
+        return count
+
+    def marks_between(self, start: tuple[int, int], end: tuple[int, int]) -> list[Mark]:
+        """The marks behind the place `start` and before `end`, both in tokens and characters; they count from there.
+
+        A mark is before a place if all of its token is: so a reader who goes on somewhere misses none and gets none
+        twice.
+        """
+
+        def num_before(place: tuple[int, int]) -> int:
+            by_tokens = bisect_right(marks, place[0] - 1, key=lambda mark: mark.num_before)
+            return min(by_tokens, bisect_right(marks, place[1], key=lambda mark: mark.end))
+
+        marks, (tokens, chars) = self.marks, start
+        found = marks[num_before(start) : num_before(end)]
+        return [Mark(num - tokens, at - chars, to - chars, token_id) for num, at, to, token_id in found]
+
+    def part(self, index: int, num_tokens: int, num_chars: int) -> CompletionOutput:
+        """The first tokens and characters, without logprobs."""
+        marks = self.marks_between((0, 0), (num_tokens, num_chars))
+        return CompletionOutput(index, self.text[:num_chars], self.token_ids[:num_tokens], marks=marks)
+
     def output(self, index: int, *, logprobs: bool) -> CompletionOutput:
         """A snapshot, which later events do not change."""
         return CompletionOutput(
@@ -63,6 +101,7 @@ class Sample:
             logprobs=self.logprobs.copy() if logprobs and self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            marks=self.marks_between((0, 0), (len(self.token_ids), len(self.text))),
         )
 
     def _take(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None, *, is_stop: bool) -> None:
@@ -105,16 +144,17 @@ class Cursor:
         reason = None if sample.finish_reason == "error" else sample.finish_reason
         if self._ended or (reason is None and len(sample.token_ids) == start):
             return None
-        self._num_tokens, self._num_chars = len(sample.token_ids), len(sample.text)
+        self._num_tokens, self._num_chars = len(sample.token_ids), sample.num_chars
         self._ended = sample.finish_reason is not None
         return CompletionOutput(
             index=self._index,
-            text=sample.text[num_chars:],
+            text=sample.text[num_chars : self._num_chars],
             token_ids=sample.token_ids[start:],
             cumulative_logprob=sample.cumulative_logprob,
             logprobs=None if sample.logprobs is None else sample.logprobs[start:],
             finish_reason=reason,
             stop_reason=sample.stop_reason,
+            marks=sample.marks_between((start, num_chars), (self._num_tokens, self._num_chars)),
         )
 
 

@@ -7,6 +7,7 @@ a process whose time is (template_process.py).
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -29,9 +30,11 @@ MAX_TEMPLATE_BYTES = 1024 * 1024
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables that the server sets, besides the names of special tokens."""
 
-Scalar = str | int | float | bool | None
+_TOOLS = re.compile(r"\btools\b")
 Message = Mapping[str, Any]
 """{"role": ..., "content": text, ...}"""
+Tool = Mapping[str, Any]
+"""{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -40,6 +43,11 @@ class TemplateSource(msgspec.Struct, frozen=True):
     source: str
     special_tokens: dict[str, str] = {}
     name: str = "template"
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it names the variable `tools`, without which a model is not shown any."""
+        return _TOOLS.search(self.source) is not None
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "TemplateSource | None":
@@ -81,9 +89,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: Mapping[str, Scalar] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> str:
-        """Make the prompt for `messages`.
+        """Make the prompt for `messages`, in which the model is told of `tools`.
 
         `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
         message, to be continued. `variables` are further values for the template. Raises RequestError, also for an
@@ -101,13 +110,31 @@ class ChatTemplate:
                 **self.special_tokens,
                 **variables,
                 messages=messages,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # whatever a template does wrong; what it raises on purpose is a TemplateError
             raise RequestError(f"the model's chat template does not take these messages: {error}") from error
         return _cut(text, mark) if mark else text
+
+
+def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Bring the `tool_calls` of a message into the form that templates expect: arguments are an object, not its JSON.
+
+    What is no JSON object stays as it is.
+    """
+    read = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"].encode(), type=dict[str, Any])
+                call = {**call, "function": {**function, "arguments": arguments}}
+            except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+                pass
+        read.append(dict(call))
+    return read
 
 
 # ---- where it lies: in the checkpoint's folder, in a file, or in what the user wrote

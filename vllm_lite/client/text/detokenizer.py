@@ -7,8 +7,8 @@ UTF-8, one U+FFFD for each byte. Decoders of other kinds are refused when the vo
 """
 
 import codecs
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from vllm_lite.client.text.stop_strings import StopStrings
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -19,6 +19,18 @@ MAX_HELD_BYTES = 64
 consist of byte tokens only. If it proves not to be UTF-8 behind that point, the text that was shown stays."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Mark(NamedTuple):
+    """The place of an added token in a text: text may spell such a token, and only its mark says that it is one.
+
+    It is the token `num_before` of its output and stands at [start, end) of the text; one that is not shown is empty.
+    """
+
+    num_before: int
+    start: int
+    end: int
+    token_id: int
 
 
 class TextStream(Protocol):
@@ -34,6 +46,10 @@ class TextStream(Protocol):
 class Vocabulary(Protocol):
     """The state that all streams of one tokenizer share. It is filled on demand. Any thread may use it, as entries
     never change."""
+
+    @property
+    def added(self) -> Mapping[int, str]:
+        """The texts of added tokens."""
 
     def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream: ...
 
@@ -70,6 +86,10 @@ def _is_local(step: dict[str, Any], fused: bool) -> bool:
     return False
 
 
+def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {token_id: text for text, token_id in tokenizer.added_tokens.items()}
+
+
 # ---- byte-level
 
 
@@ -78,6 +98,7 @@ class ByteVocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.special_ids = tokenizer.special_ids
+        self.added = _by_id(tokenizer)
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
@@ -134,6 +155,7 @@ class PieceVocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.special_ids = tokenizer.special_ids
+        self.added = _by_id(tokenizer)
         kinds = {step["type"] for step in _decoder_steps(tokenizer.decoder)}
         self.byte_ids = tokenizer.byte_ids() if "ByteFallback" in kinds else {}
         self._tokenizer = tokenizer
@@ -252,7 +274,7 @@ class PieceStream:
 
 class Detokenizer:
     """The text of one stream, up to its stop string. `stopped` names the one that was found, `num_tokens` counts the
-    tokens up to it.
+    tokens up to it, `marks` are the places of added tokens, also behind text that is held back.
 
     A stop string counts once there are more than `min_tokens` tokens, that is, from the first token that may end the
     text. It is searched in the text, so it may lie inside one token or across many.
@@ -270,6 +292,9 @@ class Detokenizer:
     ) -> None:
         self.num_tokens = 0
         self.stopped: str | None = None
+        self.marks: list[Mark] = []
+        self._num_chars = 0
+        self._added = vocabulary.added
         self._stream = vocabulary.stream(skip_special_tokens, spaces_between_special_tokens)
         self._stops = StopStrings(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
@@ -280,8 +305,12 @@ class Detokenizer:
         for token_id in token_ids:
             if self.stopped is not None:
                 break
+            text = self._stream.feed(token_id)
+            self._num_chars += len(text)
+            if token_id in self._added:
+                self._mark(token_id, text)
             self.num_tokens += 1
-            pieces.append(self._pass(self._stream.feed(token_id)))
+            pieces.append(self._pass(text))
         return "".join(pieces)
 
     def flush(self) -> str:
@@ -292,6 +321,12 @@ class Detokenizer:
         if self._stops is not None and self.stopped is None:
             text += self._stops.flush()
         return text
+
+    def _mark(self, token_id: int, text: str) -> None:
+        """Note where an added token stands, whose feeding gave `text`: bytes that waited, and its own if it is shown."""
+        spelled, end = self._added[token_id], self._num_chars
+        start = end - len(spelled) if text.endswith(spelled) else end
+        self.marks.append(Mark(self.num_tokens, start, end, token_id))
 
     def _pass(self, text: str) -> str:
         if self._stops is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.client.text.chat_template import ChatTemplate, Scalar, TemplateSource
+from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
@@ -43,8 +43,9 @@ class Render(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
-    variables: dict[str, Scalar]
+    variables: dict[str, Any]
     max_chars: int
+    tools: list[dict[str, Any]] | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +98,7 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
             variables=asked.variables,
+            tools=asked.tools,
         )
         if len(text) <= asked.max_chars:
             return frame(Rendered(text))
