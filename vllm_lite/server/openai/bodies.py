@@ -7,7 +7,7 @@ value means nothing; any other is ignored, and the answer's Warning header names
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,8 @@ from vllm_lite.server.openai.errors import ApiError
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_FIELDS = 256
+MAX_TOOLS = 128
+MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
 """Choices of one request, those of all its prompts together."""
 _UNSAFE = re.compile(r"[^\w.-]")
@@ -77,8 +79,22 @@ class ForkBody(SamplingFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
 
 
-class Body(ForkBody, frozen=True, kw_only=True):
-    """What completions and chats share: a fork's fields, and these."""
+class FormFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output has to be, under all the names that clients know: forms.py reads them."""
+
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    thinking_token_budget: int | None = None
+    max_thinking_tokens: int | None = None
+
+
+class Body(ForkBody, FormFields, frozen=True, kw_only=True):
+    """What completions and chats share: a fork's fields, those about the form of the output, and these."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -104,18 +120,52 @@ class Part(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """`arguments` are an object, or its JSON as OpenAI writes it."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that an earlier answer made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`tool_calls` and `tool_call_id` are there to be refused by name."""
+    """`reasoning` and `reasoning_content` are two names of what was thought before an answer."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-Variables = dict[str, str | int | float | bool | None]
+Variables = dict[str, Any]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that a model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    """One of `tools`, as it is checked; a template gets it as it came, with what else it has."""
+
+    function: Function
+    type: Literal["function"] = "function"
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -130,9 +180,13 @@ class ChatBody(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Name | None = None
+    include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
-class GenerateParams(SamplingFields, frozen=True, kw_only=True):
+class GenerateParams(SamplingFields, FormFields, frozen=True, kw_only=True):
     """Sampling of POST /inference/v1/generate."""
 
     logprobs: int | None = None
@@ -162,6 +216,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -175,10 +230,9 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 SAMPLING = SamplingFields.__struct_fields__
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
-audio chat_template custom_logit_processor documents ebnf features functions grammar guided_choice guided_grammar
-guided_json guided_regex json_schema logits_processors logprob_token_ids lora_path prediction prompt_embeds regex
-repetition_detection return_hidden_states return_prompt_text return_tokens_as_token_ids structural_tag
-structured_outputs suffix tools watermarking web_search_options
+audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
+logprob_token_ids lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
+return_tokens_as_token_ids structural_tag suffix watermarking web_search_options
 """
 _OFF_AT_0 = """
 dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
@@ -189,17 +243,33 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF_AT_0.split(), (0,)),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "tfs": (1,),
-    "thinking_token_budget": (-1,),
-    "tool_choice": ("none", "auto"),
     "truncation_side": ("left",),
     "typical_p": (1,),
     "verbosity": ("medium",),
 }
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
 
-_NO_TEMPLATE = ": templates come from the model or the server's --chat-template, never from a request"
+_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(FormFields.__struct_fields__, ()),
+    "response_format": ({"type": "text"},),
+    "thinking_token_budget": (-1,),
+    "max_thinking_tokens": (-1,),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+}
+"""Fields that only some kinds of bodies have: the others refuse them. A fork follows what its request was held to."""
+
+_REASONS = {
+    "chat_template": ": templates come from the model or the server's --chat-template, never from a request",
+    "functions": ": send them as tools",
+    "function_call": ": send it as tool_choice",
+    "json_schema": ": send it as structured_outputs or response_format",
+    "regex": ": send it as structured_outputs",
+    "ebnf": ": send it as structured_outputs",
+    "grammar": ": send it as structured_outputs",
+    "structural_tag": ": send it as structured_outputs or response_format",
+}
 
 _SPELLINGS = {
     bool: {
@@ -253,10 +323,11 @@ def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list
     """Return the names of the fields that are ignored. Raises ApiError for one that is refused."""
     known = set(kind.__struct_fields__)
     for name in fields.keys() - known:
-        if name in REFUSED and not _means_nothing(_decode(fields[name], Any), REFUSED[name]):
-            reason = _NO_TEMPLATE if name == "chat_template" else ""
-            raise ApiError(400, f"{name} is not supported by this server{reason}", name)
-    return sorted(fields.keys() - known - REFUSED.keys())
+        harmless = REFUSED.get(name, _ELSEWHERE.get(name))
+        if harmless is not None and not _means_nothing(_decode(fields[name], Any), harmless):
+            where = "by this server" if name in REFUSED else "here"
+            raise ApiError(400, f"{name} is not supported {where}{_REASONS.get(name, '')}", name)
+    return sorted(fields.keys() - known - REFUSED.keys() - _ELSEWHERE.keys())
 
 
 def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
