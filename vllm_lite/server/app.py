@@ -27,14 +27,26 @@ from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics
-from vllm_lite.server.openai import bodies, openapi
-from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
+from vllm_lite.server.openai import bodies, forms, openapi
+from vllm_lite.server.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    FormFields,
+    GenerateBody,
+    TokenizeBody,
+)
 from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.formats import Formats
+from vllm_lite.server.openai.forms import ToolsWanted
+from vllm_lite.server.openai.grammars import Grammars
+from vllm_lite.server.openai.parsing import Parsing
 from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_of
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
+NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """The field of the body that the prompt stands in, by the kind of the call."""
 
@@ -52,6 +64,7 @@ class ServedModel:
     path: str | None
     max_model_len: int
     defaults: dict[str, Any]
+    formats: dict[str, str | None] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def name(self, wanted: str | None) -> str:
@@ -72,6 +85,7 @@ class ServedModel:
             "parent": None,
             "max_model_len": self.max_model_len,
             "permission": [],
+            "vllm_lite": self.formats,
         }
 
 
@@ -88,13 +102,23 @@ class ApiRoutes:
     """Answers all routes but those of LiveRequests and Metrics: one method for each."""
 
     def __init__(
-        self, config: ServeConfig, model: ServedModel, factory: StreamFactory, prompts: Prompts, live: LiveRequests
+        self,
+        config: ServeConfig,
+        model: ServedModel,
+        factory: StreamFactory,
+        prompts: Prompts,
+        live: LiveRequests,
+        formats: Formats | None = None,
     ) -> None:
+        """`formats` say how the model writes calls and reasoning; None for one without a tokenizer."""
         self._config = config
         self._model = model
         self._factory = factory
         self._prompts = prompts
         self._live = live
+        self._formats = formats
+        self._grammars = Grammars(formats)
+        self._has_warned = False
         self._calls = live.calls
         self._reader = live.reader
 
@@ -104,6 +128,7 @@ class ApiRoutes:
         asked = await self._read(request, CompletionBody)
         body = asked.body
         params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
+        params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
         prompts = await self._prompts.of_completion(body, params, request)
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
@@ -113,10 +138,17 @@ class ApiRoutes:
         asked = await self._read(request, ChatBody)
         body = asked.body
         params = bodies.sampling(body, {"max_tokens": None, **self._model.defaults}, _chat_changes(body))
+        tools, form = forms.tools_of(body), forms.form_of(body)
+        params = await self._grammars.held(_budgeted(params, body), form, tools, request)
         prompt = await self._prompts.of_chat(body, params, request)
+        parsing = None
+        if self._formats is not None:
+            parsing = _parsing(self._formats, body, tools)
+            params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
         last = body.messages[-1]
         echo = (text_of(last),) if body.echo and last.role == "assistant" else ()
-        return await self._generate(asked, [prompt], params, echo)
+        headers = {**asked.headers, **self._unseen(tools, asked.headers)}
+        return await self._generate(asked._replace(headers=headers), [prompt], params, echo, parsing)
 
     async def generate(self, request: Request) -> Response:
         asked = await self._read(request, GenerateBody)
@@ -124,6 +156,7 @@ class ApiRoutes:
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, self._model.defaults, changes)
+        params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
         return await self._generate(asked, [body.token_ids], params)
 
     async def _read(self, request: Request, kind: type[B]) -> Asked[B]:
@@ -133,8 +166,29 @@ class ApiRoutes:
         self._calls.check()
         return Asked(request, body, headers, name)
 
+    def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
+        """Let what holds the output begin behind its thinking."""
+        if self._formats is None or (params.grammar is None and params.thinking_token_budget is None):
+            return params
+        thinking = self._formats.thinking(prompt, is_forced=is_forced)
+        return params if thinking is None else msgspec.structs.replace(params, thinking=thinking)
+
+    def _unseen(self, tools: ToolsWanted | None, headers: dict[str, str]) -> dict[str, str]:
+        """The header that says so where the model is not shown the tools that it may call."""
+        if tools is None or self._prompts.shows_tools:
+            return {}
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("a request has tools, and the model's chat template shows it none: %s", NO_TOOLS)
+        return {"Warning": ", ".join([*headers.values(), f'299 vllm-lite "{NO_TOOLS}"'])}
+
     async def _generate(
-        self, asked: Asked[B], prompts: Sequence[PromptLike], params: SamplingParams, echo: tuple[str, ...] | None = ()
+        self,
+        asked: Asked[B],
+        prompts: Sequence[PromptLike],
+        params: SamplingParams,
+        echo: tuple[str, ...] | None = (),
+        parsing: Parsing | None = None,
     ) -> Response:
         """The response that generates. `echo` stands before each prompt's answers; None for the prompt's own text.
         Raises ApiError."""
@@ -142,7 +196,7 @@ class ApiRoutes:
         call_id = await self._live.new_id(style.kind, body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         echo = tuple(await self._texts(streams)) if echo is None else echo
-        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo))
+        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing))
         return self._live.respond(call, asked.request, stream=body.stream, headers=asked.headers)
 
     async def _streams(
@@ -244,6 +298,25 @@ def _check_scores(streams: Sequence[RequestStream]) -> None:
     if length * (wanted + 1) > MAX_PROMPT_CANDIDATES:
         text = f"prompt_logprobs of {wanted} for {length} prompt tokens are {length * (wanted + 1)} candidates"
         raise ApiError(400, f"{text}; an answer has at most {MAX_PROMPT_CANDIDATES}", "prompt_logprobs")
+
+
+def _budgeted(params: SamplingParams, body: FormFields) -> SamplingParams:
+    """Give the params the budget of thinking that `body` has, if any. Raises ApiError."""
+    budget = forms.thinking_budget(body)
+    return params if budget is None else msgspec.structs.replace(params, thinking_token_budget=budget)
+
+
+def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Parsing | None:
+    """How the answers of a chat are taken apart; None if all of them is content."""
+    parsing = Parsing(
+        tools=() if tools is None else tuple(tools.given),
+        is_forced=tools is not None and tools.is_forced,
+        is_named=tools is not None and tools.mode == "named",
+        parallel=tools is None or tools.parallel or tools.mode == "named",
+        include_reasoning=body.include_reasoning is not False,
+        num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
+    )
+    return parsing if formats.finds(parsing.tools, is_forced=parsing.is_forced) else None
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:

@@ -78,6 +78,16 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     chat_template: Annotated[
         str | None, Section("answers"), Meta(description="file with a Jinja template (default: the model's)")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(description="format in which the model writes tool calls, by vLLM's name (default: found out), or none"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Meta(description="format in which the model writes its reasoning, in the same way, or none")
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="taken for vLLM's sake: it is always on where a format of calls is known")
+    ] = False
     generation_config: Annotated[
         Literal["auto", "vllm"],
         Meta(description="where sampling defaults come from: auto is the model's generation_config.json"),

@@ -27,9 +27,11 @@ from vllm_lite.server.http.auth import owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
-from vllm_lite.server.openai.chunks import AnswerStyle, writer
+from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, in_use, refused
+from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
+from vllm_lite.server.openai.parsed import Writers
 
 MAX_ID_CHARS = 256
 """A longer id has no request: the engine takes none."""
@@ -53,13 +55,21 @@ Member = tuple[CallContext, RequestState | EndedRequest]
 class LiveRequests:
     """Answers the routes about requests that run: one method for each."""
 
-    def __init__(self, calls: Calls, resumable: ResumableCalls, factory: StreamFactory, reader: BodyReader) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        resumable: ResumableCalls,
+        factory: StreamFactory,
+        reader: BodyReader,
+        formats: Formats | None = None,
+    ) -> None:
+        """`formats` say how the model writes calls and reasoning."""
         self.calls = calls
         self.resumable = resumable
         self.reader = reader
         self._factory = factory
         self._scoreboard = calls.scoreboard
-        self.spelling = Spelling(factory.tokenizer)
+        self.writers = Writers(Spelling(factory.tokenizer), formats)
 
     def routes(self) -> list[Route]:
         path = "/v1/requests/{request_id}"
@@ -85,7 +95,7 @@ class LiveRequests:
     def respond(self, call: Call, request: Request, *, stream: bool | None, headers: dict[str, str]) -> Response:
         """Make the response that starts `call`. Raises ApiError if it cannot be resumable and should be."""
         if not call.style.resumable:
-            made = writer(call, self.spelling)
+            made = self.writers.of(call)
             return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
         if not self.resumable.resume_s:
             raise ApiError(400, "this server keeps no streams to be resumed (--stream-resume-s 0)", "resumable")
@@ -93,7 +103,7 @@ class LiveRequests:
             text = f"a resumable stream has at most {MAX_CHOICES} choices, and this one has {len(call.choices)}"
             raise ApiError(400, text, "resumable")
         call.owner = owner_of(request, call.id)
-        marked = MarkedWriter(writer(call, self.spelling), call)
+        marked = MarkedWriter(self.writers.of(call), call)
         return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
     async def load(self, _: Request) -> Response:

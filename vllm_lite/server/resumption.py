@@ -19,7 +19,6 @@ from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.live_requests import LiveRequests, Member, id_in
-from vllm_lite.server.openai.chunks import writer
 from vllm_lite.server.openai.errors import ApiError, refused
 
 
@@ -39,7 +38,7 @@ class Resumption:
         """Go on with a resumable stream, behind the event that the header Last-Event-ID names."""
         call_id = id_in(request)
         call = await self._found(call_id, owner_of(request, call_id))
-        marked = MarkedWriter(writer(call, self._live.spelling), call, request.headers.get("last-event-id", ""))
+        marked = MarkedWriter(self._live.writers.of(call), call, request.headers.get("last-event-id", ""))
         if marked.place.is_end:
             return Response(status_code=204)  # the EventSource of a browser asks again after a 200, not after this
         run = partial(self._resumable.resume, place=marked.place)

@@ -130,10 +130,10 @@ def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
                 arguments = msgspec.json.decode(function["arguments"].encode(), type=dict[str, Any])
-                call = {**call, "function": {**function, "arguments": arguments}}
             except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
-                pass
-        read.append(dict(call))
+                arguments = function["arguments"]
+            function = {**function, "arguments": arguments}
+        read.append({**call, "function": function})
     return read
 
 

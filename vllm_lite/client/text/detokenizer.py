@@ -323,7 +323,7 @@ class Detokenizer:
         return text
 
     def _mark(self, token_id: int, text: str) -> None:
-        """Note where an added token stands, whose feeding gave `text`: bytes that waited, and its own if it is shown."""
+        """Note where an added token stands that gave `text`: of bytes that waited, and its own if it is shown."""
         spelled, end = self._added[token_id], self._num_chars
         start = end - len(spelled) if text.endswith(spelled) else end
         self.marks.append(Mark(self.num_tokens, start, end, token_id))

@@ -45,8 +45,6 @@ class Tokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """The text and id of every token that stands beside the vocabulary proper, special or not."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
-        """Ids of the tokens that were added to the vocabulary, special or not, by their texts."""
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,9 @@ from vllm_lite.server.calls.place import Place, Shown
 from vllm_lite.server.openai.chunks import AnswerStyle
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
-"""A longer echo is left out of the context: forks of the call that another server makes are answered without it."""
+MAX_STYLE_BYTES = MAX_CONTEXT_BYTES - 4096
+"""A longer echo, and tools that are larger, are left out of the context: forks of the call that another server makes
+are answered without the echo, and calls are taken apart as if the tools had no types."""
 
 
 class CallContext(msgspec.Struct, frozen=True):
@@ -52,12 +55,14 @@ class Choice:
             sample = stream.samples[sample_index]
             self._cursor = Cursor(sample_index, sample, shown.num_tokens, shown.num_chars, has_ended=shown.has_ended)
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """All tokens that it has."""
+    def part(self, shown: Shown) -> CompletionOutput:
+        """What a reader has of it who has been shown so much."""
         if self.stream.ends_at_once:
-            return self.stream.output().outputs[self._sample_index].token_ids
-        return self.stream.samples[self._sample_index].token_ids
+            return self.stream.output().outputs[self._sample_index]
+        sample = self.stream.samples[self._sample_index]
+        found = sample.part(self._sample_index, shown.num_tokens, shown.num_chars)
+        found.finish_reason = sample.finish_reason if shown.has_ended else None
+        return found
 
     def delta(self) -> CompletionOutput | None:
         """What is new since the last call, None if nothing is. An error is the whole call's, which reports it."""
@@ -144,6 +149,9 @@ class Call:
         if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
             # Only a call with one stream can be forked or resumed, and it is resumed as it began.
             style = msgspec.structs.replace(style, echo=(), resumable=False)
+        if style.parsing is not None and len(msgspec.msgpack.encode(style)) > MAX_STYLE_BYTES:
+            parsing = msgspec.structs.replace(style.parsing, tools=_named_only(style.parsing.tools))
+            style = msgspec.structs.replace(style, parsing=parsing, resumable=False)
         return CallContext(self.created, index, count, self.are_forks, style, self.owner)
 
     def message(self, index: int) -> Generate | ForkRequest:
@@ -229,6 +237,11 @@ class Call:
         return [
             Choice(index, self.streams[index // num], index % num, shown) for index, shown in enumerate(place.choices)
         ]
+
+
+def _named_only(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Leave the names of tools, which are short."""
+    return tuple({"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools)
 
 
 def _has_reached(stream: RequestStream, sample_index: int, shown: Shown) -> bool:

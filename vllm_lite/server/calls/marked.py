@@ -17,8 +17,8 @@ class MarkedWriter:
         self._opening = writer.opening()
         self.place = Place.read(last_event_id, call, len(self._opening))
         for choice, shown in zip(call.choices, self.place.choices, strict=True):
-            if shown.num_tokens:
-                writer.skip(choice, choice.token_ids[: shown.num_tokens])
+            if shown.num_tokens or shown.has_ended:
+                writer.skip(choice, choice.part(shown))
 
     def opening(self) -> list[bytes]:
         events = []

@@ -4,7 +4,6 @@ What is the same in every chunk of a stream is encoded once: a chunk is a few jo
 each chunk repeats belongs into AnswerWriter's `_head`, one that only the last chunk of a choice has into its `_tail`.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -14,6 +13,7 @@ from vllm_lite.server.openai import logprobs
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, ForkBody, GenerateBody, StreamOptions
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Offsets, Spelling
+from vllm_lite.server.openai.parsing import Parsing
 
 if TYPE_CHECKING:
     from vllm_lite.server.calls.call import Call, Choice
@@ -32,6 +32,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
     resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
+    parsing         how calls and reasoning are told from content; None where all is content
     """
 
     kind: Literal["cmpl", "chatcmpl", "gen"]
@@ -44,6 +45,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     usage: bool = False
     usage_always: bool = False
     resumable: bool = False
+    parsing: Parsing | None = None
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str) -> Self:
@@ -85,9 +87,9 @@ class AnswerWriter:
         self._head = b"data: " + _encode(self._identity(self.chunk_object))[:-1] + b',"choices":['
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
-    def skip(self, choice: "Choice", token_ids: Sequence[int]) -> None:  # noqa: ARG002
-        """Go on behind the first tokens of a choice, which have been written before."""
-        self._num_shown += 0 if self._style.only_scores else len(token_ids)
+    def skip(self, choice: "Choice", shown: CompletionOutput) -> None:  # noqa: ARG002
+        """Go on behind the first part of a choice, which has been written before."""
+        self._num_shown += 0 if self._style.only_scores else len(shown.token_ids)
 
     def opening(self) -> list[bytes]:
         """Write the events that a stream begins with, before the first token."""
@@ -118,11 +120,12 @@ class AnswerWriter:
         choices = []
         for choice, new in self._call.reading.deltas():
             delta = self._shown(new)
+            fields = self._whole_fields(choice, delta)
             end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             if self._style.token_ids:
                 end["token_ids"] = delta.token_ids
             prompt = self._prompt_fields(choice) if is_completion else {}
-            choices.append({"index": choice.index, **self._whole_fields(choice, delta), **end, **prompt})
+            choices.append({"index": choice.index, **fields, **end, **prompt})
         return _encode(
             {
                 **self._identity(self.whole_object),
@@ -227,10 +230,10 @@ class CompletionWriter(AnswerWriter):
         self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
         self._offsets = [Offsets(len(text)) for text in self._echo]
 
-    def skip(self, choice: "Choice", token_ids: Sequence[int]) -> None:
-        super().skip(choice, token_ids)
+    def skip(self, choice: "Choice", shown: CompletionOutput) -> None:
+        super().skip(choice, shown)
         if self._params.logprobs is not None:
-            for token_id in token_ids:
+            for token_id in shown.token_ids:
                 self._offsets[choice.index].next(self._spelling.of(token_id)[1])
 
     def opening(self) -> list[bytes]:

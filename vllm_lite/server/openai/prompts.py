@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from vllm_lite.client.prompt import PromptLike, check_text, encode, max_text_bytes, too_many_bytes
+from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -15,6 +17,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.disconnect import Threads
 from vllm_lite.server.openai.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -39,6 +42,11 @@ class Prompts:
         self._max_model_len = max_model_len
         self._vocabulary: Vocabulary | None = None
         self._threads = Threads(NUM_TOKENIZERS, "tokenizer")
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model is shown the tools of a chat."""
+        return self._renderer is not None and self._renderer.takes_tools
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
@@ -85,6 +93,7 @@ class Prompts:
         continued = bool(body.continue_final_message)
         generated = not continued if body.add_generation_prompt is None else body.add_generation_prompt
         variables = body.chat_template_kwargs or {}
+        check_depth(variables, "chat_template_kwargs", "chat_template_kwargs")
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             variables = {"reasoning_effort": body.reasoning_effort, **variables}
         chat = Render(
@@ -93,6 +102,7 @@ class Prompts:
             continue_final_message=continued,
             variables=variables,
             max_chars=max_text_bytes(self._max_model_len),
+            tools=body.tools if isinstance(body, TokenizeBody) or body.tool_choice != "none" else None,
         )
 
         async def is_wanted() -> bool:
@@ -155,12 +165,19 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if message.role not in ROLES:
             known = ", ".join(ROLES)
             raise ApiError(400, f"messages[{place}].role must be one of {known}, got {message.role!r}", "messages")
-        for field in ("tool_calls", "tool_call_id"):
-            if getattr(message, field):
-                raise ApiError(400, f"messages[{place}].{field} is not supported by this server", "messages")
-        name = {} if message.name is None else {"name": message.name}
-        plain.append({"role": message.role, "content": text_of(message, place), **name})
+        plain.append({"role": message.role, "content": text_of(message, place), **_more(message)})
     return plain
+
+
+def _more(message: ChatMessage) -> dict[str, Any]:
+    """Return what a message has beside its role and text, under the names that templates use."""
+    more: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+    if message.tool_calls:
+        more["tool_calls"] = with_read_arguments(msgspec.to_builtins(message.tool_calls))
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        more |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return more
 
 
 def text_of(message: ChatMessage, place: int = -1) -> str:

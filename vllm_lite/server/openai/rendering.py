@@ -44,6 +44,7 @@ class Renderer:
         self._busy = asyncio.Lock()
         self._is_closed = False
         self.num_starts = 0
+        self.takes_tools = template.takes_tools
         self._start()
 
     async def render(self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
@@ -54,7 +55,9 @@ class Renderer:
         try:
             data = template_process.frame(chat)
         except OverflowError as error:
-            raise RequestError("chat_template_kwargs: integers may have at most 64 bits") from error
+            raise RequestError(
+                "integers of chat_template_kwargs, tools and messages may have at most 64 bits"
+            ) from error
         async with self._busy:
             if not await is_wanted():
                 raise RequestError("the client has gone")

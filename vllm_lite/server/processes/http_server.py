@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import httptools  # noqa: F401 - what connection.py's base parses with: missing, it is to be missed at once
@@ -35,6 +36,7 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.openai.formats import Formats, architectures_of
 from vllm_lite.server.openai.prompts import Prompts
 from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
@@ -68,8 +70,23 @@ class ModelFiles:
         """Raises ModelError."""
         self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
         template = TemplateSource.load(resolved.tokenizer, config.chat_template)
+        self.formats = self._formats(config, resolved, None if template is None else template.source)
+        self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
         self.defaults = generation_defaults(resolved.model) if config.generation_config == "auto" else {}
+
+    def card(self) -> dict[str, str | None]:
+        """What /v1/models says of the model's template and formats."""
+        return {"chat_template": self.template, **({} if self.formats is None else self.formats.card())}
+
+    def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
+        """Raises ConfigError for a format that is not known."""
+        names = config.tool_call_parser, config.reasoning_parser
+        if self.tokenizer is None:
+            return None
+        formats = Formats.of(resolved.tokenizer, self.tokenizer, names, template, architectures_of(resolved.model))
+        logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
+        return formats
 
     def close(self) -> None:
         if self.renderer is not None:
@@ -187,11 +204,13 @@ class HttpServer:
         config, files, engine = self.config, self.files, self.engine.session.welcome
         calls = resumable.calls
         names = config.names or (engine.model,)
-        model = ServedModel(names, None if config.names else config.model, engine.max_model_len, files.defaults)
+        model = ServedModel(
+            names, None if config.names else config.model, engine.max_model_len, files.defaults, files.card()
+        )
         factory = StreamFactory(engine, files.tokenizer)
-        live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len))
+        live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
-        api = ApiRoutes(config, model, factory, prompts, live)
+        api = ApiRoutes(config, model, factory, prompts, live, files.formats)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(
             build(api, live, Resumption(live, factory).routes(), config, self.keys, metrics),

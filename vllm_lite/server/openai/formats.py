@@ -1,0 +1,107 @@
+"""Formats: how the served model writes calls and reasoning, and what that means for one request."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.text.response import shipped
+from vllm_lite.client.text.response.choose import Choice, choose, thinking_of
+from vllm_lite.client.text.response.parser import ResponseParser
+from vllm_lite.client.text.response.template import Format
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.protocol.structured import Thinking
+from vllm_lite.structured.call_shape import CallShape
+
+FALLBACK = "hermes"
+"""How calls are written that a request demands of a model whose own format is not known."""
+TAIL_TOKENS = 4096
+"""So much of the end of a prompt is looked at for what has begun the message."""
+
+
+def architectures_of(folder: str) -> list[str]:
+    """The `architectures` of the config.json in `folder`; [] if it says none."""
+    try:
+        config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=_Config)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine says what is wrong with it
+        return []
+    return config.architectures or []
+
+
+class _Config(msgspec.Struct):
+    architectures: list[str] | None = None
+
+
+class Formats:
+    """The format in force, chosen once for all requests. `choice` says which, and why."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+        self.choice = choice
+        self.tokenizer = tokenizer
+        self._fallback: Format | None = None
+
+    @classmethod
+    def of(
+        cls,
+        folder: str,
+        tokenizer: Tokenizer,
+        names: tuple[str | None, str | None],
+        template: str | None,
+        architectures: Sequence[str],
+    ) -> "Formats":
+        """Choose the format of the model in `folder`. Raises ConfigError for an unknown name, and ModelError."""
+        choice = choose(folder, tokenizer, names=names, template=template, architectures=architectures)
+        return cls(choice, tokenizer)
+
+    @property
+    def calls(self) -> str | None:
+        """The name of the format of calls."""
+        return self.choice.calls
+
+    @property
+    def reasoning(self) -> str | None:
+        """The name of the format of reasoning."""
+        return self.choice.reasoning
+
+    def format(self, *, is_forced: bool) -> Format | None:
+        """The format in force; for calls that are demanded one that can write them."""
+        own = self.choice.format
+        if not is_forced or (own is not None and own.shape is not None):
+            return own
+        if self._fallback is None:
+            added, special = self.tokenizer.added_tokens, self.tokenizer.special_ids
+            self._fallback = shipped.compose(FALLBACK, self.reasoning if own is not None else None, added, special)
+        return self._fallback
+
+    def shape(self) -> CallShape:
+        """How calls that are demanded are written."""
+        found = self.format(is_forced=True)
+        return msgspec.convert(dict(found.shape or {}) if found is not None else {}, CallShape)
+
+    def tail(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt as text, with special tokens."""
+        return self.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+
+    def thinking(self, token_ids: Sequence[int], *, is_forced: bool) -> Thinking | None:
+        """How the output of this prompt thinks; None if it does not."""
+        found = self.format(is_forced=is_forced)
+        return None if found is None else thinking_of(found, self.tokenizer, self.tail(token_ids))
+
+    def finds(self, tools: Sequence[Mapping[str, Any]], *, is_forced: bool) -> bool:
+        """Whether outputs have anything that is told from content."""
+        found = self.format(is_forced=is_forced)
+        return found is not None and (found.has_reasoning or (bool(tools) and found.has_calls))
+
+    def parser(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], *, is_forced: bool
+    ) -> ResponseParser | None:
+        """A parser for one output of this prompt; None if there is nothing to be found in it."""
+        found = self.format(is_forced=is_forced)
+        if found is None or not self.finds(tools, is_forced=is_forced):
+            return None
+        return ResponseParser(found, self.tail(token_ids), tools)
+
+    def card(self) -> dict[str, str | None]:
+        """What /v1/models says."""
+        return {"tool_call_format": self.calls, "reasoning_format": self.reasoning, "format_because": self.choice.why}

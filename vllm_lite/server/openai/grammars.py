@@ -1,0 +1,81 @@
+"""Grammars: what a request asks of the form of its answer, made into the grammar that travels.
+
+That takes less than a millisecond for most and a second for the largest, mostly without the GIL, so threads do it.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.http.disconnect import Threads
+from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.formats import Formats
+from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
+
+NUM_THREADS = 2
+
+
+class Grammars:
+    """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer."""
+
+    def __init__(self, formats: Formats | None) -> None:
+        self._formats = formats
+        self._threads = Threads(NUM_THREADS, "grammar")
+
+    async def held(
+        self, params: SamplingParams, form: WantedForm | None, tools: ToolsWanted | None, request: Request
+    ) -> SamplingParams:
+        """Return `params` with the grammar that holds the output to `form`, or to calls of `tools`. Raises ApiError.
+
+        Calls that are demanded leave no room for any other form. Where they may be made, an output is calls, or has
+        the form.
+        """
+        is_held = tools is not None and (tools.is_forced or any(tool.function.strict for tool in tools.allowed))
+        if form is None and not is_held:
+            return params
+        if self._formats is None:
+            field = "tools" if form is None else form.field
+            raise ApiError(
+                400, f"{field} needs a tokenizer to hold an answer to a form, and this model has none", field
+            )
+        grammar = calls = None
+        if tools is not None:
+            calls = await self._made(lambda: self._of_tools(tools, or_else=form is not None), "tools", request)
+        if form is not None and (tools is None or not tools.is_forced):
+            grammar = await self._made(lambda: _of_form(form, calls), form.field, request)
+        else:
+            grammar = calls
+        return params if grammar is None else msgspec.structs.replace(params, grammar=grammar)
+
+    async def _made(self, make: Callable[[], str | None], field: str, request: Request) -> str | None:
+        def work(check: Callable[[], None]) -> str | None:
+            check()
+            return make()
+
+        try:
+            return await self._threads.run(work, request.receive)
+        except RequestError as error:
+            raise refused(error, field) from error
+
+    def _of_tools(self, tools: ToolsWanted, *, or_else: bool) -> str | None:
+        """The grammar of calls; with `or_else` they are not made within a text."""
+        from vllm_lite.structured.tools import Tool, tool_grammar
+
+        if self._formats is None:
+            return None
+        functions = [tool.function for tool in tools.allowed]
+        wanted = [Tool(each.name, each.parameters, bool(each.strict)) for each in functions]
+        added = self._formats.tokenizer.added_tokens
+        choice = "required" if or_else and tools.mode == "auto" else tools.mode
+        return tool_grammar(self._formats.shape(), wanted, choice, parallel=tools.parallel, added_tokens=added)
+
+
+def _of_form(form: WantedForm, calls: str | None) -> str:
+    from vllm_lite.structured.compile import compile_grammar
+    from vllm_lite.structured.either import either
+
+    grammar = compile_grammar(form.params)
+    return grammar if calls is None else either(calls, grammar)
