@@ -165,8 +165,6 @@ def nearer(body: dict[str, Any]) -> None:
     """What no document can say, so that more requests get past the first checks."""
     body.pop("model", None)
     for message in listed(body, "messages", dict):  # an operation without messages may get anything by that name
-        for name in ("tool_calls", "tool_call_id"):
-            message.pop(name, None)
         if not isinstance(message.get("content"), str):
             message["content"] = "a story"
     for name in ("token_ids", "tokens"):

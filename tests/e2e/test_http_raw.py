@@ -178,7 +178,7 @@ def test_tokens_in_and_out(http: httpx.Client) -> None:
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
     assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    bad = {"token_ids": ids, "sampling_params": {"guided_json": {"a": 1}}}
+    bad = {"token_ids": ids, "sampling_params": {"guided_json": {"type": "objekt"}}}
     assert error_of(http.post("/inference/v1/generate", json=bad), 400)["param"] == "guided_json"
     assert error_of(http.post("/inference/v1/generate", json={"token_ids": [-1]}), 400)["param"] == "token_ids"
 

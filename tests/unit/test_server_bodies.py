@@ -10,7 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.openai import bodies
-from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, GenerateParams, SamplingFields
+from vllm_lite.server.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    ForkBody,
+    GenerateBody,
+    GenerateParams,
+    SamplingFields,
+)
 from vllm_lite.server.openai.errors import ApiError
 
 
@@ -32,9 +39,9 @@ def test_unknown_fields_are_ignored_and_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("tools", [{}]), ("suffix", "x"), ("chat_template", "x"), ("guided_json", {"a": 1}), ("regex", "[ab]")),
+        *(("tools", [{}]), ("suffix", "x"), ("chat_template", "x"), ("functions", [{"a": 1}]), ("regex", "[ab]")),
         *(("logprob_token_ids", [5]), ("return_tokens_as_token_ids", True), ("truncation_side", "right")),
-        *(("structured_outputs", {"choice": ["a"]}), ("thinking_token_budget", 0), ("typical_p", 0.5)),
+        *(("tool_choice", "required"), ("function_call", "auto"), ("typical_p", 0.5)),
     ],
 )
 def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
@@ -51,6 +58,14 @@ def test_what_changes_nothing_is_not(name: str) -> None:
         assert completion(**{name: value})[1] == []
 
 
+def test_what_an_answer_must_be_is_not_said_of_a_fork() -> None:
+    """It goes on as the request that it was made of."""
+    for name, value in (("response_format", {"type": "json_object"}), ("guided_regex", "a"), ("tools", [{"a": 1}])):
+        with pytest.raises(ApiError, match=f"^{name} is not supported here"):
+            bodies.read(msgspec.json.encode({name: value}), ForkBody)
+    assert bodies.read(b'{"response_format": {"type": "text"}, "tools": []}', ForkBody)[1] == []
+
+
 def test_the_documentation_names_all_that_is_refused() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
     section = text[text.index("A field that would change the answer") : text.index("Any other field")]
@@ -58,8 +73,8 @@ def test_the_documentation_names_all_that_is_refused() -> None:
 
 
 def test_zero_is_a_value_where_it_says_something() -> None:
-    assert completion(typical_p=1, tfs=1.0, mirostat=0, dry_multiplier=0.0, thinking_token_budget=-1)[1] == []
-    for name, value in (("thinking_token_budget", 0), ("typical_p", 0), ("tfs", True)):
+    assert completion(typical_p=1, tfs=1.0, mirostat=0, dry_multiplier=0.0, tool_choice="none")[1] == []
+    for name, value in (("dry_multiplier", 1), ("typical_p", 0), ("tfs", True)):
         with pytest.raises(ApiError, match=f"^{name} is not supported"):
             completion(**{name: value})
 

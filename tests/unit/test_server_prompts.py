@@ -35,8 +35,12 @@ class Here:
     """A Renderer that renders in this process."""
 
     template = ChatTemplate(
-        "{% for each in messages %}{{ each.role }}:{{ each.content }};{% endfor %}{{ reasoning_effort }}"
+        "{% for each in messages %}{{ each.role }}:{{ each.content }}"
+        "{% for call in each.tool_calls %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.x }}]"
+        "{% endfor %}{{ each.tool_call_id }}{{ each.reasoning_content }};{% endfor %}{{ reasoning_effort }}"
+        "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.extra }}){% endfor %}{% if deep %}{{ deep.in[0] }}{% endif %}"
     )
+    takes_tools = True
 
     async def render(self, chat: Render, _: Callable[[], Awaitable[bool]]) -> str:
         text = self.template.render(
@@ -44,6 +48,7 @@ class Here:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             variables=chat.variables,
+            tools=chat.tools,
         )
         if len(text) > chat.max_chars:
             raise TextTooLongError("too long", len(text))
@@ -77,6 +82,40 @@ def test_the_template_is_told_how_much_to_reason() -> None:
     assert rendered("user", reasoning_effort="low") == "user:x;low"
     assert rendered("user", reasoning_effort=None) == "user:x;"
     assert rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}, "extra": "!"}]
+
+
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+def test_the_template_is_told_of_tools_as_they_came(kind: Any) -> None:
+    assert rendered("user", kind=kind, tools=TOOLS) == "user:x;(f!)"
+    assert rendered("user", kind=kind, tools=[]) == "user:x;"
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    assert rendered("user", tools=TOOLS, tool_choice="none") == "user:x;"
+
+
+@pytest.mark.parametrize(("arguments", "seen"), [('{"x": 5}', "5"), ({"x": 5}, "5"), ("[1]", ""), ('{"x"', "")])
+def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
+    """Templates want arguments as an object; what is none stays the text that it was."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "content": "7", "tool_call_id": "c1"},
+    ]
+    body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
+    assert asyncio.run(PROMPTS.render(body, None, REQUEST)) == f"assistant:[c1 f {seen}]hm;tool:7c1;"
+
+
+def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
+    assert rendered("user", chat_template_kwargs={"deep": {"in": [5]}}) == "user:x;5"
+    deep: Any = 1
+    for _ in range(70):
+        deep = [deep]
+    with pytest.raises(ApiError, match="^chat_template_kwargs is nested more than 64 deep"):
+        rendered("user", chat_template_kwargs={"deep": deep})
 
 
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])

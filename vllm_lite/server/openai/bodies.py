@@ -65,22 +65,8 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
-"""Python's `$` would let a line end be behind it."""
-
-
-class ForkBody(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    resumable: bool | None = None
-    request_id: RequestId | None = None
-    return_token_ids: bool | None = None
-
-
-class FormFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output has to be, under all the names that clients know: forms.py reads them."""
+class FormFields(SamplingFields, frozen=True, kw_only=True):
+    """What the output has to be, under all the names that clients know, which forms.py reads. Forks refuse them."""
 
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -93,8 +79,22 @@ class FormFields(msgspec.Struct, frozen=True, kw_only=True):
     max_thinking_tokens: int | None = None
 
 
-class Body(ForkBody, FormFields, frozen=True, kw_only=True):
-    """What completions and chats share: a fork's fields, those about the form of the output, and these."""
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
+"""Python's `$` would let a line end be behind it."""
+
+
+class ForkBody(FormFields, frozen=True, kw_only=True):
+    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    resumable: bool | None = None
+    request_id: RequestId | None = None
+    return_token_ids: bool | None = None
+
+
+class Body(ForkBody, frozen=True, kw_only=True):
+    """What completions and chats share: a fork's fields, and these."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -186,7 +186,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
-class GenerateParams(SamplingFields, FormFields, frozen=True, kw_only=True):
+class GenerateParams(FormFields, frozen=True, kw_only=True):
     """Sampling of POST /inference/v1/generate."""
 
     logprobs: int | None = None
@@ -228,6 +228,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SAMPLING = SamplingFields.__struct_fields__
+FORM = frozenset(FormFields.__struct_fields__) - frozenset(SAMPLING)
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
 audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
@@ -251,7 +252,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
 
 _ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(FormFields.__struct_fields__, ()),
+    **dict.fromkeys(FORM, ()),
     "response_format": ({"type": "text"},),
     "thinking_token_budget": (-1,),
     "max_thinking_tokens": (-1,),
@@ -300,6 +301,11 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     return body, ignored
 
 
+def fields_of(kind: type[msgspec.Struct]) -> set[str]:
+    """Return the names of the fields that a body takes."""
+    return set(kind.__struct_fields__) - (FORM if kind is ForkBody else frozenset())
+
+
 def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
     """Return those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
     spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
@@ -321,7 +327,7 @@ def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
     """Return the names of the fields that are ignored. Raises ApiError for one that is refused."""
-    known = set(kind.__struct_fields__)
+    known = fields_of(kind)
     for name in fields.keys() - known:
         harmless = REFUSED.get(name, _ELSEWHERE.get(name))
         if harmless is not None and not _means_nothing(_decode(fields[name], Any), harmless):

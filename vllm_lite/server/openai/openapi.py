@@ -57,6 +57,8 @@ def document() -> dict[str, Any]:
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _add_bounds(schemas)
+    fork = schemas["ForkBody"]["properties"]
+    schemas["ForkBody"]["properties"] = {name: fork[name] for name in fork if name in bodies.fields_of(bodies.ForkBody)}
     code = {"type": ["integer", "string"]}
     error_fields = {"message": {"type": "string"}, "type": {"type": "string"}, "code": code}
     error = {"type": "object", "properties": {**error_fields, "param": {"type": ["string", "null"]}}}

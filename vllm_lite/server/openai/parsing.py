@@ -144,7 +144,7 @@ def _joined(first: Delta, last: Delta) -> Delta:
         merged: list[CallDelta] = []
         for call in calls:
             if merged and merged[-1].index == call.index:
-                merged[-1] = merged[-1]._replace(arguments=merged[-1].arguments + call.arguments)
+                merged[-1] = CallDelta(call.index, merged[-1].name, merged[-1].arguments + call.arguments)
             else:
                 merged.append(call)
         calls = merged
