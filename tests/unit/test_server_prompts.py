@@ -38,7 +38,8 @@ class Here:
         "{% for each in messages %}{{ each.role }}:{{ each.content }}"
         "{% for call in each.tool_calls %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.x }}]"
         "{% endfor %}{{ each.tool_call_id }}{{ each.reasoning_content }};{% endfor %}{{ reasoning_effort }}"
-        "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.extra }}){% endfor %}{% if deep %}{{ deep.in[0] }}{% endif %}"
+        "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.extra }}){% endfor %}"
+        "{% if deep %}{{ deep.in[0] }}{% endif %}"
     )
     takes_tools = True
 
@@ -114,7 +115,7 @@ def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
     deep: Any = 1
     for _ in range(70):
         deep = [deep]
-    with pytest.raises(ApiError, match="^chat_template_kwargs is nested more than 64 deep"):
+    with pytest.raises(ApiError, match=r"^chat_template_kwargs is nested more than 64 deep"):
         rendered("user", chat_template_kwargs={"deep": deep})
 
 
