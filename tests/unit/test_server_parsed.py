@@ -39,7 +39,8 @@ def _tokenizer() -> Tokenizer:
 
 
 TOKENIZER = _tokenizer()
-FACTORY = StreamFactory(Welcome(1, 1, "demo", 2048, 2048, (1, 4), 100, 16, vocab_size=4096), TOKENIZER)
+WELCOME = msgspec.structs.replace(Welcome(1, 1, "demo", 2048, 2048, (1, 4), 100, 16), vocab_size=4096)
+FACTORY = StreamFactory(WELCOME, TOKENIZER)
 FORMATS = Formats.of("", TOKENIZER, ("hermes", "qwen3"), None, ())
 TOOLS: tuple[dict[str, Any], ...] = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
 CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "the \N{BEAR FACE} cave"}}\n</tool_call>'

@@ -1,0 +1,174 @@
+"""Structured output and tools over HTTP, as OpenAI's package sees them.
+
+The demo model knows no JSON and no tools, so only the grammar makes its answers what they have to be. Its template is
+replaced by one with the literals of hermes, as Qwen's has them.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.deadlines import scaled
+from tests.http_server import Server, serving
+
+TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["animal", "age"],
+    "additionalProperties": False,
+}
+MESSAGES: Any = [{"role": "user", "content": "Who is in the cave?"}]
+
+
+def tool(name: str, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "description": "it does", "parameters": SCHEMA, **more}}
+
+
+def shaped(**schema: Any) -> Any:
+    """The response_format of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema or SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
+    template.write_text(TEMPLATE)
+    with serving("--chat-template", str(template), "--served-model-name", "demo") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
+        yield http
+
+
+def asked(api: OpenAI, **fields: Any) -> Any:
+    settings = {"model": "demo", "messages": MESSAGES, "max_tokens": 200, "temperature": 1.0, "seed": 5}
+    return api.chat.completions.create(**{**settings, **fields})
+
+
+def test_what_is_in_force_is_told(server: Server, http: httpx.Client) -> None:
+    card = http.get("/v1/models").json()["data"][0]["vllm_lite"]
+    assert (card["chat_template"], card["tool_call_format"], card["reasoning_format"]) == (
+        "hermes.jinja",
+        "hermes",
+        None,
+    )
+    assert "tool calls: hermes" in server.output
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_follows_its_schema(api: OpenAI, seed: int) -> None:
+    answer = asked(api, response_format=shaped(), seed=seed, n=2)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+def test_completions_and_token_ids_have_forms_too(api: OpenAI, http: httpx.Client) -> None:
+    more = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}
+    text = api.completions.create(model="demo", prompt="Once", max_tokens=50, extra_body=more).choices[0].text
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", text)
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 50, "guided_choice": ["bear", "a fox"]}}
+    ids = http.post("/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text.startswith(("bear", "a fox"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "finish", "names"),
+    [
+        ("required", "tool_calls", {"look", "ask"}),
+        ({"type": "function", "function": {"name": "ask"}}, "stop", {"ask"}),
+    ],
+)
+def test_calls_that_are_demanded_are_made(api: OpenAI, choice: Any, finish: str, names: set[str], stream: bool) -> None:
+    fields = {"tools": [tool("look"), tool("ask")], "tool_choice": choice, "parallel_tool_calls": False}
+    if not stream:
+        answer = asked(api, **fields).choices[0]
+        assert answer.message.content is None
+        calls = [(call.id, call.function.name, call.function.arguments) for call in answer.message.tool_calls]
+        reason = answer.finish_reason
+    else:
+        found: list[list[str]] = []
+        num_pieces, reason = 0, None
+        for chunk in asked(api, stream=True, **fields):
+            for delta in chunk.choices[0].delta.tool_calls or ():
+                num_pieces += 1
+                if delta.id is not None:
+                    found.append([delta.id, delta.function.name, ""])
+                found[delta.index][2] += delta.function.arguments
+            reason = chunk.choices[0].finish_reason or reason
+        calls = [(call_id, name, arguments) for call_id, name, arguments in found]
+        assert num_pieces > 2
+    assert reason == finish
+    assert len(calls) == 1
+    call_id, name, arguments = calls[0]
+    assert call_id.startswith("call_")
+    assert name in names
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_an_agent_goes_on_behind_a_call(api: OpenAI) -> None:
+    first = asked(api, tools=[tool("look")], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a bear"}
+    answer = asked(api, messages=[*MESSAGES, first, result], tools=[tool("look", strict=True)], max_tokens=5)
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage.prompt_tokens > asked(api, max_tokens=1).usage.prompt_tokens
+
+
+def test_a_bad_schema_names_the_place(api: OpenAI) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        asked(api, response_format=shaped(**bad))
+    assert caught.value.param == "response_format"
+    assert "/properties/a" in str(caught.value)
+
+
+def test_a_stream_of_calls_is_gone_on_with(http: httpx.Client) -> None:
+    """Nothing is repeated and nothing is missing, whichever event was the last."""
+    body = {
+        **{"model": "demo", "messages": MESSAGES, "max_tokens": 200, "seed": 5, "request_id": "calls"},
+        **{"tools": [tool("look")], "tool_choice": "required", "stream": True, "resumable": True},
+    }
+    events = _events(http.post("/v1/chat/completions", json=body).text)
+    place = len(events) // 2
+    path, headers = "/v1/requests/chatcmpl-calls/stream", {"Last-Event-ID": events[place][0]}
+    rest = _events(http.get(path, headers=headers).text)
+    assert _arguments(events[: place + 1]) + _arguments(rest) == _arguments(events)
+    assert rest[-1] == events[-1]
+
+
+def _events(text: str) -> list[tuple[str, str]]:
+    blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.split("\n\n")[:-1]]
+    return [(block["id"], block["data"]) for block in blocks]
+
+
+def _arguments(events: list[tuple[str, str]]) -> str:
+    deltas = [json.loads(data)["choices"][0]["delta"] for _, data in events if data != "[DONE]"]
+    return "".join(
+        (call["function"].get("name") or "") + call["function"]["arguments"]
+        for delta in deltas
+        for call in delta.get("tool_calls", ())
+    )
