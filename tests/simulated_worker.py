@@ -58,6 +58,7 @@ class History:
         self.num_scored = 1
         self.num_computed = 0
         self.num_cached = 0
+        self.is_settled = sampling.rules is None or not sampling.rules.grammar
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
 
     def append(self, block_ids: list[list[int]]) -> None:
@@ -90,6 +91,9 @@ class SimulatedWorker:
         self.num_scheduled: list[int] = []
         self.ops: list[tuple[int, int, int]] = []
         self.is_dead = False
+        self.is_compiling: abc.Callable[[], bool] = lambda: False
+        """Asked whenever a sequence with a grammar would get its first token; if so, it gets none."""
+        self.num_held_back = 0
         self._outputs: deque[ModelOutput] = deque()
 
     def die(self) -> None:
@@ -126,7 +130,7 @@ class SimulatedWorker:
         logprobs: list[TokenLogprobs | None] = []
         for handle, count, _ in scheduled:  # ... before it reads any
             sampled = self._sample(self.sequences[handle], count, drafts[handle])
-            if sampled:
+            if sampled is not None:
                 tokens += sampled
                 counts.append(len(sampled))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled)
@@ -134,7 +138,7 @@ class SimulatedWorker:
             output.generation,
             output.step,
             pack_tokens(tokens),
-            counts if any(count > 1 for count in counts) else None,
+            counts if any(count != 1 for count in counts) else None,
             logprobs if any(logprobs) else None,
             prompts=scores or None,
             drafted=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
@@ -203,8 +207,8 @@ class SimulatedWorker:
     def _draft(self, history: History, max_drafts: int) -> list[int]:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
-        for _ in range(max_drafts):
-            right = self._next(tokens, history.sampling)
+        for _ in range(max_drafts if history.is_settled else 0):
+            right = next_token(tokens, self.vocab_size, history.sampling.sample)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
 
@@ -229,12 +233,18 @@ class SimulatedWorker:
         history.num_scored = end
         return handle, PromptLogprobs(first, [TokenLogprobs(-float(token), 1, ()) for token in range(first, end)])
 
-    def _sample(self, history: History, count: int, drafts: list[int]) -> list[int]:
+    def _sample(self, history: History, count: int, drafts: list[int]) -> list[int] | None:
         """Check what is read, and sample if the sequence is caught up: with drafts as long as they are right."""
         self._check_history(history, history.tokens + drafts, history.num_computed, count + len(drafts))
         history.num_computed += count
         if history.num_computed < len(history.tokens):
+            return None
+        if not history.is_settled and self.is_compiling():
+            self.num_held_back += 1
+            history.num_computed -= 1
+            history.num_cached = max(history.num_cached, len(history.tokens))
             return []
+        history.is_settled = True
         sampled = []
         for draft in [*drafts, None]:
             sampled.append(self._next(history.tokens, history.sampling))

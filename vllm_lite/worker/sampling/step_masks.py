@@ -20,10 +20,10 @@ PATIENCE_S = 60.0
 
 
 class Masked(NamedTuple):
-    """The samples of one sequence that follows a mask: `count` of them from `first` on."""
+    """The samples of one sequence that follows a mask: `num_samples` of them from `first` on."""
 
     first: int
-    count: int
+    num_samples: int
     mask: SequenceMask
 
 
