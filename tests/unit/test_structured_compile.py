@@ -141,7 +141,7 @@ def test_a_schema_may_be_a_text(schema: Any) -> None:
         ("", "", "a"),
         ("(?i)ok", "OK", "o"),
         ("[\\w.-]+@\\W[^\\d]", "a_1.-@ x", "é@ x"),
-        ("\\d+", "12", "١"),
+        ("\\d+", "12", "\u0661"),
     ],
 )
 def test_regexes(pattern: str, taken: str, refused: str) -> None:
@@ -150,7 +150,7 @@ def test_regexes(pattern: str, taken: str, refused: str) -> None:
     assert not WALKER.takes(grammar, refused)
     for seed in range(4):
         text, is_whole = WALKER.walk(grammar, random.Random(seed), 60)
-        assert not is_whole or re.fullmatch(pattern.replace("$", "").replace("^", ""), text)
+        assert not is_whole or re.fullmatch(pattern, text)
 
 
 def test_choices_are_exact() -> None:

@@ -66,6 +66,8 @@ def plain(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     text = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "it is not valid")
     text = text.removeprefix("error: ").replace("Unimplemented keys", "keywords that are not supported")
+    if "coerce_one_of" in text:
+        text = "the parts of oneOf must exclude each other visibly, as by a const; otherwise write anyOf"
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
