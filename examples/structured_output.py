@@ -5,6 +5,7 @@ The server holds the output to the schema token by token, so that it parses what
 
 import argparse
 import sys
+from typing import Annotated
 
 import openai
 from pydantic import BaseModel, Field
@@ -15,7 +16,7 @@ class Person(BaseModel):
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=120)
-    hobbies: list[str] = Field(max_length=3)
+    hobbies: list[Annotated[str, Field(max_length=20)]] = Field(max_length=3)
 
 
 def main() -> int:
