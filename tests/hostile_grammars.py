@@ -28,7 +28,8 @@ def size(rng: random.Random, most: int) -> int:
 
 
 def deep_schema(rng: random.Random) -> Form:
-    key, schema = rng.choice(["items", "not", "additionalProperties", "p"]), {"type": "string"}
+    key = rng.choice(["items", "not", "additionalProperties", "p"])
+    schema: Form = {"type": "string"}
     for _ in range(size(rng, 3000)):
         schema = {"type": "object", "properties": {"a": schema}} if key == "p" else {key: schema}
     return {"json": schema}

@@ -43,7 +43,7 @@ def sent(prompt: Any, factory: StreamFactory = FACTORY, **fields: Any) -> Genera
 
 # ---- the form of an output
 
-CHOICE = {"choice": ["yes", "no"]}
+CHOICE = StructuredOutputsParams(choice=["yes", "no"])
 THINKING = Thinking(end=(7,), begin=(6,))
 
 
@@ -68,7 +68,7 @@ def test_it_travels_with_several_samples_and_when_it_is_sent_again(fields: dict[
 
 def test_a_fork_keeps_the_form_or_has_its_own() -> None:
     parent = FACTORY.make("x", SamplingParams(structured_outputs=CHOICE), "r")
-    own = SamplingParams(structured_outputs={"choice": ["maybe"]})
+    own = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["maybe"]))
     texts = [FACTORY.fork(parent, params, "f").params.grammar or "" for params in (None, own, SamplingParams())]
     assert ["yes" in text for text in texts] == [True, False, False]
     assert ["maybe" in text for text in texts] == [False, True, False]

@@ -6,7 +6,7 @@ import re
 import threading
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.grammar_walk import Walker
@@ -98,13 +98,14 @@ def test_free_json_has_bounded_white_space(form: dict[str, Any]) -> None:
 def test_white_space_is_as_asked_for() -> None:
     schema = obj(a={"type": "integer"}, b={"type": "integer"})
     spaced, compact = '{"a": 1, "b": 2}', '{"a":1,"b":2}'
+    asked: dict[str, dict[str, Any]] = {
+        "default": {},
+        "compact": {"disable_any_whitespace": True},
+        "pattern": {"whitespace_pattern": "[ \\n]?"},
+    }
     taken = {
         name: [WALKER.takes(grammar_of(json=schema, **options), text) for text in (spaced, compact, '{ "a":1,\n"b":2}')]
-        for name, options in {
-            "default": {},
-            "compact": {"disable_any_whitespace": True},
-            "pattern": {"whitespace_pattern": "[ \\n]?"},
-        }.items()
+        for name, options in asked.items()
     }
     assert taken == {
         "default": [True, False, False],
@@ -247,7 +248,7 @@ def test_tags_that_have_to_come() -> None:
 
 # ---- refusals name the place
 
-DEEP = {"type": "object"}
+DEEP: dict[str, Any] = {"type": "object"}
 for _ in range(120):
     DEEP = {"items": DEEP}
 
