@@ -102,12 +102,17 @@ def record(checkpoint: Path, story: Story) -> Recorded:
 
 
 def on_ranks(
-    checkpoint: Path, recorded: Recorded, group: ThreadGroup, capture: Callable[[], Capture | None] = lambda: None
+    checkpoint: Path,
+    recorded: Recorded,
+    group: ThreadGroup,
+    capture: Callable[[], Capture | None] = lambda: None,
+    begin: Callable[[ModelRunner, int], None] = lambda _runner, _rank: None,
 ) -> list[list[ModelOutput]]:
-    """What each rank answers to the same messages."""
+    """What each rank answers to the same messages. `begin` may change each rank's runner before that."""
 
     def run(communicator: ThreadCommunicator) -> list[ModelOutput]:
         runner = make_runner(checkpoint, communicator, capture())
+        begin(runner, communicator.shard.rank)
         outputs = [runner.execute(step) for step, _ in recorded]
         runner.batch.check_integrity()
         return outputs
