@@ -331,6 +331,7 @@ def test_drafts_are_lost_with_their_step(num_steps: int) -> None:
         rig.step()
     rig.scheduler.schedule()  # a step with drafts, of which nobody hears
     rig.restart_workers()
+    assert not any(sequence.num_drafted or sequence.num_computed for sequence in rig.scheduler.waiting)
     rig.drain()
     assert rig.output("a") == expected(PROMPT, 20)
     assert rig.output("b") == expected([5], 20)

@@ -45,9 +45,10 @@ def test_a_tenant_who_takes_a_breath_is_not_forgiven() -> None:
     assert 0.8 < policy.served["heavy"] / policy.served["light"] < 1.25
 
 
-def test_no_draft_reaches_behind_the_end_of_its_sequence() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_draft_reaches_behind_the_end_of_its_sequence(depth: int) -> None:
     """The last token is never computed, so there is no room for its KV, in the step or in the blocks."""
-    rig = Rig(num_blocks=40, block_size=4, num_drafts=4)
+    rig = Rig(num_blocks=40, block_size=4, num_drafts=4, depth=depth)
     request = rig.add("a", [1, 2, 3], max_tokens=17)
     (sequence,) = request.sequences
     schedule, reached = rig.scheduler.schedule, list[int]()

@@ -309,8 +309,7 @@ class InputBatch:
         for handle, tokens in zip(self._max_drafts, drafts, strict=True):
             row, count = self._sequences[handle].row, len(tokens)
             if not count:
-                continue
-            self._steady.invalidate()
+                continue  # the step may be a steady one
             first = int(self.num_tokens[row])
             self.token_ids[row, first : first + count] = tokens
             self._scheduled[handle] += count

@@ -1,0 +1,71 @@
+"""Drafts of what follows a grammar, beside sequences that draft nothing. Drafts of all sequences, and whatever else can
+happen to them, are in test_scheduler_features.py, test_scheduler_fairness.py and test_scheduler_properties.py."""
+
+import pytest
+
+from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.step import Draft, SchedulerOutput
+
+
+def test_what_follows_a_grammar_drafts_beside_others_and_keeps_two_steps_in_flight() -> None:
+    plain, jumping = Rig(num_blocks=60, depth=2), Rig(num_blocks=60, depth=2, num_forced=4, max_num_batched_tokens=64)
+    for rig in (plain, jumping):
+        rig.add("free", [1, 2, 3], max_tokens=30)
+        rig.add("guided", [4, 5, 6], max_tokens=30, grammar="any")
+        for _ in range(6):
+            rig.step()
+        assert len(rig.scheduler.in_flight) == 1, "of two, one has its result"
+        rig.drain()
+    for name in ("free", "guided"):
+        assert jumping.output(name) == plain.output(name)
+    assert 0 < jumping.worker.num_accepted < jumping.worker.num_drafted
+    assert plain.worker.num_drafted == 0
+    assert jumping.scheduler.counters.steps <= plain.scheduler.counters.steps
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_only_what_follows_a_grammar_drafts_without_speculation(depth: int) -> None:
+    rig = Rig(num_blocks=60, depth=depth, num_forced=4, max_num_batched_tokens=64)
+    free = rig.add("free", [1, 2, 3], max_tokens=12)
+    guided = rig.add("guided", [4, 5, 6], max_tokens=12, grammar="any")
+    handles = {}
+    drafted: dict[int, int] = {}
+    schedule = rig.scheduler.schedule
+
+    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
+        step = schedule(now_s)
+        for request in (free, guided):
+            handles.update({sequence.handle: request for sequence in request.sequences if sequence.handle >= 0})
+        for entry in step.entries if step is not None else ():
+            if isinstance(entry, Draft):
+                drafted[entry.handle] = max(drafted.get(entry.handle, 0), entry.max_drafts)
+        return step
+
+    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.drain()
+    assert [(handles[handle], most) for handle, most in drafted.items()] == [(guided, 4)]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_drafts_in_flight_are_computed_again_if_their_sequence_has_to_go(preemption: str, window: int | None) -> None:
+    """What they were is known to the workers alone then, and how many were right to nobody."""
+    options = {"depth": 3, "num_forced": 4, "max_num_batched_tokens": 64, "preemption": preemption}
+    rig = Rig(14, windows=(None, window), num_host_blocks=40, **options)  # type: ignore[arg-type]
+    lost = []
+    take_back = Sequence.take_back
+
+    def watched(sequence: Sequence, count: int) -> None:
+        lost.append(sequence.status in (Status.PREEMPTED, Status.SWAPPED))
+        take_back(sequence, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "take_back", watched)
+        for index in range(3):
+            rig.add(f"r{index}", [1, 2, index], max_tokens=14, grammar="any")
+        rig.drain()
+    assert any(lost)
+    assert not all(lost)
+    for index in range(3):
+        assert rig.output(f"r{index}") == expected([1, 2, index], 14)
