@@ -4,6 +4,8 @@ A message is a list of parts: ("think", text), ("text", text), ("calls", [(name,
 literals of one format. The added tokens of its vocabulary are spelled in the text and cut out where pieces are made.
 """
 
+# ruff: noqa: RUF001 - DeepSeek's literals have such letters
+
 import json
 import random
 import re
@@ -164,7 +166,7 @@ CALL_TOKENS = ("<tool_call>", "</tool_call>")
 V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 V3_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
-KIMI = ("section_begin", "section_end")
+KIMI = ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
 COHERE = ("THINKING", "ACTION", "RESPONSE")
 HERMES = each('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
 
@@ -222,8 +224,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "kimi_k2": Writer(
         ("kimi_k2", "kimi_k2"),
-        (*(f"<|tool_calls_{name}|>" for name in KIMI), "<|tool_call_begin|>", "<|tool_call_argument_begin|>")
-        + ("<|tool_call_end|>",),
+        tuple(f"<|tool_call{name}|>" for name in KIMI),
         each(
             "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
             "<|tool_call_end|>",

@@ -133,16 +133,13 @@ class EnvelopeReader(_Reader):
     def _open(self, text: str, place: int) -> int:
         if text[place] == "[" and not self._is_list:
             self._is_list = True
-            self._next = self._open_or_end
+            self._next = self._open
         elif text[place] == "{":
             self._reset()
             self._next = self._key_or_end
         else:
             raise Malformed(place)
         return place + 1
-
-    def _open_or_end(self, text: str, place: int) -> int:
-        return self._end(place) if text[place] == "]" else self._open(text, place)
 
     def _end(self, place: int) -> int:
         self.is_done = True
