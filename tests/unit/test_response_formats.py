@@ -93,7 +93,7 @@ def test_text_that_spells_a_token_is_content(name: str) -> None:
     if name == "llama3_json":
         pytest.skip("calls need no token")
     if name in ("granite", "deepseek_v3", "kimi_k2"):
-        message = [("calls", [("now", {})])]  # their reasoning stands between texts
+        message: list[tuple[str, Any]] = [("calls", [("now", {})])]  # their reasoning stands between texts
     else:
         message = MESSAGES["reasoning, text, calls"] if writer.think else MESSAGES["one call"]
     text = writer.write(message)
@@ -149,3 +149,24 @@ def test_transformers_makes_the_same_message(name: str) -> None:
         assert ours[0] == theirs_plain[0], title
         if theirs_plain[1]:  # theirs forgets content before a region that has none
             assert ours[1] == theirs_plain[1], title
+
+
+# ---- garbage
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_garbage_is_the_same_however_it_is_cut(name: str) -> None:
+    """Parts of real outputs in any order: all cuts agree."""
+    response_format, ids = format_of(name)
+    rng = random.Random(f"garbage {name}")
+    texts = [text for message in MESSAGES.values() if (text := WRITERS[name].write(message))]
+    for _ in range(NUM_GARBAGE):
+        pieces = [piece for text in rng.sample(texts, 3) for piece in pieces_of(text, ids, rng, 12)]
+        rng.shuffle(pieces)
+        soup = "".join(piece.text for piece in pieces[:40])
+        whole = read(response_format, pieces_of(soup, ids))
+        for most in (1, 3, 9):
+            assert read(response_format, pieces_of(soup, ids, rng, most)) == whole, soup
+
+
+NUM_GARBAGE = 6
