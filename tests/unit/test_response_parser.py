@@ -46,6 +46,7 @@ def whole(text: str, response_format: Any = HERMES, **options: Any) -> tuple[str
         '{"arguments": [1], "name": "f"}',
         '{"arguments": "no object", "name": "f"}',
         '{"other": {"name": "f"}}',
+        '{"name": "f", "arguments": [1]}',
         "{",
         "[]]",
         '"f"',
@@ -66,7 +67,7 @@ def test_what_is_no_call_is_content(body: str) -> None:
         ('{"name": "f", "arguments": {"a": "\\x"}}', '{"a": "', 'x"}}'),
         ('{"name": "f", "arguments": {"a": 1]}', '{"a": 1', "]}"),
         ('{"name": "f", "arguments": {"a": 1}} and more', '{"a": 1}', "and more"),
-        ('{"name": "f", "arguments": [1]}', "", "[1]}"),
+        ('{"name": "f", "arguments": {}, "more": [1}', "{}", ', "more": [1}'),
     ],
 )
 def test_a_call_that_was_sent_ends_and_the_rest_is_content(body: str, arguments: str, rest: str) -> None:
@@ -95,6 +96,23 @@ def test_a_good_call_behind_a_bad_one() -> None:
 )
 def test_calls_in_other_words(body: str, arguments: str) -> None:
     assert whole(f"<tool_call>{body}</tool_call>") == ("", "", [["f", arguments]])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"answer": 1}'),
+        ("llama3_json", '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{ {"name": "f", "parameters": {}}'),
+        ("llama3_json", 'So: {"name": "f", "parameters": {}}'),
+        ("pythonic", "[a(1)]"),
+        ("pythonic", "[a] or [b(c=1)]"),
+        ("pythonic", "[a(b=c)]"),
+    ],
+)
+def test_content_that_begins_like_a_call(name: str, text: str) -> None:
+    """Where no token opens a call, one has to be sure; behind other text there are none."""
+    assert whole(text, compose(name, None, {})) == ("", text, [])
 
 
 def test_a_call_inside_reasoning_is_reasoning() -> None:

@@ -31,6 +31,7 @@ class _Reader:
         self._unsent: list[str] = []
         self._num_unsent = 0
         self._has_begun = False
+        self._is_streaming = False  # what is read is sent
         self._value: JsonValue | None = None
 
     @property
@@ -40,13 +41,15 @@ class _Reader:
     def feed(self, text: str) -> int:
         place = 0
         while place < len(text) and not self.is_done:
-            begun = self._has_begun
+            streamed = self._is_streaming
             try:
                 end = self._step(text, place)
             except Malformed as error:
-                raise Rejected("".join(self._unsent) + text[error.place if self._has_begun else place :]) from error
-            if not (begun or self._has_begun):
-                self._keep(text[place:end])
+                start = error.place if streamed or self._is_streaming else place
+                raise Rejected("".join(self._unsent) + text[start:]) from error
+            if not (streamed or self._is_streaming):
+                self._unsent.append(text[place:end])
+                self._num_unsent += end - place
                 if self._num_unsent > MAX_UNSENT_CHARS:
                     raise Rejected("".join(self._unsent) + text[end:])
             place = end
@@ -62,13 +65,12 @@ class _Reader:
     def _step(self, text: str, place: int) -> int:
         raise NotImplementedError
 
-    def _keep(self, text: str) -> None:
-        self._unsent.append(text)
-        self._num_unsent += len(text)
-
     def _begin(self, name: str, place: int) -> None:
         self._sink.begin(name, place)
         self._has_begun = True
+        self._forget()
+
+    def _forget(self) -> None:
         self._unsent, self._num_unsent = [], 0
 
 
@@ -90,6 +92,7 @@ class ArgumentsReader(_Reader):
             if text[place] != "{":
                 raise Malformed(place)
             self._begin(self._name, place)
+            self._is_streaming = True
         out: list[str] = []
         try:
             return value.feed(text, place, out)
@@ -118,6 +121,7 @@ class EnvelopeReader(_Reader):
     def _reset(self) -> None:
         self._has_begun = False
         self._key = ""
+        self._name = ""
         self._part = ""  # what the current value is: a key, the name, arguments that stream, or a value to be skipped
         self._held: list[str] = []  # a value that is used once it is complete
         self._early: list[str] = []  # arguments that stand before the name
@@ -163,7 +167,7 @@ class EnvelopeReader(_Reader):
     def _begin_value(self, text: str, place: int) -> int:
         letter = text[place]
         if self._key == self._envelope.name:
-            if letter != '"' or self._has_begun:
+            if letter != '"' or self._name:
                 raise Malformed(place)
             part = "name"
         elif self._key in self._envelope.arguments:
@@ -171,6 +175,9 @@ class EnvelopeReader(_Reader):
                 raise Malformed(place)
             self._has_arguments = True
             part = "arguments" if letter == "{" else "other arguments"
+            if part == "arguments" and self._name:
+                self._begin(self._name, place)
+                self._is_streaming = True
         else:
             part = "skipped"
         self._begin_value_of(part, self._comma)
@@ -189,12 +196,12 @@ class EnvelopeReader(_Reader):
 
     def _end_object(self, place: int) -> int:
         if not self._has_begun:
-            raise Malformed(place)
-        if not self._has_arguments:
+            if not self._name or self._envelope.others is not None:
+                raise Malformed(place)
+            self._begin(self._name, place)
             self._sink.write("{}")
         if not self._is_list:
             return self._end(place)
-        self._has_begun = False
         self._next = self._comma_or_end
         return place + 1
 
@@ -204,6 +211,7 @@ class EnvelopeReader(_Reader):
         if text[place] != ",":
             raise Malformed(place)
         self._next = self._open
+        self._forget()
         return place + 1
 
     # ---- values
@@ -225,7 +233,7 @@ class EnvelopeReader(_Reader):
             if self._part != "skipped":
                 return
             self._held = []
-        elif self._has_begun:
+        elif self._is_streaming:
             self._sink.write(text)
         else:
             self._early.append(text)
@@ -236,11 +244,20 @@ class EnvelopeReader(_Reader):
             self._key = json.loads(held)
             self._check_key(place)
         elif self._part == "name":
-            self._begin(json.loads(held), place)
-            self._sink.write("".join(self._early))
+            self._name = json.loads(held)
+            if not self._name:
+                raise Malformed(place)
+            self._begin_early(place)
         elif self._part == "other arguments":
-            self._part = "arguments"
-            self._take(_object(held, place))
+            self._early = [_object(held, place)]
+            self._begin_early(place)
+        self._is_streaming = False
+
+    def _begin_early(self, place: int) -> None:
+        """Begin the call if both its name and complete arguments are there."""
+        if self._name and self._early:
+            self._begin(self._name, place)
+            self._sink.write("".join(self._early))
 
     def _check_key(self, place: int) -> None:
         envelope = self._envelope

@@ -2,7 +2,7 @@
 
 It goes over the text once. In every state it looks for a few delimiters: outside of fields for what opens one, inside
 a field for what closes it. Text that may be the beginning of a delimiter waits for what follows; all other text goes
-to its field at once. A call that turns out to be none is text again, from where it was not sent.
+to its field at once. A call that proves to be none is text again, from where it was not sent.
 """
 
 from collections.abc import Mapping, Sequence

@@ -23,6 +23,7 @@ class PythonicReader:
         self.is_done = False
         self._sink = sink
         self._step = self._open
+        self._called = ""
         self._word = ""
         self._value: list[str] = []
         self._num_value = 0
@@ -86,8 +87,7 @@ class PythonicReader:
             self._word += word[0]
             return word.end()
         if letter == "(" and self._word:
-            self._sink.begin(self._word, place)
-            self._has_begun, self._num_arguments, self._word = True, 0, ""
+            self._called, self._num_arguments, self._word = self._word, 0, ""
             self._step = self._key
         elif letter == "]" and not self._word:
             self.is_done = True
@@ -104,6 +104,7 @@ class PythonicReader:
         if letter == "=" and self._word:
             self._step = self._in_value
         elif letter == ")" and not self._word:
+            self._begin(place)
             self._end_call()
         elif not letter.isspace():
             raise Malformed(place)
@@ -149,6 +150,7 @@ class PythonicReader:
 
     def _end_value(self, letter: str, place: int) -> int:
         value = json.dumps(_literal("".join(self._value), place), ensure_ascii=False)
+        self._begin(place)
         self._sink.write(("{" if not self._num_arguments else ", ") + json.dumps(self._word, ensure_ascii=False))
         self._sink.write(f": {value}")
         self._num_arguments += 1
@@ -158,6 +160,12 @@ class PythonicReader:
         else:
             self._step = self._key
         return place + 1
+
+    def _begin(self, place: int) -> None:
+        """Send the name, now that something was written that belongs to a call."""
+        if not self._has_begun:
+            self._sink.begin(self._called, place)
+            self._has_begun = True
 
     def _end_call(self) -> None:
         self._sink.write("}" if self._num_arguments else "{}")
