@@ -4,6 +4,7 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.response_transcripts import TOOLS, pieces_of, read
@@ -16,6 +17,7 @@ from vllm_lite.client.text.response.shipped import compose, descriptions, names_
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.structured.call_shape import CallShape
 
 IDS = {"<tool_call>": 1, "</tool_call>": 2, "<think>": 3, "</think>": 4, "<|im_end|>": 5}
 CHATML = "<|im_start|>assistant\n"
@@ -370,7 +372,7 @@ def test_thinking_in_token_ids(tokenizer: Tokenizer) -> None:
 def test_all_descriptions_can_be_read() -> None:
     for name, item in descriptions().items():
         assert item.tool_calls or item.reasoning
-        assert item.tool_calls is None or item.shape, name
+        assert item.tool_calls is None or msgspec.convert(item.shape, CallShape), name
         made = compose(name if item.tool_calls else None, name if item.reasoning else None, {})
         assert made.has_calls == (item.tool_calls is not None)
         assert made.has_reasoning == (item.reasoning is not None)
