@@ -243,7 +243,7 @@ def test_only_what_is_demanded_or_strict_is_held() -> None:
 
 
 def test_calls_that_are_demanded_leave_no_room_for_a_form() -> None:
-    form = {"response_format": {"type": "json_object"}}
+    form: dict[str, Any] = {"response_format": {"type": "json_object"}}
     assert held(tools=[TOOL], tool_choice="required", **form) == held(tools=[TOOL], tool_choice="required")
 
 

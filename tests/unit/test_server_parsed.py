@@ -316,7 +316,8 @@ def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None) -> None:
-    ids, fields = tokens(TRANSCRIPT), {} if logprobs is None else {"logprobs": logprobs}
+    ids = tokens(TRANSCRIPT)
+    fields: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
 
     async def play(stage: ParsedStage) -> tuple[list[tuple[str, str]], list[list[str]]]:
         first = stage.begin(Parsing(TOOLS), stream_options=None, **fields)

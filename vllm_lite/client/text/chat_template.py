@@ -92,7 +92,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Tool] | None = None,
     ) -> str:
-        """Make the prompt for `messages`, in which the model is told of `tools`.
+        """Make the prompt for `messages`, in which the model is shown `tools`.
 
         `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
         message, to be continued. `variables` are further values for the template. Raises RequestError, also for an

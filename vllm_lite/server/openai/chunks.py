@@ -32,7 +32,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
     resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
-    parsing         how calls and reasoning are told from content; None where all is content
+    parsing         how calls and reasoning are separated from content; None where all is content
     """
 
     kind: Literal["cmpl", "chatcmpl", "gen"]

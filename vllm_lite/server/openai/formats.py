@@ -89,7 +89,7 @@ class Formats:
         return None if found is None else thinking_of(found, self.tokenizer, self.tail(token_ids))
 
     def finds(self, tools: Sequence[Mapping[str, Any]], *, is_forced: bool) -> bool:
-        """Whether outputs have anything that is told from content."""
+        """Whether outputs may have anything but content."""
         found = self.format(is_forced=is_forced)
         return found is not None and (found.has_reasoning or (bool(tools) and found.has_calls))
 

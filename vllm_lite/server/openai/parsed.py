@@ -1,4 +1,4 @@
-"""ParsedChatWriter: writes the answers of chats in which calls and reasoning are told from content."""
+"""ParsedChatWriter: writes the answers of chats in which calls and reasoning are separated from content."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -39,7 +39,7 @@ class CallIds:
     """The ids of one choice's calls: always the same ones, so that a stream that is gone on with repeats them."""
 
     def __init__(self, format_name: str | None, seed: str, num_before: int) -> None:
-        """`seed` tells this choice of this answer from all others."""
+        """`seed` is of this choice of this answer alone."""
         self._format = format_name or ""
         self._seed = seed
         self._num_before = num_before
