@@ -7,7 +7,6 @@ replaced by one with the literals of hermes, as Qwen's has them.
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -149,8 +148,15 @@ def test_a_bad_schema_names_the_place(api: OpenAI) -> None:
 def test_a_stream_of_calls_is_gone_on_with(http: httpx.Client) -> None:
     """Nothing is repeated and nothing is missing, whichever event was the last."""
     body = {
-        **{"model": "demo", "messages": MESSAGES, "max_tokens": 200, "seed": 5, "request_id": "calls"},
-        **{"tools": [tool("look")], "tool_choice": "required", "stream": True, "resumable": True},
+        "model": "demo",
+        "messages": MESSAGES,
+        "max_tokens": 200,
+        "seed": 5,
+        "request_id": "calls",
+        "tools": [tool("look")],
+        "tool_choice": "required",
+        "stream": True,
+        "resumable": True,
     }
     events = _events(http.post("/v1/chat/completions", json=body).text)
     place = len(events) // 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource, with_read_arguments
 from vllm_lite.errors import ModelError, RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -138,6 +138,31 @@ def test_variables_reach_the_template(oracle: Any) -> None:
     )
     assert ChatTemplate(QWEN, TOKENS).render([USER], variables={"enable_thinking": False}) == wanted
     assert "<think>" in wanted
+
+
+TOOL_USE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
+{%- for message in messages %}{{ message.role }}:{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>
+{%- endfor %}{% endfor %}"""
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tools_and_calls_reach_the_template(oracle: Any, tools: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": ["é"]}}}
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    wanted = oracle.apply_chat_template(chat, tools, chat_template=TOOL_USE, tokenize=False)
+    template = ChatTemplate(TOOL_USE, TOKENS)
+    assert template.render(chat, tools=tools, add_generation_prompt=False) == wanted
+    as_text = {**call, "function": {"name": "add", "arguments": '{"a": 1, "b": ["\\u00e9"]}'}}
+    read = [USER, {**chat[1], "tool_calls": with_read_arguments([as_text])}, chat[2]]
+    assert template.render(read, tools=tools, add_generation_prompt=False) == wanted
+
+
+def test_whether_a_template_shows_tools() -> None:
+    assert TemplateSource(TOOL_USE).takes_tools
+    assert not TemplateSource(CHATML).takes_tools
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])

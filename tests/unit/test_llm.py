@@ -408,6 +408,10 @@ def test_the_tokenizer(llm: LLM) -> None:
     assert (len(tokenizer), tokenizer.eos_token_id) == (TOKENIZER.vocab_size, 2)
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == RENDERED
     assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, mood="x") == ids(RENDERED + "[assistant]x")
+    shown = tokenizer.apply_chat_template(CHAT, tools=[{"a": 1}], chat_template="{{ tools[0].a }}", tokenize=False)
+    assert shown == "1"
+    with pytest.raises(RequestError, match="tools must be a list of dicts"):
+        llm.chat(CHAT, tools=["f"], use_tqdm=False)  # type: ignore[list-item]
 
 
 # ---- beams
