@@ -36,6 +36,8 @@ LIMIT_S = 20.0
 READY_S, END_S = 120.0, 30.0
 MAX_TOKENS = 12
 SHOWN = 10
+DEEPEST = 50_000
+"""How deep the forms may be nested that are written as JSON here; the server has limits of its own."""
 
 
 @dataclass
@@ -176,13 +178,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grammars", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attacks", default="", help="only these, as FUNCTION,FUNCTION of tests/hostile_grammars.py")
     args, flags = parser.parse_known_args()
+    forms = [
+        form for form in hostile_forms(args.grammars, args.seed) if form[0] in (args.attacks or form[0]).split(",")
+    ]
     faults = []
+    sys.setrecursionlimit(DEEPEST)
 
     def besiege(url: str, pid: int) -> None:
         siege = Siege(url)
         before = memory_bytes(pid)
-        asyncio.run(siege.run(list(hostile_forms(args.grammars, args.seed))))
+        asyncio.run(siege.run(forms))
         show(siege)
         for name, now in memory_bytes(pid).items():
             print(f"{name}: {before.get(name, 0) / 2**20:.0f} MiB before, {now / 2**20:.0f} MiB after")
