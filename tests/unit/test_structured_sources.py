@@ -127,6 +127,12 @@ def test_the_grammar_begins_behind_the_end_of_thinking(vocabulary: Vocabulary, t
     assert source.num_valid([a, b, 901]) == 2, "it has not begun to think, so it does not think any more"
 
 
+def test_the_end_of_thinking_is_found_behind_a_false_start_of_itself(vocabulary: Vocabulary) -> None:
+    source = ThinkingSource(Thinking(end=(900, 900, 902), is_open=True, budget=3), None, vocabulary.eos_ids)
+    assert source.num_valid([900, 900, 900, 902, 5]) == 5
+    assert source.num_valid([900, 900, 900, 900]) == 3, "two of the mark are there, and the budget is spent"
+
+
 def test_a_budget_forces_the_end_of_thinking(vocabulary: Vocabulary) -> None:
     source = ThinkingSource(Thinking(end=(900, 902), is_open=True, budget=2), None, vocabulary.eos_ids)
     assert source.accept(5)
