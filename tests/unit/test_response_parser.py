@@ -105,6 +105,7 @@ def test_calls_in_other_words(body: str, arguments: str) -> None:
     [
         ("llama3_json", '{"answer": 1}'),
         ("llama3_json", '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{"name": "Ann"}'),
         ("llama3_json", '{ {"name": "f", "parameters": {}}'),
         ("llama3_json", 'So: {"name": "f", "parameters": {}}'),
         ("pythonic", "[a(1)]"),
