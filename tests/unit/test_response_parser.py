@@ -48,6 +48,7 @@ def whole(text: str, response_format: Any = HERMES, **options: Any) -> tuple[str
         '{"arguments": [1], "name": "f"}',
         '{"arguments": "no object", "name": "f"}',
         '{"other": {"name": "f"}}',
+        '{"name": "f", "name": "g", "arguments": {}}',
         '{"name": "f", "arguments": [1]}',
         "{",
         "[]]",
@@ -69,6 +70,7 @@ def test_what_is_no_call_is_content(body: str) -> None:
         ('{"name": "f", "arguments": {"a": "\\x"}}', '{"a": "', 'x"}}'),
         ('{"name": "f", "arguments": {"a": 1]}', '{"a": 1', "]}"),
         ('{"name": "f", "arguments": {"a": 1}} and more', '{"a": 1}', "and more"),
+        ('{"name": "f", "arguments": {"a": 1}, "arguments": {}}', '{"a": 1}', ', "arguments": {}}'),
         ('{"name": "f", "arguments": {}, "more": [1}', "{}", ', "more": [1}'),
     ],
 )
