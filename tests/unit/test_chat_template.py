@@ -151,7 +151,11 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "é", "
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_tools_and_calls_reach_the_template(oracle: Any, tools: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": ["é"]}}}
-    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    chat: list[Any] = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
     wanted = oracle.apply_chat_template(chat, tools, chat_template=TOOL_USE, tokenize=False)
     template = ChatTemplate(TOOL_USE, TOKENS)
     assert template.render(chat, tools=tools, add_generation_prompt=False) == wanted

@@ -290,6 +290,11 @@ def test_an_answer_that_is_cut_keeps_what_came() -> None:
     assert found["calls"][0][2].startswith(found["calls"][1][2].rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
+def test_a_call_that_was_cut_before_its_name_is_content() -> None:
+    found = streamed('<tool_call>\n{"na', reason="length")
+    assert (found["content"], found["calls"], found["finish"]) == ('<tool_call>\n{"na', [], ["length"])
+
+
 def test_logprobs_are_those_of_all_tokens() -> None:
     found = streamed(logprobs=1)
     assert found["scores"] == len([*tokens(TRANSCRIPT), END])

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.openai import grammars
 from vllm_lite.server.openai.formats import Formats, architectures_of
 from vllm_lite.server.openai.prompts import Prompts
 from vllm_lite.server.openai.rendering import Renderer
@@ -85,6 +87,7 @@ class ModelFiles:
         if self.tokenizer is None:
             return None
         formats = Formats.of(resolved.tokenizer, self.tokenizer, names, template, architectures_of(resolved.model))
+        importlib.import_module(grammars.COMPILER)  # now, not while the first request that needs it waits
         logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
         return formats
 
