@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import openai
 import pytest
 from openai import OpenAI
