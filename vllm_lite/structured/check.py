@@ -43,10 +43,11 @@ def _bytes_only() -> LLTokenizer:
 def _fault_at_start(grammar: str) -> str | None:
     """Try out the first byte: a rule such as `a: a` is valid and matches nothing."""
     matcher = LLMatcher(_bytes_only(), grammar, log_level=0, limits=parser_limits(grammar))
-    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
-    if matcher.is_error():
-        return "nothing matches it" if "NoExtension" in matcher.get_error() else matcher.get_error()
-    return None if any(mask) else "nothing matches it"
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return None
+    return "nothing matches it" if "NoExtension" in matcher.get_error() else matcher.get_error()
 
 
 def check_schema(prepared: Schema) -> str:
