@@ -18,8 +18,14 @@ MAX_SHOWN_CHARS = 300
 
 
 def compile_matcher(grammar: str, vocabulary: Vocabulary) -> Any:
-    """Make the LLMatcher of a grammar; without the GIL, for up to some seconds. Raises GrammarError."""
-    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits())
+    """Make the LLMatcher of a grammar; without the GIL, for up to some seconds. Raises GrammarError.
+
+    Its first mask is computed here too, and is what all copies begin with: a grammar that runs into the limits does so
+    mostly there, after up to 0.2 s that no step should wait for.
+    """
+    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
+    _check(matcher)
+    matcher.compute_bitmask()
     _check(matcher)
     return matcher
 
