@@ -47,7 +47,6 @@ def make_rows(longest: int) -> list[Row]:
         Row("plain", {"jump_forward": False}),
         Row("jump-forward", must=drafts),
         Row("n-gram", NGRAM, must=drafts),
-        Row("n-gram without jump-forward", NGRAM | {"jump_forward": False}),
         Row("one step at a time", {"async_scheduling": False}),
         Row("one step at a time, n-gram", NGRAM | {"async_scheduling": False}, must=drafts),
         Row("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 7}),

@@ -51,7 +51,8 @@ def api(server: Server) -> Iterator[OpenAI]:
 def chat(server: Server) -> Iterator[ChatOpenAI]:
     with httpx.Client(timeout=scaled(60)) as http:
         settings: Any = {"model": "demo_model", "base_url": server.url + "/v1", "api_key": "none", "http_client": http}
-        yield ChatOpenAI(**settings, max_retries=0, max_tokens=300, seed=1)
+        settings |= {"max_retries": 0, "max_tokens": 300, "seed": 1}
+        yield ChatOpenAI(**settings)
 
 
 # ---- OpenAI's client
