@@ -296,6 +296,13 @@ def test_a_pattern_waits_for_so_long_only() -> None:
     assert sent + parser.finish().content == text
 
 
+@pytest.mark.parametrize("opening", [{"open": ["<a", "<ab"]}, {"open_pattern": "<ab?"}])
+def test_the_longest_literal_opens(opening: dict[str, Any]) -> None:
+    own = read_template({**OWN, "fields": {"content": {}, "thinking": {**opening, "close": ">"}}}, {})
+    assert whole("1<abx>2", own) == ("x", "12", [])
+    assert whole("1<ax>2", own) == ("x", "12", [])
+
+
 def test_fields_that_open_and_close_on_nothing_end() -> None:
     field = {"open_pattern": "(?=a)", "close_pattern": "(?=a)"}
     own = read_template({**OWN, "fields": {"content": {}, "thinking": field}}, {})
@@ -338,6 +345,8 @@ def test_how_a_format_is_chosen(tokenizer: Tokenizer, tmp_path: Any) -> None:
     assert "chat template" in made.why
     made = choose(None, tokenizer, template="<tool_call> </tool_call> <function= <parameter=")
     assert (made.calls, made.reasoning) == ("qwen3_coder", None)
+    made = choose(None, tokenizer, template="<tool_call> </tool_call> <arg_key> <arg_value>")
+    assert made.calls == "glm45"
     made = choose(None, tokenizer, template="nothing", architectures=["Qwen3ForCausalLM"])
     assert made.format is None
     assert "no format" in made.why
