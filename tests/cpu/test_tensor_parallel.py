@@ -241,10 +241,10 @@ def test_a_rank_that_fails_ends_the_others(oracles: dict[str, Oracle]) -> None:
     def work(communicator: ThreadCommunicator) -> None:
         paged = Paged(oracle, model=oracle.load(communicator))
         sequence = paged.sequence(oracle.tokens)
-        paged.step((sequence, 5))
-        if communicator.shard.rank == 1:
-            raise ValueError("rank 1 has had enough")
-        try:
+        try:  # rank 0 may still be in the first step when rank 1, which has left it, ends the group
+            paged.step((sequence, 5))
+            if communicator.shard.rank == 1:
+                raise ValueError("rank 1 has had enough")
             paged.step((sequence, 5))
         except RankLostError:
             seen.append(communicator.lost_rank())

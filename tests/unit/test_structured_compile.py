@@ -11,6 +11,7 @@ import pytest
 
 from tests.grammar_walk import Walker
 from tests.hostile_grammars import ATTACKS, hostile_forms
+from tests.deadlines import scaled
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.check import Passed, fault_of
@@ -373,5 +374,5 @@ def test_threads_compile_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=scaled(30))
     assert found == [grammar_of(json=SCHEMAS["nested"])] * 8
