@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
+from tests.deadlines import scaled
 from tests.grammar_walk import Walker
 from tests.hostile_grammars import ATTACKS, hostile_forms
-from tests.deadlines import scaled
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.check import Passed, fault_of

@@ -1,7 +1,9 @@
 """Sources of masks: of grammars and of thinking around them, against what a plain replay of the tokens allows."""
 
 import random
+import time
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite.errors import GrammarError, ModelError
+from vllm_lite.errors import ABOUT_A_GRAMMAR, GrammarError, ModelError
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.structured import Thinking
+from vllm_lite.structured import matcher
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.matcher import GrammarSource, compile_matcher
 from vllm_lite.structured.source import ALL_BITS, Source
@@ -69,6 +72,39 @@ def test_a_grammar_ends_with_any_of_the_models_ends_and_nothing_follows_but_ends
     assert source.forced_tokens() == []
     source.rollback(3)
     assert source.forced_tokens() == [token_of["a"]]
+
+
+@pytest.mark.parametrize(("cost_s", "is_refused"), [(0.03, True), (0.009, False)])
+def test_a_grammar_that_takes_too_long_a_token_is_followed_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: Vocabulary,
+    token_of: dict[str, int],
+    cost_s: float,
+    is_refused: bool,
+) -> None:
+    """Each mask and each token costs `cost_s` of a processor here."""
+    source, clock = grammar_source(vocabulary), count(step=cost_s)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+
+    def follow() -> None:
+        for letter in "ab" * 10:
+            allowed(source)
+            assert source.accept(token_of[letter])
+
+    if is_refused:
+        with pytest.raises(GrammarError, match="takes too long to follow"):
+            follow()
+    else:
+        follow()
+
+
+def test_a_grammar_whose_first_mask_takes_too_long_is_refused_where_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    clock = count(step=matcher.FREE_CPU_S + 0.01)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    with pytest.raises(GrammarError, match=f"^{ABOUT_A_GRAMMAR}takes too long"):
+        grammar_source(vocabulary)
 
 
 THINKINGS = {

@@ -22,7 +22,7 @@ from vllm_lite.structured.thinking import ThinkingSource
 from vllm_lite.structured.vocabulary import Vocabulary
 
 NUM_THREADS = 2
-MAX_CACHED = 128
+MAX_CACHED = 32
 MAX_CACHED_BYTES = 4 << 20
 """The most text of cached grammars; a compiled one takes some times as much."""
 

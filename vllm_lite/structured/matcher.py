@@ -4,7 +4,9 @@ llguidance raises nothing: a matcher that runs into its limits is in error from 
 there is followed by a look, and an error becomes a GrammarError, which ends the request alone.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llguidance import LLMatcher
@@ -15,6 +17,15 @@ from vllm_lite.structured.source import count_valid, fill_with
 from vllm_lite.structured.vocabulary import Vocabulary
 
 MAX_SHOWN_CHARS = 300
+TOKEN_CPU_S = 0.02
+FREE_CPU_S = 0.1
+"""To follow its grammar a request may take TOKEN_CPU_S of processor time a token, and FREE_CPU_S more at a time: the
+others of its steps wait as long. Usual grammars take microseconds a token; the limits of the library let one take
+0.2 s."""
+
+TOO_SLOW = (
+    "the grammar takes too long to follow; one that is less ambiguous, or of fewer alternatives, is followed at once"
+)
 
 
 def compile_matcher(grammar: str, vocabulary: Vocabulary) -> Any:
@@ -25,8 +36,11 @@ def compile_matcher(grammar: str, vocabulary: Vocabulary) -> Any:
     """
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
     _check(matcher)
+    began_s = time.thread_time()
     matcher.compute_bitmask()
     _check(matcher)
+    if time.thread_time() - began_s > FREE_CPU_S:
+        raise GrammarError(TOO_SLOW)
     return matcher
 
 
@@ -41,6 +55,7 @@ class GrammarSource:
         self._matcher = matcher
         self._eos_ids = vocabulary.eos_ids
         self._num_ended = 0
+        self._left_s = FREE_CPU_S
 
     def accept(self, token: int) -> bool:
         """As MaskSource.accept. Raises GrammarError where the grammar runs into its limits."""
@@ -50,8 +65,9 @@ class GrammarSource:
             return bool(may_end)
         if self._num_ended:
             return False
-        accepted = self._matcher.try_consume_tokens([token])
-        _check(self._matcher)
+        with self._limited():
+            accepted = self._matcher.try_consume_tokens([token])
+        self._left_s = min(self._left_s + TOKEN_CPU_S, FREE_CPU_S)
         return bool(accepted)
 
     def rollback(self, num_tokens: int) -> None:
@@ -67,20 +83,30 @@ class GrammarSource:
         if self._num_ended:
             fill_with(bitmask, self._eos_ids)
             return
-        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-        _check(self._matcher)
+        with self._limited():
+            self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
 
     def forced_tokens(self) -> list[int]:
         """As MaskSource.forced_tokens."""
         if self._num_ended or self._matcher.is_stopped():
             return []
-        forced = self._matcher.compute_ff_tokens()
-        _check(self._matcher)
+        with self._limited():
+            forced = self._matcher.compute_ff_tokens()
         return [int(token) for token in forced]
 
     def num_valid(self, tokens: Sequence[int]) -> int:
         """As MaskSource.num_valid."""
         return count_valid(self, tokens)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Run what may take long: it works in this thread alone, whose time does not depend on other processes."""
+        began_s = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - began_s
+        _check(self._matcher)
+        if self._left_s < 0:
+            raise GrammarError(TOO_SLOW)
 
 
 def _check(matcher: Any) -> None:

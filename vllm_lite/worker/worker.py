@@ -162,7 +162,8 @@ class Worker:
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
         speculation = self.config.speculative_config
-        drafter = GrammarDrafter(NgramDrafter(speculation) if speculation is not None else None)
+        other = NgramDrafter(speculation) if speculation is not None else None
+        drafter = GrammarDrafter(other, forces=self.config.jump_forward)
         self.runner = ModelRunner(self.limits, self.model, cache_engine, self.backend, self.progress, drafter)
         self.runner.batch.mask_source_of = self.grammars.source_of
         self.runner.warm_up()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.errors import ABOUT_A_GRAMMAR, RequestError, VllmLiteError
 from vllm_lite.server.calls.call import Call, Choice, Reading
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import field_of
@@ -130,12 +130,13 @@ class CallResponse(Response):
 
 
 def _as_error(call: Call) -> ApiError:
-    """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now."""
+    """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now, or
+    something that cannot be followed."""
     error = call.error
     if error is None and call.was_cut:
         return ApiError(503, "the server is shutting down, and the request had not begun; ask another")
     if isinstance(error, RequestError) and call.is_late:
         return ApiError(408, str(error))
-    if isinstance(error, RequestError) and not call.has_begun:
+    if isinstance(error, RequestError) and (not call.has_begun or str(error).startswith(ABOUT_A_GRAMMAR)):
         return refused(error, field_of(str(error)))
     return failed(error or VllmLiteError("the request failed"))

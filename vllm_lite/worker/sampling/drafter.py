@@ -48,13 +48,17 @@ class GrammarDrafter:
     time, and change no token.
     """
 
-    def __init__(self, other: Drafter | None = None) -> None:
+    def __init__(self, other: Drafter | None = None, *, forces: bool = True) -> None:
+        """`forces`: whether forced tokens are drafted."""
         self._other = other
+        self._forces = forces
 
     def propose(self, batch: DraftBatch) -> list[Int32s]:
         """As Drafter.propose."""
         known, most, masks = batch.tokens, batch.max_drafts, batch.masks
-        forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
+        forced = [NO_TOKENS] * len(known)
+        if self._forces:
+            forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
         if self._other is None:
             return forced
         further = [np.concatenate(pair) if len(pair[1]) else pair[0] for pair in zip(known, forced, strict=True)]
