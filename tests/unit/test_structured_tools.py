@@ -96,6 +96,17 @@ def calls_in(name: str, text: str) -> list[list[str]]:
 # ---- every format, read back
 
 
+END_TOKENS = ("<|call|>", "<|return|>", "<|im_end|>", "<|observation|>", "<|eom_id|>", "<|tool_response>")
+"""Tokens of which published checkpoints say that they end an output (`eos_token_id` of generation_config.json)."""
+
+
+@pytest.mark.parametrize("name", sorted(shipped.descriptions()))
+def test_no_shape_has_a_token_that_ends_outputs(name: str) -> None:
+    """Masks let such a token end a complete output only, so a call that has to have one could never be finished."""
+    written = json.dumps(shipped.descriptions()[name].shape, ensure_ascii=False)
+    assert not [token for token in END_TOKENS if token in written]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_let_through_is_read_back_as_calls(name: str) -> None:
     grammar, ended = grammar_of(name, TOOLS, "required"), 0
