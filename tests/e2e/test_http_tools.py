@@ -143,6 +143,29 @@ def test_a_bad_schema_names_the_place(api: OpenAI) -> None:
     assert "/properties/a" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"use_beam_search": True, "guided_choice": ["bear", "fox"]},
+            "use_beam_search .* takes no .*structured_outputs",
+        ),
+        ({"use_beam_search": True, "thinking_token_budget": 3}, "use_beam_search .* takes no .*thinking_token_budget"),
+        (
+            {"guided_choice": ["a bear", "a fox"], "logit_bias": {"0": -100}, "bad_words": ["bear", "fox"]},
+            "grammar allows no token",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_the_fault_of_the_request(http: httpx.Client, fields: Any, says: str) -> None:
+    """Also where it shows only after some tokens."""
+    answer = http.post(
+        "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 50, "temperature": 0, **fields}
+    )
+    assert answer.status_code == 400
+    assert re.search(says, answer.json()["error"]["message"])
+
+
 def test_a_stream_of_calls_is_gone_on_with(http: httpx.Client) -> None:
     """Nothing is repeated and nothing is missing, whichever event was the last."""
     body = {

@@ -80,6 +80,13 @@ def test_a_call_that_was_sent_ends_and_the_rest_is_content(body: str, arguments:
     assert content == f"{rest}</tool_call>"
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n<", "\n</tool_", "\n</tool_call"])
+def test_an_output_that_ends_in_a_closing_literal(end: str) -> None:
+    """The call is complete, and what there is of the literal behind it is nobody's text."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}'
+    assert whole(call + end, compose("hermes", None, {})) == ("", "", [["f", "{}"]])
+
+
 def test_a_good_call_behind_a_bad_one() -> None:
     bad, good = "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"}</tool_call>'
     assert whole(f"{bad}\n{good}") == ("", bad, [["f", "{}"]])

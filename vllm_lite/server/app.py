@@ -171,7 +171,7 @@ class ApiRoutes:
         if self._formats is None or (params.grammar is None and params.thinking_token_budget is None):
             return params
         thinking = self._formats.thinking(prompt, is_forced=is_forced)
-        return params if thinking is None else msgspec.structs.replace(params, thinking=thinking)
+        return params if thinking is None else bodies.changed(params, thinking=thinking)
 
     def _unseen(self, tools: ToolsWanted | None, headers: dict[str, str]) -> dict[str, str]:
         """The header that says so where the model is not shown the tools that it may call."""
@@ -303,7 +303,7 @@ def _check_scores(streams: Sequence[RequestStream]) -> None:
 def _budgeted(params: SamplingParams, body: FormFields) -> SamplingParams:
     """Give the params the budget of thinking that `body` has, if any. Raises ApiError."""
     budget = forms.thinking_budget(body)
-    return params if budget is None else msgspec.structs.replace(params, thinking_token_budget=budget)
+    return params if budget is None else bodies.changed(params, thinking_token_budget=budget)
 
 
 def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Parsing | None:

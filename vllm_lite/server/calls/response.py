@@ -4,6 +4,7 @@ A stream's status is decided by its first event: what the engine refuses is an e
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -130,13 +131,19 @@ class CallResponse(Response):
 
 
 def _as_error(call: Call) -> ApiError:
-    """The error of a call: the request's fault only if nothing was generated, or if it wanted to be done by now, or
-    something that cannot be followed."""
+    """The error of a call: the request's fault only if nothing was generated, if it wanted to be done by now, or if the
+    grammar that it brought cannot go on, which may show at any token."""
     error = call.error
     if error is None and call.was_cut:
         return ApiError(503, "the server is shutting down, and the request had not begun; ask another")
     if isinstance(error, RequestError) and call.is_late:
         return ApiError(408, str(error))
-    if isinstance(error, RequestError) and (not call.has_begun or str(error).startswith(ABOUT_A_GRAMMAR)):
+    if isinstance(error, RequestError) and (not call.has_begun or _is_of_grammar(call, error)):
         return refused(error, field_of(str(error)))
     return failed(error or VllmLiteError("the request failed"))
+
+
+def _is_of_grammar(call: Call, error: RequestError) -> bool:
+    """Whether the engine ended a call because of its grammar; errors travel as sentences."""
+    has_grammar = any(stream.params.grammar is not None for stream in call.streams)
+    return has_grammar and re.match(r"(its|the) grammar\b", str(error)) is not None

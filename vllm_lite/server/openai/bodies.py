@@ -370,6 +370,14 @@ def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, 
         raise ApiError(400, str(error), field_of(str(error))) from error
 
 
+def changed(params: SamplingParams, **changes: Any) -> SamplingParams:
+    """Copy `params` with `changes`. Raises ApiError where they do not go together with the others."""
+    try:
+        return msgspec.structs.replace(params, **changes)
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), field_of(str(error))) from error
+
+
 def field_of(message: str, default: str | None = None) -> str | None:
     """The field that a message of the client library or the engine is about: it begins with it, or names it."""
     names = SamplingParams.__struct_fields__

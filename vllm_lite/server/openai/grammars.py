@@ -5,12 +5,12 @@ That takes less than a millisecond for most and a second for the largest, mostly
 
 from collections.abc import Callable
 
-import msgspec
 from starlette.requests import Request
 
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.disconnect import Threads
+from vllm_lite.server.openai.bodies import changed
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
@@ -50,7 +50,7 @@ class Grammars:
             grammar = await self._made(lambda: _of_form(form, calls), form.field, request)
         else:
             grammar = calls
-        return params if grammar is None else msgspec.structs.replace(params, grammar=grammar)
+        return params if grammar is None else changed(params, grammar=grammar)
 
     async def _made(self, make: Callable[[], str | None], field: str, request: Request) -> str | None:
         def work(check: Callable[[], None]) -> str | None:

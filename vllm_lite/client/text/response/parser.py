@@ -68,6 +68,8 @@ class ResponseParser:
 
     def finish(self) -> Delta:
         """The output is over: what is open is closed as it is. Returns the rest."""
+        if self._reader is not None and self._reader.is_done:
+            self._text = ""  # what waits behind complete calls is the beginning of the literal that closes them
         self._run(is_last=True)
         if self._reader is not None:
             self._end_reader(self._reader)
