@@ -77,3 +77,26 @@ def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups
     assert rig.kv.swap_out(sequence) is (max_swap_blocks == 2)
     left_behind = held if max_swap_blocks == 1 else [[*ids[:-1], NULL_BLOCK] for ids in held]
     assert [table.ids for table in sequence.tables] == left_behind
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+@pytest.mark.parametrize("num_tokens", range(8, 20))
+def test_a_parent_whose_drafts_in_flight_were_wrong_writes_to_no_block_of_its_fork(
+    num_tokens: int, block_size: int
+) -> None:
+    """They counted as computed when it was forked. The parent gets a copy of what it writes anew, and is told so."""
+    rig = Rig(60, block_size, depth=2, num_drafts=5, max_num_batched_tokens=64)
+    parent = parent_of(rig, num_tokens)
+    tokens = parent.sequences[0].tokens.tolist()
+    assert parent.sequences[0].num_drafted
+    have = parent.num_tokens - len(PROMPT)
+    fork(rig, parent, "fork", have)
+    fork(rig, parent, "early", have - 2)
+    while (result := rig.worker.poll()) is not None:  # it comes before the next step is made
+        for item in rig.scheduler.update(result):
+            rig.record(item)
+        rig.scheduler.check_integrity()
+    rig.drain()
+    assert rig.output("parent") == expected(PROMPT, 30)
+    assert rig.output("fork")[have:] == expected(tokens, 8, seed=1)
+    assert rig.output("early")[have - 2 :] == expected(tokens[:-2], 8, seed=1)

@@ -292,7 +292,8 @@ class KVCacheManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` shares the blocks of its tokens, which are the parent's first ones. Its last token is computed again,
-        for its logits; whichever of the two writes to a shared block first gets a copy."""
+        for its logits; whichever of the two writes to a shared block first gets a copy, drafts that may have been wrong
+        included."""
         num_blocks = -(-child.num_tokens // self.block_size)
         child.tables = [table.fork(num_blocks) for table in parent.tables]
         for group, table in zip(self.groups, child.tables, strict=True):
@@ -301,9 +302,9 @@ class KVCacheManager:
         child.block_hashes = parent.block_hashes[: child.num_tokens // self.block_size]
         child.num_hashed_blocks = min(parent.num_hashed_blocks, len(child.block_hashes))
         child.num_computed = child.num_tokens - 1
-        child.num_cached = min(parent.num_computed, child.num_tokens)
+        child.num_cached = min(parent.num_surely_computed, child.num_tokens)
         child.num_slots = child.num_computed  # so that both come to grow() before they write
-        parent.num_slots = min(parent.num_slots, max(parent.num_computed, parent.num_cached))
+        parent.num_slots = min(parent.num_slots, max(parent.num_surely_computed, parent.num_cached))
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. Cached ones can be found until they are reused, or at once no more with `forget`."""
@@ -423,7 +424,7 @@ class KVCacheManager:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
                     raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
-                next_slot = max(sequence.num_computed, sequence.num_cached)
+                next_slot = max(sequence.num_surely_computed, sequence.num_cached)
                 if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
                     raise RuntimeError(f"{sequence} would write to a block that others read")
         self.swapping.check_integrity(sequences)
