@@ -19,7 +19,7 @@ from vllm_lite.protocol.api import ForkRequest, Generate, SampleSoFar
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.protocol.step import NOT_FINITE, ModelOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.writer import TraceWriter
@@ -128,7 +128,7 @@ class Recorded:
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
         """The same result, but the logits of one sequence were not finite."""
         handles = [sequence.handle for sequence in self.scheduler.in_flight.awaited]
-        return msgspec.structs.replace(output, failed=[(handles[0], "not finite")]) if handles else output
+        return msgspec.structs.replace(output, failed=[(handles[0], NOT_FINITE)]) if handles else output
 
     def drain(self) -> None:
         if not self.scheduler.has_workers:

@@ -14,9 +14,10 @@ import torch
 from tests.cpu.test_sampler import CPU, NUM_DRAWS, chi_squared, filtered, many_seeds
 from tests.plain_rules import changed
 from vllm_lite.protocol.params import Sampling, SamplingParams
+from vllm_lite.protocol.step import NOT_FINITE
 from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
 from vllm_lite.worker.sampling.penalties import TokenCounts
-from vllm_lite.worker.sampling.sampler import NOT_FINITE, ROW_PARAMS, SampleInputs, Sampler, row_params
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, Sampler, row_params
 
 VOCAB = 40
 STOPS = (1, 2)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.thread_group import ThreadCommunicator, ThreadGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
+from vllm_lite.protocol.step import NOT_FINITE
 from vllm_lite.worker.sampling import ranked_sampler
 from vllm_lite.worker.sampling.logit_rules import Bias, LogitEdits
 from vllm_lite.worker.sampling.masks import NEVER, TokenMasks
@@ -22,7 +23,6 @@ from vllm_lite.worker.sampling.row_share import RowShare
 from vllm_lite.worker.sampling.sampler import (
     ALL_BANNED,
     NO_LOGPROBS,
-    NOT_FINITE,
     ROW_PARAMS,
     Sampled,
     SampleInputs,

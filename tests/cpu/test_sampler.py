@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
+from vllm_lite.protocol.step import NOT_FINITE
 from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.sampler import (
     ALL_BANNED,
     NO_LOGPROBS,
-    NOT_FINITE,
     ROW_PARAMS,
     SampleInputs,
     Sampler,

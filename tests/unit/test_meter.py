@@ -20,6 +20,7 @@ from vllm_lite.protocol.api import ForkRequest, Generate, Histogram
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import NOT_FINITE
 
 VOCAB = 50
 
@@ -235,7 +236,7 @@ def test_every_end_has_its_reason() -> None:
     output = bench.worker.poll()
     assert output is not None
     (sequence,) = bench.core.scheduler.in_flight.awaited
-    bench.core.finish(msgspec.structs.replace(output, failed=[(sequence.handle, "not finite")]))
+    bench.core.finish(msgspec.structs.replace(output, failed=[(sequence.handle, NOT_FINITE)]))
     assert (bench.stats.ended_by["error"], bench.stats.corrupted_requests) == (2, 1)
     assert sum(bench.stats.ended_by.values()) == count(bench.measured.whole_s) == 4
 

@@ -6,7 +6,7 @@ from tests.scheduler_rig import VOCAB, Rig, expected
 from tests.simulated_worker import next_token
 from vllm_lite.errors import ProtocolError, RequestError
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, Preempt, Resume
+from vllm_lite.protocol.step import NOT_FINITE, Continue, Finish, ModelOutput, NewRequest, Preempt, Resume
 
 
 def test_whole_prompt_then_one_token_per_step() -> None:
@@ -173,16 +173,20 @@ def test_handles_are_reused_after_the_finish_is_sent() -> None:
     assert set(rig.worker.sequences) == {0}
 
 
-def test_failed_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
+@pytest.mark.parametrize(("why", "num_cached"), [(NOT_FINITE, 2), ("its output does not follow its grammar", 4)])
+def test_failed_sequence_ends_alone_and_its_blocks_are_forgotten_if_they_may_be_wrong(
+    why: str, num_cached: int
+) -> None:
     rig = Rig(max_num_batched_tokens=64)
     rig.add("good", list(range(8)), max_tokens=3)
     rig.add("bad", list(range(20, 29)), max_tokens=3)
     step = rig.scheduler.schedule()
     assert step is not None
     good = next_token(list(range(8)), VOCAB)
-    produced = rig.scheduler.update(ModelOutput(0, 1, pack_tokens([good, 0]), failed=[(1, "logits are not finite")]))
+    produced = rig.scheduler.update(ModelOutput(0, 1, pack_tokens([good, 0]), failed=[(1, why)]))
     assert [(item.request.request_id, item.reason) for item in produced] == [("good", None), ("bad", "error")]
-    assert rig.kv.pool.num_cached == 2
+    assert (produced[1].error, rig.kv.pool.num_cached) == (why, num_cached)
+    assert rig.scheduler.counters.corrupted_requests == (why == NOT_FINITE)
     rig.scheduler.check_integrity()
 
 

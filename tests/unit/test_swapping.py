@@ -7,6 +7,7 @@ import pytest
 from tests.scheduler_rig import VOCAB, Rig, expected
 from vllm_lite.engine.policy import Priority
 from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.step import NOT_FINITE
 
 PROMPT = [number % VOCAB for number in range(40)]
 
@@ -235,7 +236,7 @@ def test_a_corrupted_request_is_not_found_on_the_host_either(is_swapped: bool) -
         assert sequence.status is Status.RUNNING
     assert rig.kv.host is not None
     assert rig.kv.host.pool.num_cached >= 10
-    rig.record(rig.scheduler._fail(sequence, "the logits are not finite"))
+    rig.record(rig.scheduler._fail(sequence, NOT_FINITE))
     again = rig.add("again", prompt, max_tokens=1)
     rig.drain()
     assert rig.reasons[name, 0] == "error"

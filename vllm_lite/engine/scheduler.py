@@ -29,7 +29,17 @@ from vllm_lite.engine.step_plan import OnDecision, StepPlan
 from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset, TokenLogprobs
-from vllm_lite.protocol.step import Continue, Draft, Entry, Fork, ModelOutput, Preempt, ReplaceBlock, SchedulerOutput
+from vllm_lite.protocol.step import (
+    NOT_FINITE,
+    Continue,
+    Draft,
+    Entry,
+    Fork,
+    ModelOutput,
+    Preempt,
+    ReplaceBlock,
+    SchedulerOutput,
+)
 
 Item = TypeVar("Item")
 
@@ -435,11 +445,11 @@ class Scheduler:
             self.queues.close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
-        """End the whole request: the model gave nonsense, so what it has cached is not to be trusted either."""
-        request = sequence.request
+        """End the whole request. Where the model gave nonsense, what it has cached is not to be trusted either."""
+        request, is_corrupted = sequence.request, error == NOT_FINITE
         sample, start = (0, 0) if request.beam is not None else (sequence.index, sequence.num_output)
-        self.queues.end(request, "error", forget=True)
-        self.counters.corrupted_requests += 1
+        self.queues.end(request, "error", forget=is_corrupted)
+        self.counters.corrupted_requests += is_corrupted
         return Produced(request, sample, start, [], reason="error", error=error)
 
     def _policy_fault(self, what: str) -> None:

@@ -122,14 +122,18 @@ class SchedulerOutput(Message, tag=10):
     entries: list[Entry]
 
 
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+"""Why a sequence has failed whose KV is not to be trusted either."""
+
+
 class ModelOutput(Message, tag=20):
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
     `counts` says how many tokens each of them got, None = one each. One got none if its grammar is still being
     compiled: its last position is to be computed again, and not written again. `logprobs` runs parallel to the tokens
     where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
-    logits were not finite, or whose rules left no token; their token is to be ignored. `drafted` is the number of
-    sequences that tokens were drafted for, and the number of these tokens.
+    logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
+    ignored. `drafted` is the number of sequences that tokens were drafted for, and the number of these tokens.
     """
 
     generation: int

@@ -61,6 +61,7 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.step import NOT_FINITE
 from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.logprobs import find, record_of, report
 from vllm_lite.worker.sampling.masks import NEVER
@@ -81,7 +82,6 @@ ROW_PARAMS = np.dtype(
 )
 """What the sampler knows of one sequence; arrays of it have one record per row."""
 
-NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_BANNED = "every token is ruled out"
 LOG2_E = 1.44269504
 COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
