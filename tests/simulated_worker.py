@@ -208,7 +208,7 @@ class SimulatedWorker:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
         for _ in range(max_drafts if history.is_settled else 0):
-            right = next_token(tokens, self.vocab_size, history.sampling.sample)
+            right = self._next(tokens, history.sampling)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
 

@@ -51,11 +51,8 @@ class ContextLengthError(RequestError):
 class GrammarError(RequestError):
     """A grammar cannot be compiled or followed: it has a fault, or is more work than the limits allow.
 
-    The message begins with ABOUT_A_GRAMMAR: so one that comes from a worker is known to be the request's fault.
+    The message begins with "the grammar": so one that comes from a worker is known to be the request's fault.
     """
-
-
-ABOUT_A_GRAMMAR = "the grammar "
 
 
 class ProtocolError(VllmLiteError):

@@ -36,6 +36,7 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
     last every block is free."""
     rng = random.Random(seed)
     rig = Rig(**configuration)  # type: ignore[arg-type]
+    cached = CachedContents(rig.kv)
     rig.worker.is_compiling = lambda: rng.random() < 0.5
     wanted: dict[tuple[str, int], list[int]] = {}
     aborted = set()

@@ -6,7 +6,7 @@ import re
 import threading
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import pytest
 
 from tests.deadlines import scaled

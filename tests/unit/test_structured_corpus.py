@@ -14,7 +14,7 @@ from structured_cases import behind_thinking, load_cases  # noqa: E402 - found o
 from structured_check import check_compiling  # noqa: E402
 
 from vllm_lite.protocol.structured import Thinking  # noqa: E402
-from vllm_lite.structured.schema import EXACT_FORMATS  # noqa: E402
+from vllm_lite.structured.schema import EXACT  # noqa: E402
 
 CASES = load_cases()
 
@@ -57,9 +57,9 @@ def test_dates_are_days_of_the_calendar(day: str) -> None:
             exists = True
         except ValueError:
             exists = False
-        assert bool(regex.match(EXACT_FORMATS["date"], text)) == exists, text
-        assert bool(regex.match(EXACT_FORMATS["date-time"], f"{text}T00:00:59Z")) == exists, text
-    assert not regex.match(EXACT_FORMATS["time"], "23:59:60Z")
+        assert bool(regex.match(EXACT["date"], text)) == exists, text
+        assert bool(regex.match(EXACT["date-time"], f"{text}T00:00:59Z")) == exists, text
+    assert not regex.match(EXACT["time"], "23:59:60Z")
 
 
 @pytest.mark.parametrize(

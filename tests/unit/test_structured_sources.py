@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite.errors import ABOUT_A_GRAMMAR, GrammarError, ModelError
+from vllm_lite.errors import GrammarError, ModelError
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.structured import matcher

@@ -5,7 +5,7 @@ import random
 from functools import cache
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import msgspec
 import pytest
 

@@ -37,16 +37,6 @@ IDLE: Mapping[str, Any] = {
 """Values with which these keywords demand nothing, so that they are dropped."""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """The values of `format` that are held. Others are taken as a remark, as JSON Schema says."""
-_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
-_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = rf"(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-\d\d|02-(?:[01]\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
-EXACT: Mapping[str, str] = {
-    "date": f"^{_DATE}",
-    "time": r"^\d\d:\d\d:[0-5]",
-    "date-time": rf"^{_DATE}.\d\d:\d\d:[0-5]",
-}
-"""What these formats must match besides: llguidance lets the 29th of February of every year pass, the year 0 and the
-60th second, which validators and the date types of most languages refuse."""
 
 _DATE = (
     r"(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
@@ -55,7 +45,7 @@ _DATE = (
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+EXACT = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 """Formats that are held by a pattern of ours: without it there are a 29th of February in every year, a year 0 and a
 second 60, which readers refuse."""
 
@@ -139,12 +129,10 @@ def prepared(
         held = isinstance(part.get("format"), str) and part["format"] in FORMATS
         dropped = {OPTIONS} if held else {OPTIONS, "format"}
         kept = {key: value for key, value in part.items() if key not in dropped and not _is_idle(key, value)}
-        if (pattern := EXACT_FORMATS.get(str(kept.get("format")))) is not None:
+        if (pattern := EXACT.get(str(kept.get("format")))) is not None:
             del kept["format"]
-            if "pattern" in kept:
-                kept["allOf"] = [*kept.get("allOf", ()), {"pattern": pattern}]
-            else:
-                kept["pattern"] = pattern
+            others = kept.get("allOf", [])
+            kept["allOf"] = [*others, {"pattern": pattern}] if isinstance(others, list) else others
         if close_objects and "properties" in part and "additionalProperties" not in part:
             kept["additionalProperties"] = False
         return kept

@@ -8,6 +8,7 @@ from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.arguments import arguments_rule
 from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
 from vllm_lite.structured.check import check_lark
+from vllm_lite.structured.closing import closed
 from vllm_lite.structured.lark import LarkWriter
 from vllm_lite.structured.limits import MAX_OPTIONAL_IN_PART
 from vllm_lite.structured.schema import Schema, refusal
@@ -35,7 +36,8 @@ def tool_grammar(
     With `choice` "required" the output is one or more calls and nothing else; "named" is the same for the only tool of
     `tools`, and exactly one call. With "auto" it is text in which calls may stand; None if no tool is strict, so that
     nothing has to be held. Arguments of a strict tool follow its schema, and so do those of others unless `choice` is
-    "auto": but for them keywords that cannot be held are ignored. Without `parallel` there is at most one call.
+    "auto": but for them keywords that cannot be held are ignored. Objects that name properties have no others, unless
+    their schema says so. Without `parallel` there is at most one call.
     `added_tokens` are texts and ids of the vocabulary that literals may contain.
 
     Raises RequestError for a name or a schema that cannot be held.
@@ -117,5 +119,5 @@ def _parameters(tool: Tool, is_held: bool) -> Schema:
     if given.get("type", "object") != "object":
         raise refusal("", f"the arguments of a tool are an object, got the type {given['type']!r}")
     return schemas.prepared(
-        {"type": "object", **given}, schemas.options(lenient=not tool.strict), max_optional=MAX_OPTIONAL_IN_PART
+        closed({"type": "object", **given}), schemas.options(lenient=not tool.strict), max_optional=MAX_OPTIONAL_IN_PART
     )

@@ -122,7 +122,7 @@ class ChatTemplate:
 def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Bring the `tool_calls` of a message into the form that templates expect: arguments are an object, not its JSON.
 
-    What is no JSON object stays as it is.
+    What is no JSON object stays as it is, and so does one with integers that no message carries, of over 64 bits.
     """
     read = []
     for call in calls:
@@ -130,7 +130,8 @@ def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
                 arguments = msgspec.json.decode(function["arguments"].encode(), type=dict[str, Any])
-            except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+                msgspec.msgpack.encode(arguments)
+            except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError, OverflowError):
                 arguments = function["arguments"]
             function = {**function, "arguments": arguments}
         read.append({**call, "function": function})

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.errors import ABOUT_A_GRAMMAR, RequestError, VllmLiteError
+from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.server.calls.call import Call, Choice, Reading
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import field_of

@@ -1,0 +1,36 @@
+"""Objects that name their properties are closed, where that contradicts nothing."""
+
+from typing import Any
+
+import pytest
+
+from vllm_lite.structured.closing import closed
+
+INTEGER = {"type": "integer"}
+
+
+def test_objects_are_closed_at_every_depth() -> None:
+    inner = {"type": "object", "properties": {"a": INTEGER}}
+    schema = {"$defs": {"d": inner}, "properties": {"x": inner, "y": {"$ref": "#/$defs/d"}, "z": {"items": inner}}}
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {
+        "$defs": {"d": shut},
+        "properties": {"x": shut, "y": {"$ref": "#/$defs/d"}, "z": {"items": shut}},
+        "additionalProperties": False,
+    }
+    assert "additionalProperties" not in inner
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {"a": INTEGER}, "additionalProperties": INTEGER},
+        {"properties": {"a": INTEGER}, "patternProperties": {"^x": INTEGER}},
+        {"properties": {"a": INTEGER}, "anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},
+        {"allOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": INTEGER}}]},
+        {"$defs": {"d": {"properties": {"a": INTEGER}}}, "$ref": "#/$defs/d", "properties": {"b": INTEGER}},
+    ],
+)
+def test_what_says_more_elsewhere_stays_as_it_is(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema
