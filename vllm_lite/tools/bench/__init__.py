@@ -18,6 +18,7 @@ kernels.py                the native kernels against memory's speed and torch
 kernels_attention.py      paged attention and cache writes
 kernels_fused.py          small operations and the sampler
 kernels_linear.py         linear layers
+kernels_masks.py          bitmasks on logits
 kernels_ranks.py          the all-reduce of two ranks
 kernels_timing.py         how their times are taken, and the speed of memory
 step.py                   where the time of a decode step goes

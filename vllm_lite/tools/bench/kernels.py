@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear, kernels_ranks
+from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear, kernels_masks, kernels_ranks
 from vllm_lite.tools.bench.kernels_timing import Row
 
-PARTS = ("attention", "linear", "fused", "ranks")
+PARTS = ("attention", "linear", "fused", "masks", "ranks")
 
 
 def run(
@@ -50,6 +50,8 @@ def _measure(part: str, num_threads: int) -> Iterator[Row]:
             yield from kernels_linear.measure(num_threads, dtype)
     elif part == "fused":
         yield from kernels_fused.measure()
+    elif part == "masks":
+        yield from kernels_masks.measure()
     else:
         yield from kernels_ranks.measure(num_threads)
 

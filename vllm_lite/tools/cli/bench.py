@@ -156,7 +156,9 @@ def _engine(arguments: argparse.Namespace) -> int:
 
 
 def _kernels_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", default="attention,linear,fused,ranks", help="[attention,linear,fused,ranks]")
+    parser.add_argument(
+        "--parts", default="attention,linear,fused,masks,ranks", help="[attention,linear,fused,masks,ranks]"
+    )
     parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
     _add_json_flag(parser)
 
