@@ -23,6 +23,7 @@ from vllm_lite.tools.cli import main
 from vllm_lite.tools.doctor import checks
 from vllm_lite.tools.doctor.bundle import HIDDEN, Redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line
+from vllm_lite.tools.doctor.model import chats
 
 TOKEN = "hf_planted0secret1token"
 KEYS = "planted-api-key-one planted-api-key-two"
@@ -295,3 +296,21 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (typo.level, typo.advice) == ("WARN", "did you mean VLLM_LITE_MAX_MODEL_LEN?")
     assert wrong.level == "FAIL"
     assert wrong.text.startswith("dtype: must be one of auto, float32")
+
+
+def test_a_model_is_asked_for_its_template_and_formats(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((demo / name).read_bytes())
+    (line, *others, _) = chats(str(tmp_path))
+    assert (line.level, line.name) == ("WARN", "chat template")
+    assert ["no format is known" in other.text for other in others] == [True, True]
+    template = "{{ messages }}<think></think><tool_call>{{ 1 }}</tool_call>"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (line, calls, reasoning, why) = chats(str(tmp_path))
+    assert line.text == str(tmp_path / "chat_template.jinja")
+    assert (calls.text, reasoning.text) == ("hermes", "qwen3")
+    assert why.text == "calls: the chat template has its literals; reasoning: the chat template has its literals"
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert [line.level for line in chats(str(tmp_path))] == ["FAIL"]
+    assert [line.text for line in chats(str(tmp_path / "x"))] == [f"{tmp_path / 'x'} is no folder"]

@@ -1,0 +1,36 @@
+"""What the files of one model say of its chats: the template, and the formats of tool calls and reasoning."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_lite.tools.doctor.checks import Line
+
+
+def chats(folder: str) -> Iterator[Line]:
+    """Say what would be in force for the model in `folder` without flags."""
+    from vllm_lite.client.text.chat_template import TemplateSource
+    from vllm_lite.client.text.tokenizer import Tokenizer
+    from vllm_lite.errors import ModelError
+    from vllm_lite.server.openai.formats import Formats, architectures_of
+
+    if not Path(folder).is_dir():
+        yield Line("FAIL", "model", f"{folder} is no folder", "give the folder of a checkpoint")
+        return
+    try:
+        tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
+        source = None if template is None else template.source
+        formats = Formats.of(folder, tokenizer, (None, None), source, architectures_of(folder))
+    except ModelError as error:
+        yield Line("FAIL", "model", str(error), "correct the file, or get it again")
+        return
+    if template is None:
+        yield Line("WARN", "chat template", "there is none", "give one with --chat-template to serve chats")
+    else:
+        yield Line("OK", "chat template", template.name)
+    for name, found, flag in (
+        ("tool calls", formats.calls, "--tool-call-parser"),
+        ("reasoning", formats.reasoning, "--reasoning-parser"),
+    ):
+        advice = "" if found else f"name one with {flag} if the model has it"
+        yield Line("OK", name, found or "no format is known; what a model writes of it is content", advice)
+    yield Line("OK", "formats chosen", formats.choice.why)
