@@ -13,8 +13,9 @@ import torch
 from vllm_lite.worker.sampling.masks import ALL_BITS, Int32s, Int64s, SequenceMask, TokenMasks, Uint32s, bitmask_of
 
 MAX_THREADS = 4
-MIN_SEQUENCES = 8
-"""A thread is worth its start for so many sequences."""
+MIN_SEQUENCES = 32
+"""A thread is worth its start for so many sequences: on a CPU it takes its core from the kernels. (Two cores, 32 rows:
+a step of 10.1 ms took 12.3 ms with four threads and 11.2 ms with one.)"""
 PATIENCE_S = 60.0
 """No mask takes longer: the limits of a grammar bound each at some milliseconds."""
 
