@@ -18,7 +18,7 @@ from vllm_lite import LLM, SamplingParams
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
@@ -34,7 +34,7 @@ class Reader:
     """A model that says its logits at every position of a text."""
 
     def __init__(self, path: str, length: int, quantization: Quantization | None) -> None:
-        spec, device = ModelSpec.load(path), torch.device("cpu")
+        spec, device = load_spec(path), torch.device("cpu")
         self.model = build(spec, "bfloat16", device, Sizes(length, length), quantization)
         load_weights(self.model, path)
         num_blocks = -(-length // BLOCK_SIZE)

@@ -221,7 +221,7 @@ class Bench:
         )
         seconds = self.timer.seconds(lambda _: ops.add_rms_norm(residual, x, weight, 1e-5, out))
         self.bytes_row(f"{name}add_rms_norm", f"{rows} x {hidden}", seconds, 4 * residual.nbytes)
-        seconds = self.timer.seconds(lambda _: ops.silu_and_mul(gate_up, activated))
+        seconds = self.timer.seconds(lambda _: ops.activate_and_mul("silu", gate_up, activated))
         self.bytes_row(f"{name}silu_and_mul", f"{rows} x {inner}", seconds, gate_up.nbytes + activated.nbytes)
 
     def rope_row(self, rows: int, hidden: int) -> None:

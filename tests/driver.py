@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 from vllm_lite.protocol.control import Start
@@ -38,7 +38,7 @@ class Driver:
         config = EngineConfig.check(
             {"num_gpu_blocks_override": NUM_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8} | settings
         )
-        spec = ModelSpec.load(checkpoint)
+        spec = load_spec(checkpoint)
         resolved = config.resolve(
             max_position_embeddings=spec.max_position_embeddings,
             dtype="float32" if config.dtype == "auto" else config.dtype,

@@ -9,7 +9,7 @@ from tests.attention_steps import changed, step_batch
 from tests.checkpoints import VOCAB_SIZE
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -30,7 +30,7 @@ class Oracle:
         reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
-        self.spec = ModelSpec.load(path)
+        self.spec = load_spec(path)
         self.dtype = dtype
         self.model = self.load()
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
-from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, LayerSpec, ModelSpec, Rope
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import BlockOp
@@ -32,14 +33,10 @@ def make_spec(num_layers=3, groups=None):
         vocab_size=32,
         hidden_size=16,
         intermediate_size=16,
-        layers=(LayerSpec(HEADS, Rope("default", 1e4)),) * num_layers,
-        norm_eps=1e-5,
-        activation="silu",
+        layers=(LayerSpec(HEADS, Rope(1e4)),) * num_layers,
+        norm=NormSpec(1e-5),
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         bos_token_id=None,
         eos_token_ids=(),
         dtype="float32",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from vllm_lite.checkpoint.model_spec import Rope
+from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.cpu.fused import CpuOps
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 CPU = torch.device("cpu")
 EPS = 1e-5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu_tanh"}
 SIZES = [1, 3, 7, 8, 15, 16, 17, 31, 64, 100, 1024, 1025]
 
 
@@ -31,7 +33,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> CpuOps:
     """It may not fall back on what it is compared with."""
-    for name in ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul"):
+    for name in ("rms_norm", "add_rms_norm", "rotate", "activate_and_mul"):
         monkeypatch.setattr(TorchOps, name, None)
     return CpuOps()
 
@@ -135,7 +137,7 @@ def test_gated_activations(name: str, size: int, dtype: torch.dtype, ops: CpuOps
     z = gate if name == "silu" else math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
     exact = gate * torch.sigmoid(z) * up
     spread, out = strided(gate_up), strided(torch.zeros(4, size, dtype=dtype))
-    getattr(ops, f"{name}_and_mul")(spread, out)
+    ops.activate_and_mul(KINDS[name], spread, out)
     # e^-z has the error of z, which gelu computes in several steps
     assert_close(out, exact, 1.1 if dtype != torch.float32 else 4 + (0.6 if name == "silu" else 2.5) * z.abs())
     assert_gaps_untouched(out)
@@ -151,7 +153,7 @@ def test_extreme_gates(
         extremes += [1e20, -1e20, 3e38, -3e38]
     gate = torch.tensor(extremes, dtype=dtype)
     out = torch.empty(1, len(extremes), dtype=dtype)
-    getattr(ops, f"{name}_and_mul")(torch.cat((gate, torch.ones_like(gate)))[None], out)
+    ops.activate_and_mul(KINDS[name], torch.cat((gate, torch.ones_like(gate)))[None], out)
     torch.testing.assert_close(
         out[0], plain(gate), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-30, equal_nan=True
     )
@@ -160,7 +162,7 @@ def test_extreme_gates(
 def test_silu_over_its_whole_range(ops: CpuOps) -> None:
     gate = torch.linspace(-87, 87, 200_000)
     out = torch.empty(1, len(gate))
-    ops.silu_and_mul(torch.cat((gate, torch.ones_like(gate)))[None], out)
+    ops.activate_and_mul("silu", torch.cat((gate, torch.ones_like(gate)))[None], out)
     assert_close(out[0], gate.double() * torch.sigmoid(gate.double()), 4 + 0.6 * gate.double().abs())
 
 
@@ -188,7 +190,7 @@ def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
 @pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("head_size", [2, 24, 64])
 def test_selected_rotations_are_those_of_plain_torch(head_size: int, dtype: torch.dtype) -> None:
-    rope = RotaryEmbedding(Rope("default", 1e4), head_size, 50, device=CPU)
+    rope = RotaryEmbedding(Rope(1e4), head_size, 50, device=CPU)
     positions = torch.tensor([0, 49, 3, 3, 17])
     native, plain = (Rotation(*torch.zeros(2, 5, head_size, dtype=dtype)) for _ in range(2))
     rope.select(positions, native)
@@ -201,7 +203,7 @@ def test_selected_rotations_are_those_of_plain_torch(head_size: int, dtype: torc
 
 @pytest.mark.parametrize("position", [-1, 50])
 def test_a_position_outside_of_the_table_is_refused(position: int) -> None:
-    rope, out = RotaryEmbedding(Rope("default", 1e4), 8, 50, device=CPU), Rotation(*torch.ones(2, 3, 8))
+    rope, out = RotaryEmbedding(Rope(1e4), 8, 50, device=CPU), Rotation(*torch.ones(2, 3, 8))
     with pytest.raises(IndexError, match=f"position {position} .* 50"):
         rope.select(torch.tensor([0, position, 1]), out)
     assert (out.cos == 1).all()
@@ -218,9 +220,9 @@ def run_all(ops: Ops, num_tokens: int, size: int, dtype: torch.dtype) -> list[to
     ops.add_rms_norm(residual, x, weight, EPS, outs[0])
     ops.rms_norm(heads, weight[:16], EPS, heads)
     ops.rotate(heads, rotation)
-    ops.silu_and_mul(torch.cat((x, residual), dim=1), outs[1])
+    ops.activate_and_mul("silu", torch.cat((x, residual), dim=1), outs[1])
     gated = torch.empty_like(x)
-    ops.gelu_and_mul(torch.cat((x, residual), dim=1), gated)
+    ops.activate_and_mul("gelu_tanh", torch.cat((x, residual), dim=1), gated)
     return [residual, heads, *outs, gated]
 
 
@@ -251,7 +253,7 @@ def test_nan_is_passed_on(dtype: torch.dtype, ops: CpuOps) -> None:
     assert out.isnan().any(1).tolist() == [False, True, False]
     assert out[1].isnan().all()
     gated = torch.empty(3, 20, dtype=dtype)
-    ops.silu_and_mul(x, gated)
+    ops.activate_and_mul("silu", x, gated)
     assert gated.isnan().nonzero().tolist() == [[1, 7]]
 
 

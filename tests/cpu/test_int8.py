@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.layers.matmul import Int8Matmul, NativeMatmul, Quantization, make_matmul
@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path) -> None:
-    spec = ModelSpec.load(checkpoint)
+    spec = load_spec(checkpoint)
     hidden = random(4, spec.hidden_size)
     logits = []
     quantizations: tuple[Quantization | None, ...] = (None, "int8")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
 from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
@@ -124,11 +124,15 @@ def test_lm_head(monkeypatch, tied, kind, quantization):
 
 
 def test_splits():
-    assert [Split.even(12, Shard(rank, 3)) for rank in range(3)] == [(12, 0, 4), (12, 4, 4), (12, 8, 4)]
+    assert [Split.even(12, Shard(rank, 3)) for rank in range(3)] == [Split(12, 0, 4), Split(12, 4, 4), Split(12, 8, 4)]
     with pytest.raises(ValueError, match="13 cannot be split over 3 ranks"):
         Split.even(13, Shard(0, 3))
-    assert [Split.near_even(8, shard) for shard in Shard(0, 3).all_ranks] == [(8, 0, 3), (8, 3, 3), (8, 6, 2)]
-    assert Split.even(4, Shard(1, 2)).times(8) == (32, 16, 16)
+    assert [Split.near_even(8, shard) for shard in Shard(0, 3).all_ranks] == [
+        Split(8, 0, 3),
+        Split(8, 3, 3),
+        Split(8, 6, 2),
+    ]
+    assert Split.even(4, Shard(1, 2)).times(8) == Split(32, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_every_rank_has_some_of_the_vocabulary(world, more):
 def test_ranks_load_the_parts_of_the_whole(tmp_path):
     """The seam for tensor parallelism: put together along their split dimension, the ranks' weights are the model's."""
     path = make_checkpoint(tmp_path / "model", attention_bias=True)
-    spec = ModelSpec.load(path)
+    spec = load_spec(path)
 
     def loaded(communicator):
         model = Llama(Parts(spec, torch.float32, CPU, communicator), 16, 4)

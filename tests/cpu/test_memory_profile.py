@@ -13,8 +13,11 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
 from vllm_lite.attention.step_batch import PAD_SLOT
-from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, ModelSpec, _parse_config
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.families.llama import FAMILIES, LlamaConfig
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, ModelSpec
 from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
+from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.config import GIB, EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -154,7 +157,8 @@ def test_blocks_of_65536_bytes(tmp_path: Path) -> None:
 def spec_of(num_layers: int, heads: int) -> ModelSpec:
     raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 128 * heads, "rms_norm_eps": 1e-5}
     raw |= {"intermediate_size": 8, "num_hidden_layers": num_layers, "num_attention_heads": heads}
-    return _parse_config(raw | {"max_position_embeddings": 64, "torch_dtype": "float16"})
+    raw |= {"max_position_embeddings": 64, "torch_dtype": "float16"}
+    return FAMILIES["LlamaForCausalLM"].read("LlamaForCausalLM", convert(raw, LlamaConfig))
 
 
 @pytest.mark.parametrize(("allocated", "num_blocks"), [(21 * GIB, 307), (22 * GIB, 0), (30 * GIB, 0)])
@@ -259,7 +263,7 @@ def fake_gpu(total: int = GIB, *, graphs: bool = False) -> tuple[Device, FakeMem
 def worker_on(device: Device, checkpoint: Path, **settings: Any) -> Worker:
     """A worker that takes itself to be on a GPU."""
     config = EngineConfig.check({"max_num_batched_tokens": 64, "max_num_seqs": 8} | settings)
-    spec = ModelSpec.load(checkpoint)
+    spec = load_spec(checkpoint)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=str(checkpoint)
     )

@@ -10,7 +10,8 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
-from vllm_lite.checkpoint.model_spec import ARCHITECTURES, Rope
+from vllm_lite.checkpoint.config_json import FAMILIES
+from vllm_lite.checkpoint.rope import Llama3, Rope
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.rope import inverse_frequencies
 from vllm_lite.models.registry import MODELS, Sizes, build
@@ -152,12 +153,12 @@ def test_llama3_frequencies_are_those_of_transformers():
 
     raw = LlamaConfig(rope_parameters=dict(LLAMA3), head_dim=128)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](raw, torch.device("cpu"))
-    ours = inverse_frequencies(Rope("llama3", 10000.0, 8.0, 1.0, 4.0, 64), 128)
+    ours = inverse_frequencies(Rope(10000.0, Llama3(8.0, 1.0, 4.0, 64)), 128, 512)
     assert torch.allclose(ours, expected, rtol=1e-6, atol=0)
 
 
 def test_registry_and_spec_know_the_same_architectures(llama):
-    assert MODELS.keys() == ARCHITECTURES.keys()
+    assert MODELS.keys() == FAMILIES.keys()
     with pytest.raises(ModelError, match=r"'Other'.*LlamaForCausalLM"):
         build(msgspec.structs.replace(llama.spec, architecture="Other"), "float32", "cpu", Sizes(8, 8))
 

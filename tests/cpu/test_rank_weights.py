@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
-from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, Rope, make_kv_groups
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, make_kv_groups
 from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.weight_slot import WeightSlot
@@ -40,7 +42,7 @@ def specs(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     num_kv_heads = draw(st.sampled_from([n for n in range(1, 9) if n % world == 0 or world % n == 0]))
     group = draw(st.integers(max(1, -(-world // num_kv_heads)), 7))
     attention = AttentionSpec(group * num_kv_heads, num_kv_heads, draw(st.sampled_from([2, 4, 6])), scale=1.0)
-    layers = (LayerSpec(attention, Rope("default", 1e4)),)
+    layers = (LayerSpec(attention, Rope(1e4)),)
     vocab_size = draw(st.integers(world, 100) | st.integers(64 * world, 1000))
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
@@ -48,13 +50,13 @@ def specs(draw: st.DrawFn) -> tuple[ModelSpec, int]:
         hidden_size=draw(st.integers(1, 20)),
         intermediate_size=world * draw(st.integers(1, 5)),
         layers=layers,
-        norm_eps=1e-5,
-        activation="silu",
+        norm=NormSpec(1e-5),
         max_position_embeddings=64,
         tie_word_embeddings=draw(st.booleans()),
-        attention_bias=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        output_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from([None, "head"])),
         bos_token_id=None,
         eos_token_ids=(),
         dtype="float32",
@@ -109,7 +111,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_load_their_boxes_of_the_same_model(checkpoints: dict[str, Path], name: str, load_format: str) -> None:
     path = checkpoints[name]
-    spec = ModelSpec.load(path)
+    spec = load_spec(path)
     whole = load_and_see(build(spec, "float32", "cpu", Sizes(16, 4)), path, load_format=load_format, seed=3)
     for model in ranks_of(spec, 2):
         slots = slots_of(model)
@@ -123,7 +125,7 @@ def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
     checkpoints: dict[str, Path], name: str, world: int, quantization: Quantization | None
 ) -> None:
     path = checkpoints[name]
-    checkpoint = Checkpoint(ModelSpec.load(path), read_headers(path))
+    checkpoint = Checkpoint(load_spec(path), read_headers(path))
     held = [weights_of(model, quantization) for model in ranks_of(checkpoint.spec, world, quantization)]
     assert held[0] == weights_bytes(checkpoint, 4, quantization, Shard(0, world))
     assert max(held) == held[0]

@@ -20,7 +20,7 @@ from tests.plays import Play
 from tests.thread_group import ThreadCommunicator, ThreadGroup
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.config import Speculation
 from vllm_lite.kernels import cpu
@@ -66,7 +66,7 @@ Recorded = list[tuple[SchedulerOutput, ModelOutput]]
 
 def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture | None = None) -> ModelRunner:
     """One rank's, its weights loaded."""
-    spec = ModelSpec.load(checkpoint)
+    spec = load_spec(checkpoint)
     own = spec.per_rank(communicator.shard)
     model = build(spec, "float32", CPU, Sizes(LIMITS.max_model_len, LIMITS.max_num_tokens), None, communicator)
     load_weights(model, checkpoint, progress=lambda _done, _total: None)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save
 
 from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
-from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
@@ -38,10 +38,10 @@ def make_model(
     quantization: Quantization | None = None,
     device: torch.device = CPU,
     communicator: Communicator | None = None,
-) -> Llama:
+) -> Any:
     form = DenseForm(quantization)
     ranks = communicator or SingleRank(device)
-    parts = Parts(ModelSpec.load(path), dtype, device, ranks, form=form, head_quantization=quantization)
+    parts = Parts(load_spec(path), dtype, device, ranks, form=form, head_quantization=quantization)
     return Llama(parts, max_model_len=64, max_num_tokens=8)
 
 
@@ -271,7 +271,7 @@ def test_what_a_rank_has_read_is_given_back(large: Path) -> None:
 
 @needs_native
 def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, zeros = Checkpoint(ModelSpec.load(large), read_headers(large)), memory.zeros
+    checkpoint, zeros = Checkpoint(load_spec(large), read_headers(large)), memory.zeros
     for world in (1, 2, 4):
         live = Live()
         model = make_model(large, torch.bfloat16, communicator=ThreadGroup(world).communicators[0])

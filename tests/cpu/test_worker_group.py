@@ -13,7 +13,7 @@ import torch
 from tests.deadlines import scaled
 from tests.thread_group import ThreadCommunicator, ThreadGroup
 from vllm_lite import transport
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, ModelError, RankLostError
 from vllm_lite.executor import blocking
@@ -54,7 +54,7 @@ class Group:
             {"num_gpu_blocks_override": NUM_BLOCKS, "max_num_batched_tokens": 64, "max_num_seqs": 4}
             | {"single_process": True, "tensor_parallel_size": WORLD, "cpu_threads": 1, "device": "cpu"}
         )
-        spec = ModelSpec.load(checkpoint)
+        spec = load_spec(checkpoint)
         sizes: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings, "dtype": "float32"}
         self.folder = folder / "group"
         self.executor = MultiprocExecutor(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.deadlines import scaled
 from vllm_lite import transport
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -106,7 +106,7 @@ def settings_for(model: Path, address: str, **overrides: Any) -> WorkerSettings:
     config = EngineConfig(num_gpu_blocks_override=20, max_num_batched_tokens=64, max_num_seqs=4, **overrides)
     path = str(model)
     if (model / "config.json").exists():
-        spec = ModelSpec.load(path)
+        spec = load_spec(path)
         config = config.resolve(max_position_embeddings=spec.max_position_embeddings, dtype="float32", model_path=path)
     else:
         config = config.resolve(max_position_embeddings=8, dtype="float32", model_path=path)

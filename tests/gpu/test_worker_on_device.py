@@ -8,7 +8,7 @@ import torch
 
 from tests.driver import GENERATION, Driver, make_prompt, new_request
 from tests.plays import Play, graphs_of
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
@@ -128,7 +128,7 @@ def test_a_replayed_step_waits_for_nothing_but_its_tokens(bf16_checkpoint: Path)
 
 def profiled(checkpoint: Path, **settings: Any) -> Worker:
     config = EngineConfig.check({"device": "cuda", "max_num_seqs": 16, "gpu_memory_utilization": 0.1} | settings)
-    spec = ModelSpec.load(checkpoint)
+    spec = load_spec(checkpoint)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings, dtype=spec.dtype, model_path=str(checkpoint)
     )

@@ -1,6 +1,7 @@
 """What the fused operations must compute, as named functions of a launcher and a device; no pytest in here."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -164,7 +165,7 @@ def activation(name: str, dtype: torch.dtype, size: int, gap: int = 0) -> Case:
         else:
             active = torch.nn.functional.gelu(gate.double(), approximate="tanh")
         ops = CudaOps(launcher)
-        run_op = ops.silu_and_mul if name == "silu" else ops.gelu_and_mul
+        run_op = partial(ops.activate_and_mul, "silu" if name == "silu" else "gelu_tanh")
         out = torch.empty(3, size, dtype=dtype, device=device)
         run_op(gate_up, out)
         assert_rounded(out, active.to(dtype).double() * up.double())
@@ -180,7 +181,7 @@ def nothing_to_do(launcher: Launcher, device: torch.device) -> None:
     ops.rms_norm(none, weight, EPS, none)
     ops.add_rms_norm(none, none, weight, EPS, none)
     ops.rotate(none.view(0, 2, 32), draw_rotation(0, 32, torch.float32, device))
-    ops.silu_and_mul(torch.empty(0, 128, device=device), none)
+    ops.activate_and_mul("silu", torch.empty(0, 128, device=device), none)
 
 
 CASES: list[tuple[str, Case]] = [

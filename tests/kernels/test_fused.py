@@ -56,8 +56,8 @@ def test_plain_torch_agrees(dtype: torch.dtype, emulated: EmulatorLauncher) -> N
         heads = x.clone().view(3, 8, 32)
         ops.rotate(heads, rotation)
         gated = [torch.empty(3, 128, dtype=dtype) for _ in range(2)]
-        ops.silu_and_mul(x.clone(), gated[0])
-        ops.gelu_and_mul(x.clone(), gated[1])
+        ops.activate_and_mul("silu", x.clone(), gated[0])
+        ops.activate_and_mul("gelu_tanh", x.clone(), gated[1])
         results.append([*copies, heads, *gated])
     for plain, native in zip(*results, strict=True):
         torch.testing.assert_close(native, plain, rtol=4 * unit, atol=4 * unit * float(plain.abs().max()))
@@ -104,6 +104,6 @@ def test_wrong_shapes_are_refused(emulated: EmulatorLauncher) -> None:
     with pytest.raises(ValueError, match=r"even size .*got 3"):
         ops.rotate(torch.zeros(2, 2, 3), Rotation(torch.zeros(2, 3), torch.zeros(2, 3)))
     with pytest.raises(ValueError, match=r"gate_up must be .*\[2, 8\]"):
-        ops.silu_and_mul(torch.zeros(2, 6), torch.zeros(2, 4))
+        ops.activate_and_mul("silu", torch.zeros(2, 6), torch.zeros(2, 4))
     with pytest.raises(ValueError, match=r"float64; kernels take"):
-        ops.gelu_and_mul(torch.zeros(2, 8).double(), torch.zeros(2, 4).double())
+        ops.activate_and_mul("gelu_tanh", torch.zeros(2, 8).double(), torch.zeros(2, 4).double())

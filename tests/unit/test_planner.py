@@ -12,8 +12,9 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import Tensor, read_headers
-from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
+from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.client import launch
@@ -32,7 +33,7 @@ def checkpoint(tmp_path: Path, name: str = "llama_new", **changes: Any) -> Check
     """A model of a real config.json, with the tensors that it must have."""
     values = json.loads((FIXTURES / f"{name}.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(values))
-    spec = ModelSpec.load(tmp_path)
+    spec = load_spec(tmp_path)
     hidden, inner, head = spec.hidden_size, spec.intermediate_size, spec.layers[0].attention.head_size
     heads = spec.layers[0].attention
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
@@ -153,7 +154,7 @@ def test_the_plans_blocks_are_those_that_the_engine_resolves(tp: int) -> None:
     settings = {"device": "cpu", "tensor_parallel_size": tp, "cpu_kvcache_space": 0.01}
     plan = make_plan(PlanConfig.load(settings, env={}), load(PlanConfig()))
     resolved = launch.resolve(EngineConfig.load(settings, env={}))
-    rank_block_bytes = ModelSpec.load(demo_folder()).kv_block_bytes(16, 2, tp)
+    rank_block_bytes = load_spec(demo_folder()).kv_block_bytes(16, 2, tp)
     assert plan.num_blocks == configured_num_blocks(resolved, rank_block_bytes)
     assert plan.block_bytes == tp * rank_block_bytes
 

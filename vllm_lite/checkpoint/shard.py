@@ -1,5 +1,6 @@
 """How the ranks that hold a model together share its dimensions: which part of each is whose. No torch."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -21,11 +22,13 @@ VOCABULARY_UNIT = 64
 
 
 class Split(NamedTuple):
-    """The part [start, start + size) of a dimension of `total` that one rank holds."""
+    """The part [start, start + size) of a dimension of `total` that one rank holds, or the `size` indices `order`."""
 
     total: int
     start: int
     size: int
+    order: tuple[int, ...] | None = None
+    """The part's indices, where they do not follow one another."""
 
     @property
     def end(self) -> int:
@@ -38,6 +41,14 @@ class Split(NamedTuple):
     def times(self, factor: int) -> "Split":
         """The same part of a dimension in which each element has become `factor` of them, as a head its elements."""
         return Split(self.total * factor, self.start * factor, self.size * factor)
+
+    @classmethod
+    def of(cls, total: int, indices: Sequence[int]) -> "Split":
+        """The part that has these indices, in their order."""
+        start = indices[0] if indices else 0
+        if list(indices) == list(range(start, start + len(indices))):
+            return cls(total, start, len(indices))
+        return cls(total, 0, len(indices), tuple(indices))
 
     @classmethod
     def whole(cls, total: int) -> "Split":

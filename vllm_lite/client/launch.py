@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_lite.checkpoint import hub
-from vllm_lite.checkpoint.model_spec import ModelSpec, resolve_dtype
+from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.connection import RUN_DIR
@@ -205,7 +205,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     if config.tokenizer is not None:
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
-    spec = ModelSpec.load(path)
+    spec = load_spec(path)
     spec.check_tensor_parallel(config.tensor_parallel_size)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

@@ -3,11 +3,14 @@
 `ops_for(device)` gives the fastest implementation that a device has. All write into preallocated outputs.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
+from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels import cpu
 
 
@@ -19,6 +22,15 @@ class Rotation(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+
+class WideNormWeights(NamedTuple):
+    """A norm that is computed in float32 to its end."""
+
+    weight: torch.Tensor  # float32 [size]
+    bias: torch.Tensor | None  # float32 [size]
+    eps: float
+    centered: bool
 
 
 class Ops(Protocol):
@@ -42,12 +54,47 @@ class Ops(Protocol):
         """heads: [num_tokens, num_heads, head_size], turned in place."""
         ...
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out = silu(gate) * up; gate_up: [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the gate."""
+    def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        """out = norm of x over the last axis, computed in float32 to its end and rounded once; x, out: [..., size].
+
+        Centered it is LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; else x / sqrt(mean(x^2) + eps) *
+        weight + bias.
+        """
         ...
 
-    def gelu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """The same with gelu, tanh approximation."""
+    def add_wide_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        """residual += x, rounded; out = wide_norm(residual); all [num_tokens, size]."""
+        ...
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += x; both [num_tokens, size]."""
+        ...
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        """x *= factor, in float32 and rounded; x: [num_tokens, size]."""
+        ...
+
+    def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        """heads[i] *= table[positions[i]], in float32 and rounded; heads: [num_tokens, num_heads, head_size], table:
+        float32 [max_position], positions: int64 [num_tokens], all of which are in the table."""
+        ...
+
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        """x[i] += table[positions[i]]; x: [num_tokens, size], table: [max_position, size] in x's dtype, positions:
+        int64 [num_tokens], all of which are in the table."""
+        ...
+
+    def activate(self, kind: Activation, x: torch.Tensor) -> None:
+        """x = activation(x), in float32 and rounded; x: [num_tokens, size]."""
+        ...
+
+    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out = activation(gate) * up; gate_up: [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the
+        gate."""
+        ...
+
+    def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
+        """logits *= factor, then, unless cap is 0, logits = cap * tanh(logits / cap); float32 [num_rows, size]."""
         ...
 
 
@@ -71,13 +118,49 @@ class TorchOps:
         swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
         heads.mul_(rotation.cos[:, None]).addcmul_(swapped, rotation.sin[:, None])
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        gate, up = gate_up.chunk(2, dim=-1)
-        torch.mul(silu(gate, inplace=True), up, out=out)
+    def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        wide = x.float()
+        if norm.centered:
+            out.copy_(layer_norm(wide, wide.shape[-1:], norm.weight, norm.bias, norm.eps))
+            return
+        normed = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt_() * norm.weight
+        out.copy_(normed if norm.bias is None else normed + norm.bias)
 
-    def gelu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    def add_wide_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        residual.add_(x)
+        self.wide_norm(residual, norm, out)
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual.add_(x)
+
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        x.mul_(factor)
+
+    def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        heads.copy_(heads * table.index_select(0, positions)[:, None, None])
+
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        x.add_(table.index_select(0, positions))
+
+    def activate(self, kind: Activation, x: torch.Tensor) -> None:
+        x.copy_(_ACTIVATIONS[kind](x))
+
+    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = gate_up.chunk(2, dim=-1)
-        torch.mul(gelu(gate, approximate="tanh"), up, out=out)
+        torch.mul(_ACTIVATIONS[kind](gate), up, out=out)
+
+    def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
+        logits.mul_(factor)
+        if cap:
+            logits.div_(cap).tanh_().mul_(cap)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 def ops_for(device: torch.device) -> Ops:

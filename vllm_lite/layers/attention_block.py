@@ -1,42 +1,71 @@
 """One layer's attention: the projections of its heads, and what they attend to in the paged cache."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.qkv_layout import Layout, qkv_splits
 from vllm_lite.layers.weight_slot import WeightGroup
 
 
+class AttentionNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer's attention."""
+
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    """The same name three times where they are one tensor."""
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    layout: Layout = "separate"
+
+
 class AttentionBlock:
-    """Causal self-attention in two halves: `attend` is needed for every token, `project` for those that go on."""
+    """Causal self-attention in two halves: `attend` is needed for every token, `project` for those that go on.
+
+    A family whose checkpoints name or lay out the projections otherwise sets `names`, and `transposed` where they are
+    stored as [inputs, outputs].
+    """
+
+    names = AttentionNames()
+    transposed = False
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        spec, heads = parts.spec, parts.spec.layers[layer].attention
-        hidden = Split.whole(spec.hidden_size)
-        query, kv = (part.times(heads.head_size) for part in heads.heads(parts.shard))
-        self.kind = parts.kinds.index(parts.layers[layer])
+        spec, whole, own = parts.spec, parts.spec.layers[layer], parts.layers[layer]
+        heads, size = whole.attention.heads(parts.shard), whole.attention.head_size
+        self.ops = ops_for(parts.device)
+        self.kind = parts.kinds.index(own)
         self.group = next(index for index, group in enumerate(spec.kv_groups) if layer in group.layers)
-        self.qkv = parts.linear(hidden, query, kv, kv, bias=spec.attention_bias)
-        self.query_norm = parts.norm(heads.head_size) if spec.qk_norm else None
-        self.key_norm = parts.norm(heads.head_size) if spec.qk_norm else None
-        self.output = parts.row_parallel(query, hidden, bias=spec.attention_bias)
+        self.grows = whole.query_growth is not None
+        self.order = None if whole.rope is None else whole.rope.order(size)
+        hidden = Split.whole(spec.hidden_size)
+        splits = qkv_splits(whole.attention, heads, self.names.layout, self.order)
+        self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
+        self.query_norm = parts.norm(size) if spec.qk_norm == "head" else None
+        self.key_norm = parts.norm(size) if spec.qk_norm == "head" else None
+        query = heads.query.times(size)
+        self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
 
     def attend(
         self,
+        x: torch.Tensor,  # [num_tokens, hidden_size]
         rows: Rows,
         kv: torch.Tensor,  # the layer's cache: [num_blocks, 2, num_kv_heads, block_size, head_size]
         batch: StepBatch,
         backend: AttentionBackend,
     ) -> None:
-        """Attend with rows.hidden, for `project` to go on from, and write K and V to the cache."""
+        """Attend with `x`, for `project` to go on from, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
-        self.qkv.forward(rows.hidden, out=own.qkv)
+        self.qkv.forward(x, out=own.qkv)
         self.normalize(own)
+        if self.grows and rows.query_growth is not None:
+            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         backend.write_kv(own.heads, kv, batch, self.group)
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads)
 
@@ -52,8 +81,8 @@ class AttentionBlock:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
-        yield self.qkv.group(*(f"{prefix}{part}_proj" for part in "qkv"))
+        yield self.qkv.group(*(f"{prefix}{name}" for name in self.names.qkv))
         if self.query_norm is not None and self.key_norm is not None:
-            yield self.query_norm.group(f"{prefix}q_norm")
-            yield self.key_norm.group(f"{prefix}k_norm")
-        yield self.output.group(f"{prefix}o_proj")
+            yield self.query_norm.group(f"{prefix}{self.names.query_norm}", self.order)
+            yield self.key_norm.group(f"{prefix}{self.names.key_norm}", self.order)
+        yield self.output.group(f"{prefix}{self.names.output}")

@@ -30,7 +30,8 @@ class Rows:
     hidden: torch.Tensor  # [n, hidden_size], input and output of every block
     rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads that are rotated by it
     by_kind: tuple[HeadRows, ...]  # for each of Parts.kinds; they share one memory
-    gate_up: torch.Tensor  # [n, 2 * intermediate_size]
+    query_growth: torch.Tensor | None  # float32 [max_model_len], for all positions; None = no layer has it
+    gate_up: torch.Tensor  # [n, 2 * intermediate_size]; without a gate [n, 0]
     activated: torch.Tensor  # [n, intermediate_size]
 
 
@@ -48,12 +49,13 @@ class Buffers:
         self.hidden = buffer(spec.hidden_size)
         self.qkv = buffer(max(kind.attention.qkv_size for kind in self.kinds)).flatten()
         self.attended = buffer(max(kind.attention.query_size for kind in self.kinds)).flatten()
-        self.gate_up = buffer(2 * intermediate_size)
+        self.gate_up = buffer(2 * intermediate_size if spec.gated_mlp else 0)
         self.activated = buffer(intermediate_size)
         ropes = dict.fromkeys((kind.rope, kind.attention.head_size) for kind in self.kinds if kind.rope is not None)
         self._ropes = list(ropes)
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
         self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
+        self._query_growth = _growth(self.kinds, max_model_len, parts.device)
         self._last: tuple[int, Rows] | None = None
 
     def rows(self, n: int) -> Rows:
@@ -84,6 +86,7 @@ class Buffers:
             hidden=self.hidden[:n],
             rotations=rotations,
             by_kind=tuple(self._head_rows(kind, n, rotations) for kind in self.kinds),
+            query_growth=self._query_growth,
             gate_up=self.gate_up[:n],
             activated=self.activated[:n],
         )
@@ -97,3 +100,15 @@ class Buffers:
         rotation = None if rope is None else rotations[self._ropes.index((rope, own.head_size))]
         views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
         return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))
+
+
+def _growth(kinds: Sequence[LayerSpec], max_model_len: int, device: torch.device) -> torch.Tensor | None:
+    """By how much Q grows at each position: float32 [max_model_len]. Raises ValueError if layers differ in it."""
+    growths = {kind.query_growth for kind in kinds} - {None}
+    if len(growths) > 1:
+        raise ValueError(f"layers differ in how Q grows: {growths}")
+    for growth in growths:
+        if growth is not None:
+            positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
+            return 1 + growth.beta * torch.log1p(torch.floor(positions / growth.original))
+    return None

@@ -40,7 +40,7 @@ class Linear:
         stacks = self.form.stacks(names, self.shape)
         if self.bias:
             biases = (
-                WeightSlot(f"{name}.bias", (part.total,), (part.start,), (part.size,))
+                WeightSlot(f"{name}.bias", (part.total,), (part.start,), (part.size,), part.order)
                 for name, part in zip(names, self.bias_parts(), strict=True)
             )
             stacks += (WeightStack(tuple(biases), self.shape.dtype, self.shape.device),)

@@ -1,6 +1,9 @@
-"""The gated MLP of a layer: down(activation(gate(x)) * up(x))."""
+"""The MLP of a layer, with a gate or without."""
 
 from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
@@ -9,23 +12,71 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup
 
 
+class GatedNames(NamedTuple):
+    """What a checkpoint calls the matrices of a gated MLP; where gate and up are one, they lie behind each other."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
 class GatedMLP:
-    """Gate and up are one matrix product, split over ranks by columns, and down by rows."""
+    """down(activation(gate(x)) * up(x)). Gate and up are one matrix product, split over ranks by columns, and down by
+    rows."""
+
+    names: ClassVar = GatedNames()
 
     def __init__(self, parts: Parts) -> None:
-        spec, ops = parts.spec, ops_for(parts.device)
+        spec = parts.spec
+        self.ops, self.activation = ops_for(parts.device), spec.activation
         hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
-        self.gate_up = parts.linear(hidden, inner, inner, bias=spec.mlp_bias)
-        self.activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}[spec.activation]
+        gate = up = inner
+        if self.names.gate == self.names.up:
+            gate = Split(2 * inner.total, inner.start, inner.size)
+            up = Split(2 * inner.total, inner.total + inner.start, inner.size)
+        self.gate_up = parts.linear(hidden, gate, up, bias=spec.mlp_bias)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias)
 
-    def forward(self, rows: Rows) -> None:
-        """Replace rows.hidden by the MLP's output."""
-        self.gate_up.forward(rows.hidden, out=rows.gate_up)
-        self.activate(rows.gate_up, rows.activated)
+    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+        """Write the MLP's output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
+        self.gate_up.forward(x, out=rows.gate_up)
+        self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.mlp."."""
-        yield self.gate_up.group(f"{prefix}gate_proj", f"{prefix}up_proj")
-        yield self.down.group(f"{prefix}down_proj")
+        yield self.gate_up.group(f"{prefix}{self.names.gate}", f"{prefix}{self.names.up}")
+        yield self.down.group(f"{prefix}{self.names.down}")
+
+
+class MLPNames(NamedTuple):
+    """What a checkpoint calls the matrices of an MLP without a gate."""
+
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class MLP:
+    """down(activation(up(x))). Ranks share up by columns and down by rows."""
+
+    names: ClassVar = MLPNames()
+    transposed: ClassVar[bool] = False
+    """Whether the checkpoint stores [inputs, outputs]."""
+
+    def __init__(self, parts: Parts) -> None:
+        spec = parts.spec
+        self.ops, self.activation = ops_for(parts.device), spec.activation
+        hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
+        self.up = parts.linear(hidden, inner, bias=spec.mlp_bias, transposed=self.transposed)
+        self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias, transposed=self.transposed)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+        """As GatedMLP's."""
+        self.up.forward(x, out=rows.activated)
+        self.ops.activate(self.activation, rows.activated)
+        self.down.forward(rows.activated, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As GatedMLP's."""
+        yield self.up.group(f"{prefix}{self.names.up}")
+        yield self.down.group(f"{prefix}{self.names.down}")

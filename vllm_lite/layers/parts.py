@@ -9,7 +9,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.layers.linear import Linear, RowParallelLinear
 from vllm_lite.layers.matmul import Quantization
-from vllm_lite.layers.norm import RMSNorm
+from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
 from vllm_lite.parallel.communicator import Communicator
 
@@ -30,18 +30,22 @@ class Parts:
     def shard(self) -> Shard:
         return self.communicator.shard
 
-    def linear(self, inputs: Split, *outputs: Split, bias: bool) -> Linear:
-        """A linear layer whose inputs every rank has in full."""
-        return Linear(LinearShape(inputs, outputs, self.dtype, self.device), bias=bias, form=self.form)
+    def linear(self, inputs: Split, *outputs: Split, bias: bool, transposed: bool = False) -> Linear:
+        """A linear layer whose inputs every rank has in full. `transposed`: the checkpoint has [inputs, outputs]."""
+        shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed)
+        return Linear(shape, bias=bias, form=self.form)
 
-    def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool) -> RowParallelLinear:
+    def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool, transposed: bool = False) -> RowParallelLinear:
         """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""
-        shape = LinearShape(inputs, (outputs,), self.dtype, self.device)
+        shape = LinearShape(inputs, (outputs,), self.dtype, self.device, transposed)
         return RowParallelLinear(shape, self.communicator, bias=bias, form=self.form)
 
-    def norm(self, size: int | None = None) -> RMSNorm:
-        """Over `size` elements, or over the whole hidden state."""
-        return RMSNorm(size or self.spec.hidden_size, self.spec.norm_eps, dtype=self.dtype, device=self.device)
+    def norm(self, size: int | None = None) -> Norm:
+        """The model's norm, over `size` elements or over the whole hidden state."""
+        size, spec = size or self.spec.hidden_size, self.spec.norm
+        if spec.kind == "rms":
+            return RMSNorm(size, spec.eps, dtype=self.dtype, device=self.device)
+        return WideNorm(size, spec, device=self.device)
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:

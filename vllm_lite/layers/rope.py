@@ -1,10 +1,14 @@
-"""Rotary position embedding in the NeoX order: element i of a head turns with element i + head_size / 2."""
+"""Rotary position embedding in the order of the kernels: element i of a head turns with element i + head_size / 2.
+
+Checkpoints in which other pairs turn, or only a part of each head, have the rows of Q and K put into this order when
+they are loaded (`Rope.order`). What does not turn has cos 1 and sin 0.
+"""
 
 import math
 
 import torch
 
-from vllm_lite.checkpoint.model_spec import Rope
+from vllm_lite.checkpoint.rope import Dynamic, Linear, Llama3, LongRope, Proportional, Rope, Yarn
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.ops import Rotation
@@ -19,9 +23,13 @@ class RotaryEmbedding:
     def __init__(self, rope: Rope, head_size: int, max_position: int, *, device: torch.device) -> None:
         self.half = head_size // 2
         self.native = device.type == "cpu" and cpu.available()
+        frequencies = inverse_frequencies(rope, head_size, max_position)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
-        angles = positions[:, None] * inverse_frequencies(rope, head_size).to(device)
-        self.table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        angles = positions[:, None] * frequencies.to(device)
+        table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
+        self.table = torch.zeros(max_position, 2, self.half, device=device)
+        self.table[:, 0] = 1.0
+        self.table[:, :, : len(frequencies)] = table
 
     def select(self, positions: torch.Tensor, out: Rotation) -> None:
         """positions: int64 [num_tokens]. A position outside of the table is an IndexError on a CPU."""
@@ -34,17 +42,54 @@ class RotaryEmbedding:
         out.sin[..., :half].neg_()
 
 
-def inverse_frequencies(rope: Rope, head_size: int) -> torch.Tensor:
-    """Radians per position of each pair: float32 [head_size / 2].
+def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.Tensor:
+    """Radians per position of each rotated pair: float32 [rotary_size / 2].
 
-    Kind "llama3" slows wavelengths that did not fit into the original context down by `factor`, leaves those that fit
-    it `high_freq_factor` times alone, and blends linearly (in turns per context) in between.
+    Some kinds depend on how long a sequence may become: `max_position`.
     """
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
-        return frequencies
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    size = rope.rotary_size or head_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequencies: torch.Tensor = 1.0 / (rope.theta**exponents)
+    match rope.scaling:
+        case None:
+            return frequencies
+        case Linear(factor=factor):
+            return frequencies / factor
+        case Proportional(num_pairs=num_pairs, factor=factor):
+            frequencies[num_pairs:] = 0.0
+            return frequencies / factor
+        case Dynamic(factor=factor, original=original):
+            grown = factor * max(max_position, original) / original - (factor - 1)
+            return 1.0 / (torch.tensor(rope.theta * grown ** (size / (size - 2))) ** exponents)
+        case LongRope(short=short, long=long, original=original):
+            return frequencies / torch.tensor(long if max_position > original else short)
+        case Llama3() as llama3:
+            return _llama3(frequencies, llama3)
+        case Yarn() as yarn:
+            return _yarn(frequencies, rope.theta, yarn)
+
+
+def _llama3(frequencies: torch.Tensor, rope: Llama3) -> torch.Tensor:
+    """Blended linearly in turns per context."""
+    turns = rope.original * frequencies / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep.clamp_(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * (frequencies / rope.factor)
+
+
+def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
+    """Blended linearly in the number of the pair."""
+    size = 2 * len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        """Which pair turns so many times in the original context."""
+        return size * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # else it would divide by 0
+    slow = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0.0, 1.0)
+    return frequencies / rope.factor * slow + frequencies * (1.0 - slow)

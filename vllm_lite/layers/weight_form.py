@@ -22,6 +22,14 @@ class LinearShape(NamedTuple):
     outputs: tuple[Split, ...]
     dtype: torch.dtype
     device: torch.device
+    transposed: bool = False
+    """Whether the checkpoint stores [inputs, outputs]."""
+
+    def slot(self, name: str, rows: Split) -> WeightSlot:
+        """The part of the matrix `name` that this rank holds of one projection."""
+        inputs = self.inputs
+        start, size = (rows.start, inputs.start), (rows.size, inputs.size)
+        return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed)
 
 
 class WeightForm(Protocol):
@@ -43,13 +51,7 @@ class DenseForm:
     quantization: Quantization | None = None
 
     def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
-        inputs = shape.inputs
-        slots = tuple(
-            WeightSlot(
-                f"{name}.weight", (rows.total, inputs.total), (rows.start, inputs.start), (rows.size, inputs.size)
-            )
-            for name, rows in zip(names, shape.outputs, strict=True)
-        )
+        slots = tuple(shape.slot(f"{name}.weight", rows) for name, rows in zip(names, shape.outputs, strict=True))
         return (WeightStack(slots, shape.dtype, shape.device, lent=copies(shape.dtype, shape.device)),)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:

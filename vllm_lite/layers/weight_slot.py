@@ -8,12 +8,30 @@ import torch
 
 
 class WeightSlot(NamedTuple):
-    """The checkpoint tensor `name` of full shape `shape`: this rank holds the box of `size` that begins at `start`."""
+    """The checkpoint tensor `name` of full shape `shape`: this rank holds the box of `size` that begins at `start`.
+
+    Several slots may take parts of one tensor, as Q, K and V do of a fused one.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+    """The indices that the box has along the first axis, where they do not follow one another from start[0] on."""
+    transposed: bool = False
+    """Whether the checkpoint stores a matrix with its axes exchanged: shape[1] by shape[0]."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def cut(self, stored: torch.Tensor) -> torch.Tensor:
+        """The box of the tensor as it is stored: a view if it lies in one piece, else a copy."""
+        tensor = stored.t() if self.transposed else stored
+        if self.order is None:
+            return tensor[self.box]
+        return tensor[(slice(None), *self.box[1:])].index_select(0, torch.tensor(self.order))
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -25,9 +43,9 @@ class WeightSlot(NamedTuple):
         return math.prod(self.size)
 
 
-def whole_slot(name: str, *shape: int) -> WeightSlot:
-    """A tensor that every rank holds in full."""
-    return WeightSlot(name, shape, (0,) * len(shape), shape)
+def whole_slot(name: str, *shape: int, order: tuple[int, ...] | None = None) -> WeightSlot:
+    """A tensor that every rank holds in full, in another `order` where one is given."""
+    return WeightSlot(name, shape, (0,) * len(shape), shape, order)
 
 
 class WeightStack(NamedTuple):

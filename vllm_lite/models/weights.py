@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from vllm_lite.checkpoint.headers import weight_files
+from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
@@ -107,11 +108,12 @@ class _Files:
         self._last: torch.Tensor | None = None
         for file in weight_files(folder):
             opened = _open(file, stack)
-            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+            for stored_as in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+                name = canonical(stored_as)
                 if name in self._stored:
                     other = self._stored[name].file.name
-                    raise ModelError(f"{file}: tensor {name!r} is also in {other}; it must be in one")
-                self._stored[name] = _Stored(file, opened, name)
+                    raise ModelError(f"{file}: tensor {stored_as!r} is also in {other}; it must be in one")
+                self._stored[name] = _Stored(file, opened, stored_as)
         table = {slot.name: (slot, part) for group in groups for part in group.stacks for slot in part.slots}
         _check(table, self._stored, ignores, folder)
 
@@ -121,7 +123,7 @@ class _Files:
         if self._last is not None:
             memory.give_back(self._last)
         self._last = self._stored[slot.name].mapped()
-        return self._last[slot.box]
+        return slot.cut(self._last)
 
 
 class _Stored:
@@ -190,7 +192,9 @@ def _check(
     """Raise one ModelError with all missing and unexpected tensors, wrong shapes and dtypes that cannot be read."""
     both = [(name, slot, part, found[name]) for name, (slot, part) in table.items() if name in found]
     shapes = [
-        f"{name} {stored.shape}, not {slot.shape}" for name, slot, _, stored in both if stored.shape != slot.shape
+        f"{name} {stored.shape}, not {slot.stored_shape}"
+        for name, slot, _, stored in both
+        if stored.shape != slot.stored_shape
     ]
     unreadable: dict[tuple[str, ...], list[str]] = {}
     for name, _, part, stored in both:
@@ -222,4 +226,4 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     if len(slot.shape) == 1:
         return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
     generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
-    return torch.randn(slot.shape, generator=generator).mul_(slot.shape[1] ** -0.5)[slot.box]
+    return slot.cut(torch.randn(slot.stored_shape, generator=generator).mul_(slot.shape[1] ** -0.5))

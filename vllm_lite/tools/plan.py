@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint import hub
+from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.headers import Tensor, read_headers
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec, resolve_dtype
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
@@ -130,10 +131,10 @@ def load(config: EngineConfig) -> Checkpoint:
     """Read config.json and the headers of the weights, and of a hub id no more than these. Raises ModelError."""
     if config.model == DEMO_MODEL:
         folder = Path(demo_folder())
-        return Checkpoint(ModelSpec.load(folder), read_headers(folder))
+        return Checkpoint(load_spec(folder), read_headers(folder))
     source = hub.Source(config.model, config.revision, config.download_dir)
     folder = Path(hub.local_folder(source, what="config"))
-    spec = ModelSpec.load(folder)
+    spec = load_spec(folder)
     try:
         return Checkpoint(spec, read_headers(folder))
     except ModelError:

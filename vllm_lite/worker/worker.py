@@ -6,6 +6,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
@@ -45,7 +46,7 @@ class Worker:
         self.rank = rank
         self.generation = generation
         self.progress = progress
-        self.spec = ModelSpec.load(config.model)
+        self.spec = load_spec(config.model)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)

@@ -2,11 +2,12 @@
 
 import torch
 
+from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.ops import Rotation, TorchOps
 
-_SILU, _GELU = 0, 1
+_KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 _RMS_NORM = (int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, int64, int64)
 _ADD_RMS_NORM = (int32, int64, int64, float32, pointer, int64, pointer, int64, pointer, pointer, int64)
@@ -62,13 +63,9 @@ class CpuOps(TorchOps):
         )  # fmt: skip
         return None
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        if not self._gated(_SILU, gate_up, out):
-            super().silu_and_mul(gate_up, out)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        if not self._gated(_GELU, gate_up, out):
-            super().gelu_and_mul(gate_up, out)
+    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        if kind not in _KINDS or not self._gated(_KINDS[kind], gate_up, out):
+            super().activate_and_mul(kind, gate_up, out)
 
     def _gated(self, activation: int, gate_up: torch.Tensor, out: torch.Tensor) -> bool:
         code = _code(gate_up, out)

@@ -3,10 +3,12 @@
 import numpy as np
 import torch
 
+from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, Launcher, cuda_type, require
-from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.ops import Rotation, TorchOps
 
 SOURCE = "fused.cuh"
+_KERNELS: dict[Activation, str] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
 MAX_THREADS = 1024
 SCRATCH_BYTES = 32 * 4
 """Shared memory of a sum over a block: one float for each warp."""
@@ -41,8 +43,8 @@ def require_rows(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
     )
 
 
-class CudaOps:
-    """The `Ops` of vllm_lite/kernels/ops.py, which says what each computes. Raises ValueError on wrong shapes."""
+class CudaOps(TorchOps):
+    """What has no kernel here is computed by TorchOps. Raises ValueError on wrong shapes."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -88,11 +90,11 @@ class CudaOps:
         threads = threads_for(num_heads * (head_size // 2 // width), 256)
         self._kernel("rotate", heads, width)((num_tokens, 1, 1), (threads, 1, 1), args)
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        self._gated("silu_and_mul", gate_up, out)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        self._gated("gelu_and_mul", gate_up, out)
+    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        if kind in _KERNELS:
+            self._gated(_KERNELS[kind], gate_up, out)
+        else:
+            super().activate_and_mul(kind, gate_up, out)
 
     def _gated(self, name: str, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, size = out.shape

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.model_spec import Rope
+from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.layers.rope import RotaryEmbedding
@@ -66,13 +66,13 @@ def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callabl
         ("RMSNorm", str(HIDDEN), lambda ops: ops.rms_norm(x, weight, 1e-6, out)),
         ("RMSNorm of heads", by_head, lambda ops: ops.rms_norm(heads, weight[:HEAD_SIZE], 1e-6, heads)),
         ("RoPE", by_head, lambda ops: ops.rotate(heads, rotation)),
-        ("silu and mul", str(INTERMEDIATE), lambda ops: ops.silu_and_mul(gate_up, activated)),
-        ("gelu and mul", str(INTERMEDIATE), lambda ops: ops.gelu_and_mul(gate_up, activated)),
+        ("silu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("silu", gate_up, activated)),
+        ("gelu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("gelu_tanh", gate_up, activated)),
     ]
 
 
 def _rotations() -> Iterator[Row]:
-    native, plain = (RotaryEmbedding(Rope("default", 1e4), HEAD_SIZE, 8192, device=torch.device("cpu")) for _ in "np")
+    native, plain = (RotaryEmbedding(Rope(1e4), HEAD_SIZE, 8192, device=torch.device("cpu")) for _ in "np")
     plain.native = False
     for num_rows in NUM_ROWS:
         positions = torch.randint(8192, (num_rows,))

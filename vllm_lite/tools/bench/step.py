@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import Any
 from unittest.mock import patch
 
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.session import Session
@@ -46,7 +47,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
         )
     given = settings | {"model": model, "max_num_seqs": num_streams, "log_level": "error"}
     config = resolve(EngineConfig.check(given | {"enable_prefix_caching": False}))
-    spec = ModelSpec.load(config.model)
+    spec = load_spec(config.model)
     threads = (config.cpu_threads or 0) * config.tensor_parallel_size or num_physical_cores()  # of all workers
     worker, engine, client = _decode(config, spec, num_streams, context - num_steps // 2, num_steps)
     parts = _mean(worker, num_streams)

@@ -1,0 +1,81 @@
+"""A checkpoint's config.json, read into a ModelSpec by the family of its architecture.
+
+What is not supported is refused here, by name, before any weight is opened.
+"""
+
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.families.common import Family, as_ids
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
+from vllm_lite.errors import ConfigError, ModelError
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+}
+"""Architecture -> module of `families`."""
+OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+"""What holds for the text part of a multimodal model, too, where that does not say it."""
+
+
+class _RawGenerationConfig(msgspec.Struct):
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
+def load_spec(path: str | Path) -> ModelSpec:
+    """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`.
+
+    Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
+    spec = read_json(folder / "config.json", _parse_config)
+    if (folder / "generation_config.json").exists():
+        eos = read_json(folder / "generation_config.json", _parse_generation_config)
+        spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
+    return spec
+
+
+def resolve_dtype(requested: str, spec: ModelSpec) -> str:
+    """The dtype to compute in: `requested` itself, or for "auto" the checkpoint's own.
+
+    Raises ConfigError for a name that is neither.
+    """
+    if requested == "auto":
+        return spec.dtype
+    if requested not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {requested!r} is not supported; use auto, {', '.join(DTYPE_BYTES)}")
+    return requested
+
+
+def _parse_config(raw_json: Any) -> ModelSpec:
+    """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report."""
+    names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(FAMILIES)}")
+    family: Family = resolve_name(f"vllm_lite.checkpoint.families.{FAMILIES[name]}:FAMILIES")[name]
+    text = _text_part(raw_json)
+    named = {family.aliases.get(key, key): value for key, value in text.items()}
+    return family.read(name, convert(named, family.config))
+
+
+def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the model that writes text: `text_config` where the model is more than that."""
+    inner = raw_json.get("text_config")
+    if not isinstance(inner, dict):
+        return raw_json
+    return {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None} | {
+        key: value for key, value in inner.items() if value is not None
+    }
+
+
+def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:
+    return as_ids(convert(raw_json, _RawGenerationConfig).eos_token_id)

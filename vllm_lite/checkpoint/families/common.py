@@ -1,0 +1,206 @@
+"""What the config.json of all families have in common: their keys, and how these become parts of a ModelSpec.
+
+Both spellings are read: the old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`, `dtype`).
+Every ModelError names the key and the value; `load_spec` puts the file's name before it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.model_spec import (
+    DTYPE_BYTES,
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    make_kv_groups,
+)
+from vllm_lite.checkpoint.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
+from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
+from vllm_lite.errors import ModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The values of `layer_types`."""
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class RawConfig(msgspec.Struct, kw_only=True):
+    """The keys that are read of every family; a family adds its own. All others are ignored."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    num_attention_heads: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)] | None = None
+    original_max_position_embeddings: Size | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class Family(NamedTuple):
+    """Architectures whose config.json is read alike."""
+
+    config: type[RawConfig]
+    read: Callable[[str, Any], ModelSpec]
+    """Called as read(architecture, the converted config)."""
+    aliases: Mapping[str, str] = {}
+    """Keys that are called otherwise in this family: its name -> that of RawConfig."""
+
+
+def attention_of(raw: RawConfig, *, default_head_dim: int | None = None) -> AttentionSpec:
+    """The heads, with the usual scale and nothing else; a family replaces what it has otherwise."""
+    num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if raw.num_attention_heads % num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {raw.num_attention_heads}"
+        )
+    head_size = raw.head_dim or default_head_dim
+    if head_size is None:
+        head_size, remainder = divmod(raw.hidden_size, raw.num_attention_heads)
+        if remainder:
+            raise ModelError(
+                f"hidden_size {raw.hidden_size} is not a multiple of num_attention_heads {raw.num_attention_heads}; "
+                "without a head_dim it must be"
+            )
+    return AttentionSpec(raw.num_attention_heads, num_kv_heads, head_size, scale=head_size**-0.5)
+
+
+def ropes_of(
+    raw: RawConfig,
+    head_size: int,
+    *,
+    interleaved: bool = False,
+    theta: float = DEFAULT_THETA,
+    partial_rotary_factor: float = 1.0,
+) -> dict[str, Rope]:
+    """The rope of each layer type. Where config.json does not distinguish them they are equal; `theta` and
+    `partial_rotary_factor` are what the family takes where it says nothing."""
+    if head_size % 2:
+        raise ModelError(f"head_dim {head_size} is odd; rotary embedding turns pairs, so it must be even")
+    context = RopeContext(
+        head_size=head_size,
+        max_position_embeddings=raw.max_position_embeddings,
+        theta=raw.rope_theta or theta,
+        partial_rotary_factor=raw.partial_rotary_factor or partial_rotary_factor,
+        original_max_position_embeddings=raw.original_max_position_embeddings,
+        interleaved=interleaved,
+    )
+    key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
+    values = raw.rope_parameters or raw.rope_scaling or {}
+    nested = {name: value for name, value in values.items() if name in (FULL, SLIDING) and isinstance(value, dict)}
+    if nested:
+        return {name: read_rope(value, f"{key}.{name}", context) for name, value in nested.items()}
+    others = [name for name, value in values.items() if isinstance(value, dict)]
+    if others:
+        raise ModelError(f"{key} has layer types {', '.join(others[:8])}; supported: {FULL}, {SLIDING}")
+    rope = read_rope(values, key, context)
+    return {FULL: rope, SLIDING: rope}
+
+
+def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
+    """The one rope of a model whose layers all turn alike. `options` as for `ropes_of`."""
+    ropes = ropes_of(raw, head_size, **options)
+    if len(set(ropes.values())) > 1:
+        raise ModelError("rope_parameters differs by layer type; one for all layers is supported")
+    return next(iter(ropes.values()))
+
+
+def layer_types_of(raw: RawConfig, default: Callable[[int], str] = lambda _: FULL) -> list[str]:
+    """The type of each layer, as config.json says it, or by `default`."""
+    types = raw.layer_types
+    if types is None:
+        return [default(layer) for layer in range(raw.num_hidden_layers)]
+    others = sorted(set(types) - {FULL, SLIDING})
+    if others:
+        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: {FULL}, {SLIDING}")
+    if len(types) != raw.num_hidden_layers:
+        raise ModelError(f"layer_types has {len(types)} entries for {raw.num_hidden_layers} layers")
+    return types
+
+
+def windows_of(types: Sequence[str], window: int | None) -> list[int | None]:
+    """The window of each layer by its type; None where it sees everything."""
+    if SLIDING in types and window is None:
+        raise ModelError(f"layer_types has {SLIDING}, but sliding_window is not set")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def layers_of(
+    attention: AttentionSpec, windows: Sequence[int | None], ropes: Sequence[Rope | None]
+) -> tuple[LayerSpec, ...]:
+    """Layers that differ by their windows and ropes only."""
+    both = zip(windows, ropes, strict=True)
+    return tuple(LayerSpec(msgspec.structs.replace(attention, window=window), rope) for window, rope in both)
+
+
+def decoder(
+    architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, intermediate_size: int, **own: Any
+) -> ModelSpec:
+    """The model of these layers. `own`: what else the family sets of a ModelSpec."""
+    if raw.quantization_config is not None:
+        method = raw.quantization_config.get("quant_method", "unknown")
+        raise ModelError(f"quantization_config {method!r} is not supported; use an unquantized checkpoint")
+    usual: dict[str, Any] = {
+        "activation": activation_of(raw.hidden_act),
+        "tie_word_embeddings": raw.tie_word_embeddings,
+        "bos_token_id": raw.bos_token_id,
+        "eos_token_ids": as_ids(raw.eos_token_id),
+        "max_position_embeddings": raw.max_position_embeddings,
+    }
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=intermediate_size,
+        layers=layers,
+        norm=norm,
+        dtype=_dtype(raw),
+        kv_groups=make_kv_groups(layers),
+        **(usual | own),
+    )
+
+
+def activation_of(name: str) -> Activation:
+    """The activation that config.json calls `name`."""
+    if name not in ACTIVATIONS:
+        raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids, of which config.json has none, one or a list."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _dtype(raw: RawConfig) -> str:
+    """The checkpoint's dtype; one that does not say is taken for float32, as nothing is lost by it."""
+    name = (raw.dtype or raw.torch_dtype or "float32").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
+    return name

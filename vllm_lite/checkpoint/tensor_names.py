@@ -1,0 +1,42 @@
+"""What a tensor of a checkpoint is called here: the same in a model alone as in the text part of a larger one.
+
+Models are also stored without the prefix that their class adds (GPT-2's "transformer."), and within a multimodal model
+under a prefix of the wrapper's. `canonical` takes these away, for the loader and for the planner.
+"""
+
+PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("transformer.", ""),
+)
+"""What a name begins with in the checkpoint -> here; the first that fits is taken."""
+OTHER_PARTS = (
+    "visual.",
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+    "mtp.",
+)
+"""Parts of larger models that write no text, each also under "model."."""
+
+
+def canonical(name: str) -> str:
+    """The name that models ask for."""
+    for stored, here in PREFIXES:
+        if name.startswith(stored):
+            return here + name[len(stored) :]
+    return name
+
+
+def is_ignored(name: str, *, tied: bool) -> bool:
+    """Whether the canonical `name` is that of a tensor that some checkpoints have and nobody needs: a copy of a `tied`
+    head, old RoPE tables and masks, what sees images."""
+    if name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias", ".attention.masked_bias")):
+        return True
+    if tied and name == "lm_head.weight":
+        return True
+    return name.removeprefix("model.").startswith(OTHER_PARTS)

@@ -1,0 +1,42 @@
+"""A checkpoint's JSON files, read into declared types. A ModelError names the file, the key and the value."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.errors import ModelError
+
+T = TypeVar("T")
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+def read_json(source: Path, parse: Callable[[Any], T]) -> T:
+    """What `parse` makes of the file `source`. Raises ModelError, with the file's name before what `parse` raises."""
+    try:
+        return parse(msgspec.json.decode(source.read_bytes()))
+    except FileNotFoundError:
+        raise ModelError(f"{source}: no such file; a Hugging Face checkpoint folder has one") from None
+    except OSError as error:
+        raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{source}: not valid JSON ({error})") from error
+
+
+def convert(raw: Any, kind: type[T], within: str = "") -> T:
+    """Check `raw` against the declared type; the message shows the offending key and value, `within` what it is in."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").removeprefix(".").partition("[")[0]
+        where = ".".join(filter(None, (within, key)))
+        given = f", but it is {raw[key]!r}" if isinstance(raw, dict) and key in raw else ""
+        raise ModelError(f"{where}: {problem}{given}" if where else problem) from None

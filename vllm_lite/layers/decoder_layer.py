@@ -1,0 +1,177 @@
+"""The orders in which decoder layers put norms, attention and MLP together. A family names the tensors of one.
+
+`rows.residual` is the stream that every block adds to; `rows.hidden` is what a block gives back, which the next norm
+adds. All orders have two halves: `attend` is needed for every token, `combine` for those that go on.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.kernels.ops import ops_for
+from vllm_lite.layers.attention_block import AttentionBlock
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.mlp import MLP, GatedMLP
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_slot import WeightGroup
+
+
+class LayerNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer."""
+
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    after_attention: str = ""
+    """The norm on what attention gives, where there is one."""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    after_mlp: str = ""
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream: x + f(norm(x))."""
+
+    names: ClassVar = LayerNames()
+    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+    mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first = layer == 0
+        self.ops = ops_for(parts.device)
+        self.input_norm = parts.norm()
+        self.attention = self.attention_block(parts, layer)
+        self.mlp_norm = parts.norm()
+        self.mlp = self.mlp_block(parts)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """What is done for every token. rows.hidden is what the layer before gave back, to be added to rows.residual;
+        before the first layer there is nothing."""
+        if self.first:
+            self.input_norm.forward(rows.residual, out=rows.hidden)
+        else:
+            self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """What is done for the tokens that go on. rows.hidden becomes the MLP's output, still to be added."""
+        self.attention.project(rows)
+        self.after_attention(rows)
+        self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.mlp.forward(rows.hidden, rows)
+        self.after_mlp(rows)
+
+    def after_attention(self, rows: Rows) -> None:
+        """What is done to attention's output in rows.hidden before it is added."""
+
+    def after_mlp(self, rows: Rows) -> None:
+        """What is done to the MLP's output in rows.hidden before it is added."""
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of this layer under `prefix`, like "model.layers.0."."""
+        yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
+        yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
+        yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")
+        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")
+
+
+class SandwichLayer(DecoderLayer):
+    """A norm before and one behind each block: x + norm(f(norm(x)))."""
+
+    names: ClassVar = LayerNames(
+        after_attention="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    )
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
+
+    def after_attention(self, rows: Rows) -> None:
+        self.attention_output_norm.forward(rows.hidden, out=rows.hidden)
+
+    def after_mlp(self, rows: Rows) -> None:
+        self.mlp_output_norm.forward(rows.hidden, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        yield from super().weight_groups(prefix)
+        yield self.attention_output_norm.group(f"{prefix}{self.names.after_attention}")
+        yield self.mlp_output_norm.group(f"{prefix}{self.names.after_mlp}")
+
+
+class PostNormLayer:
+    """Norms behind the blocks only: x + norm(f(x))."""
+
+    names: ClassVar = LayerNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first = layer == 0
+        self.ops = ops_for(parts.device)
+        self.attention, self.mlp = self.attention_block(parts, layer), GatedMLP(parts)
+        self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        if not self.first:
+            self.ops.add(rows.residual, rows.hidden)
+        self.attention.attend(rows.residual, rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """As DecoderLayer's."""
+        self.attention.project(rows)
+        self.attention_output_norm.forward(rows.hidden, out=rows.hidden)
+        self.ops.add(rows.residual, rows.hidden)
+        self.mlp.forward(rows.residual, rows)
+        self.mlp_output_norm.forward(rows.hidden, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As DecoderLayer's."""
+        yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
+        yield self.attention_output_norm.group(f"{prefix}{self.names.after_attention}")
+        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")
+        yield self.mlp_output_norm.group(f"{prefix}{self.names.after_mlp}")
+
+
+class ParallelLayer:
+    """Attention and MLP read the same residual stream and are added together: x + attend(norm(x)) + mlp(norm(x)).
+
+    The norm of both is one, unless `names` has one for the MLP.
+    """
+
+    names: ClassVar = LayerNames(mlp_norm="")
+    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+    mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first = layer == 0
+        self.ops = ops_for(parts.device)
+        self.input_norm = parts.norm()
+        self.mlp_norm = parts.norm() if self.names.mlp_norm else self.input_norm
+        self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        if self.first:
+            self.input_norm.forward(rows.residual, out=rows.hidden)
+        else:
+            self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """As DecoderLayer's. The norm is computed again: of the tokens that go on there is only the residual stream."""
+        self.mlp_norm.forward(rows.residual, out=rows.hidden)
+        self.mlp.forward(rows.hidden, rows)
+        self.ops.add(rows.residual, rows.hidden)
+        self.attention.project(rows)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As DecoderLayer's."""
+        yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
+        yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
+        if self.names.mlp_norm:
+            yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")
+        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")

@@ -1,0 +1,58 @@
+"""Where the rows of Q, K and V stand in the tensors of a checkpoint, for a rank's heads in the order of the kernels."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.shard import HeadSplit, Split
+
+Layout = Literal["separate", "stacked", "by head"]
+"""A tensor for each of Q, K and V; or one in which they lie behind each other; or one in which each KV head stands
+behind the query heads that attend to it: q ... q k v, q ... q k v."""
+
+
+class QKVSplits(NamedTuple):
+    """The part of each projection that a rank holds, as rows of the tensor that it lies in."""
+
+    query: Split
+    key: Split
+    value: Split
+
+
+def qkv_splits(
+    spec: AttentionSpec,  # of the whole model
+    heads: HeadSplit,
+    layout: Layout,
+    order: Sequence[int] | None,  # of the elements of each head of Q and K, see Rope.order
+) -> QKVSplits:
+    """The rows of the heads that a rank holds. `heads` are numbered in the whole model."""
+    size, num_query, num_kv = spec.head_size, spec.num_heads, spec.num_kv_heads
+    group = num_query // num_kv
+    natural = range(size)
+    turned = natural if order is None else order
+
+    def rows(part: Split, total: int, first: Sequence[int], elements: Sequence[int]) -> Split:
+        """`first`: in which place each head stands, counted in heads."""
+        indices = [first[head] * size + element for head in range(part.start, part.end) for element in elements]
+        return Split.of(total * size, indices)
+
+    if layout == "separate":
+        return QKVSplits(
+            rows(heads.query, num_query, range(num_query), turned),
+            rows(heads.kv, num_kv, range(num_kv), turned),
+            rows(heads.kv, num_kv, range(num_kv), natural),
+        )
+    total = num_query + 2 * num_kv
+    if layout == "stacked":
+        queries: Sequence[int] = range(num_query)
+        keys: Sequence[int] = range(num_query, num_query + num_kv)
+        values: Sequence[int] = range(num_query + num_kv, total)
+    else:
+        queries = [head // group * (group + 2) + head % group for head in range(num_query)]
+        keys = range(group, total, group + 2)
+        values = range(group + 1, total, group + 2)
+    return QKVSplits(
+        rows(heads.query, total, queries, turned),
+        rows(heads.kv, total, keys, turned),
+        rows(heads.kv, total, values, natural),
+    )

@@ -1,0 +1,138 @@
+"""What all decoder-only models have in common: token vectors, layers, a last norm, logits.
+
+Read `Decoder.forward`, then the orders in layers/decoder_layer.py. Activations live in `Buffers`: `residual` is the
+stream that every block adds to; `hidden` is what a block reads and what it gives back.
+
+A family is a subclass that names its layers (`layer`) and its tensors (`names`), and replaces a method where it
+computes something else.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensor_names import is_ignored
+from vllm_lite.kernels.ops import ops_for
+from vllm_lite.layers.attention_block import AttentionBlock
+from vllm_lite.layers.buffers import Buffers, Rows
+from vllm_lite.layers.decoder_layer import DecoderLayer
+from vllm_lite.layers.embedding import Embedding, LMHead
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_slot import WeightGroup
+
+
+class Layer(Protocol):
+    """One of the orders in layers/decoder_layer.py."""
+
+    attention: AttentionBlock
+
+    def __init__(self, parts: Parts, layer: int) -> None: ...
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None: ...
+
+    def combine(self, rows: Rows) -> None: ...
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]: ...
+
+
+class DecoderNames(NamedTuple):
+    """What a checkpoint calls the parts of a model."""
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+class Decoder:
+    """One rank's part of a model. It has no weights until `weights.load_weights` has given it some."""
+
+    names: ClassVar = DecoderNames()
+    layer: ClassVar[type[Layer]] = DecoderLayer
+
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        self.spec = spec = parts.spec
+        self.communicator = parts.communicator
+        self.ops = ops_for(parts.device)
+        held = [Split.vocabulary(spec.vocab_size, shard) for shard in parts.shard.all_ranks]
+        own = held[parts.shard.rank]
+        self.own_columns = slice(own.start, own.end)
+        self._widths = tuple(part.size for part in held)
+        self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
+        self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
+        self.norm = parts.norm()
+        self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
+        self.buffers = Buffers(parts, max_model_len, max_num_tokens)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,  # prepared by `backend`
+        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_size]
+        backend: AttentionBackend,
+        progress: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
+        call. The last layer's attention is needed of all tokens, for the cache; what follows it of the wanted only.
+        `progress` is called once a layer.
+        """
+        rows, wanted, last = self.buffers.rows(batch.num_tokens), batch.wanted, self.layers[-1]
+        self.embed(batch, rows)
+        self.buffers.select_rotations(rows, batch.positions)
+        for layer, kv in zip(self.layers, kv_caches, strict=True):
+            layer.attend(rows, kv, batch, backend)
+            if wanted is not None and layer is last:
+                if len(wanted) == 0:
+                    return rows.hidden[:0]
+                rows = self.buffers.gather(rows, wanted, layer.attention.kind)
+            layer.combine(rows)
+            progress()
+        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        return rows.hidden
+
+    def embed(self, batch: StepBatch, rows: Rows) -> None:
+        """Fill rows.residual with what the first layer reads."""
+        self.embedding.forward(batch.token_ids, out=rows.residual)
+        if self.spec.embedding_scale != 1.0:
+            self.ops.scale(rows.residual, self.spec.embedding_scale)
+
+    def empty_logits(self, num_rows: int) -> torch.Tensor:
+        """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return
+        the same again."""
+        return self.communicator.shared_rows(num_rows, self.spec.vocab_size, torch.float32)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out`, by `empty_logits`, or a new one.
+
+        Of its columns this rank fills `own_columns` and no others; `gather_logits` completes it.
+        """
+        if out is None:
+            out = self.empty_logits(hidden.shape[0])
+        self.lm_head.forward(hidden, out)
+        if self.spec.logits_scale != 1.0 or self.spec.logits_soft_cap:
+            self.ops.scale_and_cap(out[:, self.own_columns], self.spec.logits_scale, self.spec.logits_soft_cap)
+        return out
+
+    @torch.inference_mode()
+    def gather_logits(self, out: torch.Tensor) -> None:
+        """Wait until all ranks have filled their columns of `out`, which then every rank sees. All ranks call it."""
+        self.communicator.gather_columns(out, self._widths)
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
+        names = self.names
+        if not self.lm_head.tied:
+            yield self.embedding.group(names.embedding)
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_groups(names.layer.format(index))
+        yield self.norm.group(names.norm)
+        yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+
+    def ignores(self, name: str) -> bool:
+        """Tensors that some checkpoints have and nobody needs."""
+        return is_ignored(name, tied=self.lm_head.tied)
