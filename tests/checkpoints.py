@@ -22,7 +22,6 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
     `overrides` are arguments of the transformers config, and also `max_shard_size` (like "100KB") for a sharded one and
     `seed`. The weights are wide (initializer_range 0.3), so that every token depends visibly on its whole context.
     """
-    import torch
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -34,7 +33,6 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         Qwen3ForCausalLM,
     )
 
-    path = Path(path)
     classes: dict[str, Any] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
@@ -42,16 +40,29 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     }
     config_class, model_class = classes[family]
-    shard_size = overrides.pop("max_shard_size", "1GB")
-    seed = overrides.pop("seed", 0)
     settings: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32 if family == "qwen3" else 16,
+    }
+    return write_checkpoint(path, config_class, model_class, settings | overrides, dtype=dtype)
+
+
+def write_checkpoint(
+    path: str | Path, config_class: Any, model_class: Any, settings: dict[str, Any], *, dtype: str = "float32"
+) -> Path:
+    """Write a random checkpoint of these classes of transformers to the folder `path` and return it. `settings` go to
+    the config, but for `max_shard_size` and `seed`."""
+    import torch
+
+    path = Path(path)
+    shard_size = settings.pop("max_shard_size", "1GB")
+    seed = settings.pop("seed", 0)
+    usual: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32 if family == "qwen3" else 16,
         "max_position_embeddings": 512,
         "initializer_range": 0.3,
         "tie_word_embeddings": False,
@@ -60,7 +71,7 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(settings | overrides)))
+        model = model_class(config_class(**(usual | settings)))
         _shake_vectors(model)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard_size)
     _write_tokenizer(path)

@@ -1,0 +1,83 @@
+"""Every family gives the logits of transformers at every position, however its prompt is cut up and shared out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families.all import VARIANTS
+from tests.families.variant import Variant
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.tools.plan import Checkpoint, weights_bytes
+
+MAX_DIFFERENCE = 1e-4
+"""Of log-probabilities in float32; what a wrong model gives is over 0.1 (see the controls)."""
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    made: Variant = request.param
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return variant.make(tmp_path_factory.mktemp("family") / variant.name)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+def difference(oracle: Oracle, logits: torch.Tensor) -> float:
+    """The largest of the log-probabilities of the five best tokens at every position."""
+    theirs = oracle.logits[: len(logits)].log_softmax(-1)
+    best = theirs.topk(5).indices
+    ours = logits.float().log_softmax(-1)
+    return float((ours.gather(1, best) - theirs.gather(1, best)).abs().max())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+    logits = Paged(oracle).run(oracle.tokens, chunk)
+    assert difference(oracle, logits) < MAX_DIFFERENCE
+    assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
+
+
+def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
+    paged = Paged(oracle, seed=3)
+    long, short, late = (paged.sequence(oracle.tokens[:length]) for length in (150, 9, 33))
+    paged.step((long, 50), (short, 8))
+    paged.step((long, 1), (late, 33), (short, 1))
+    paged.step((long, 99))
+    for sequence in (long, short, late):
+        assert difference(oracle, torch.cat(sequence.logits)) < MAX_DIFFERENCE
+
+
+def test_two_ranks_share_it(oracle: Oracle) -> None:
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
+        assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
+
+
+def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
+    groups = build(oracle.spec, "float32", "cpu", Sizes(8, 8)).weight_groups()
+    assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)
+    planned = weights_bytes(Checkpoint(oracle.spec, read_headers(checkpoint)), 4)
+    assert planned == 4 * oracle.spec.num_parameters()
+
+
+CONTROLS = [(variant, name) for variant in VARIANTS for name in variant.controls]
+
+
+@pytest.mark.parametrize(("variant", "control"), CONTROLS, ids=lambda value: getattr(value, "name", value))
+def test_a_dropped_switch_is_seen(variant: Variant, control: str, tmp_path: Path) -> None:
+    oracle = Oracle(variant.make(tmp_path / variant.name))
+    oracle.spec = variant.controls[control](oracle.spec)
+    model = build(oracle.spec, "float32", "cpu", Sizes(256, 512))
+    load_weights(model, oracle.path)
+    assert difference(oracle, Paged(oracle, model=model).run(oracle.tokens, 1000)) > 0.05

@@ -1,0 +1,5 @@
+"""The checkpoints of all families."""
+
+from tests.families import classic, gemma_like, llama_like
+
+VARIANTS = [*llama_like.VARIANTS, *gemma_like.VARIANTS, *classic.VARIANTS]

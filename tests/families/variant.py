@@ -1,0 +1,56 @@
+"""One tiny checkpoint of a family: how transformers makes it, and which switches of it must be seen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.checkpoints import write_checkpoint
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, make_kv_groups
+
+Control = Callable[[ModelSpec], ModelSpec]
+"""A ModelSpec in which one switch of the family is dropped, as a family's reader that forgot it would make it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`config` and `model` are names of classes of transformers; `settings` go to the config."""
+
+    name: str
+    config: str
+    model: str
+    settings: Mapping[str, Any]
+    controls: Mapping[str, Control] = field(default_factory=dict)
+
+    def make(self, path: Path, **others: Any) -> Path:
+        """Write the checkpoint to the folder `path` and return it."""
+        import transformers
+
+        config, model = getattr(transformers, self.config), getattr(transformers, self.model)
+        return write_checkpoint(path, config, model, dict(self.settings), **others)
+
+
+def drop(**fields: Any) -> Control:
+    """The model with these fields of ModelSpec instead of its own."""
+    return lambda spec: msgspec.structs.replace(spec, **fields)
+
+
+def drop_in_layers(change: Callable[[LayerSpec], LayerSpec]) -> Control:
+    """The model with every layer changed."""
+
+    def changed(spec: ModelSpec) -> ModelSpec:
+        layers = tuple(map(change, spec.layers))
+        return msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
+
+    return changed
+
+
+def without_rope_scaling(layer: LayerSpec) -> LayerSpec:
+    rope = layer.rope and msgspec.structs.replace(layer.rope, scaling=None, attention_factor=1.0)
+    return msgspec.structs.replace(layer, rope=rope)
+
+
+def without_window(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, window=None))
