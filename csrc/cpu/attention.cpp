@@ -175,12 +175,13 @@ VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 
 // One layer. Strides count elements: of a row of `query` and of `out` [num_tokens, num_heads, head_size], of a row of
 // `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense.
+// sinks: [num_heads], one more score of each head's softmax, which attends to nothing; or null.
 // partials: room for num_partial_rows * num_kv_heads * (head_size + 2) floats; counters: num_counters * num_kv_heads
 // zeros, which are zeros again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
-                                    const int64_t* kv_strides, void* out, int64_t out_stride, float* partials,
-                                    int32_t* counters) {
+                                    const int64_t* kv_strides, void* out, int64_t out_stride, const float* sinks,
+                                    float* partials, int32_t* counters) {
   Plan plan;
   std::memcpy(&plan, plan_in, sizeof plan);
   const AttentionItem* items = reinterpret_cast<const AttentionItem*>(plan_in + kPlanInts);
@@ -202,6 +203,7 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   call.table = table;
   call.table_stride = table_stride;
   call.window = plan.window;
+  call.sinks = sinks;
   call.partials = partials;
 
   const size_t row_bytes = static_cast<size_t>(shape->num_heads * shape->head_size * size);

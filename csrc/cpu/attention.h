@@ -48,8 +48,9 @@ struct AttentionCall {
   int64_t block_stride, value_offset, head_stride, token_stride;
   const int32_t* table;  // [num_seqs, table_stride]
   int64_t table_stride;
-  int32_t window;   // 0 = none
-  float* partials;  // rows of head_size + 2: weighted sum of V, largest score, sum of weights
+  int32_t window;      // 0 = none
+  const float* sinks;  // [num_heads] or null: one more score of each head, which attends to nothing
+  float* partials;     // rows of head_size + 2: weighted sum of V, largest score, sum of weights
 };
 
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kSimpleWarps * 32)
                      const int* __restrict__ seq_lens,      // [num_seqs]
                      const int* __restrict__ query_start_loc,  // [num_seqs + 1], or null: row i is sequence i's
                      const float* __restrict__ alibi_slopes,   // [num_heads] or null
+                     const float* __restrict__ sinks,          // [num_heads] or null
                      int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
                      int64 token_stride, int num_seqs, int num_kv_heads, int head_size, int block_shift, int window,
                      float factor, float cap, float v_scale) {  // as in decode_attention
@@ -71,8 +72,10 @@ __global__ void __launch_bounds__(kSimpleWarps * 32)
   if (lane == 0) mine[head_size] = top, mine[head_size + 1] = total;
   __syncthreads();
   for (int d = threadIdx.x; d < head_size; d += kSimpleWarps * 32) {
-    float all = -INFINITY, weights = 0.f, value = 0.f;
+    const float sink = sinks ? kLog2e * sinks[head] : -INFINITY;
+    float all = sink, value = 0.f;
     for (int w = 0; w < kSimpleWarps; ++w) all = fmaxf(all, shared[w * (head_size + 2) + head_size]);
+    float weights = exp2_fast(sink - all);
     for (int w = 0; w < kSimpleWarps && past > 0; ++w) {
       const float* from = shared + w * (head_size + 2);
       const float weight = exp2_fast(from[head_size] - all);

@@ -172,13 +172,15 @@ __device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][
     }
 }
 
-// One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`; `lse` in base 2.
+// One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`. `lse` and `sink`, a
+// score that attends to nothing or -INFINITY, are in base 2.
 template <int HEAD, int WARPS>
-__device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride, int d, float& lse) {
-  float top = -INFINITY, total = 0.f;
+__device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride, int d, float sink, float& lse) {
+  float top = sink;
   float2 value = make_float2(0.f, 0.f);
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) top = fmaxf(top, head[w * warp_stride + HEAD]);
+  float total = exp2_fast(sink - top);
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
     const float2 state = load_as<float2>(head + w * warp_stride + HEAD);
@@ -212,6 +214,7 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
         const int* __restrict__ seq_lens,         // [num_seqs], this step's token included
         const int* __restrict__ query_start_loc,  // [num_seqs + 1], or null: row i is sequence i's
         const float* __restrict__ alibi_slopes,   // [num_heads] or null
+        const float* __restrict__ sinks,          // [num_heads] or null
         int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
         int token_stride, int num_tokens, int num_heads, int num_kv_heads, int block_shift, int max_splits, int window,
         int split_tiles,
@@ -313,8 +316,10 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
     __syncthreads();
     for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
       const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
+      // Where there are several splits the sink joins when they are merged.
+      const float sink = sinks && cut.splits == 1 ? kLog2e * sinks[head + h] : -INFINITY;
       float lse;
-      float2 value = merge_warps<HEAD, WARPS>(shared + h * S::PITCH, HEADS * S::PITCH, d, lse);
+      float2 value = merge_warps<HEAD, WARPS>(shared + h * S::PITCH, HEADS * S::PITCH, d, sink, lse);
       value.x *= v_scale;
       value.y *= v_scale;
       if (cut.splits == 1) {

@@ -22,8 +22,9 @@ __device__ __forceinline__ Cut cut_of(int seq_len, int window, int split_tiles) 
   return {begin, seq_len, first, past, ceil_div(past - first, split_tiles)};
 }
 
-// out = the sum of the splits' outputs, each weighted by its share 2^lse of the whole softmax. Sequences of one split
-// have been written to `out` already, and those that are no decodes (not 1 query row) are not this kernel's.
+// out = the sum of the splits' outputs, each weighted by its share 2^lse of the whole softmax, a head's sink included.
+// Sequences of one split have been written to `out` already, and those that are no decodes (not 1 query row) are not
+// this kernel's.
 //
 // Grid (num_heads, num_seqs), HEAD / 2 threads, rounded up to whole warps.
 template <class T, int HEAD>
@@ -32,6 +33,7 @@ __global__ void merge_splits(T* __restrict__ out,                      // [num_t
                              const float* __restrict__ part_lse,       // [num_seqs, num_heads, max_splits], base 2
                              const int* __restrict__ seq_lens,         // [num_seqs]
                              const int* __restrict__ query_start_loc,  // [num_seqs + 1], or null: row i is sequence i's
+                             const float* __restrict__ sinks,          // [num_heads] or null
                              int64 out_stride, int max_splits, int window, int split_tiles) {
   const int head = blockIdx.x, seq = blockIdx.y, d = 2 * threadIdx.x;
   const int row = query_start_loc ? query_start_loc[seq] : seq;
@@ -40,10 +42,12 @@ __global__ void merge_splits(T* __restrict__ out,                      // [num_t
   if (rows != 1 || splits < 2 || d >= HEAD) return;
   const int64 first = (int64(seq) * gridDim.x + head) * max_splits;
   const float* lse = part_lse + first;
-  float top = -INFINITY, total = 0.f;
+  const float sink = sinks ? kLog2e * sinks[head] : -INFINITY;
+  float top = sink;
   float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 4
   for (int s = 0; s < splits; ++s) top = fmaxf(top, lse[s]);
+  float total = exp2_fast(sink - top);
 #pragma unroll 4
   for (int s = 0; s < splits; ++s) {
     const float weight = exp2_fast(lse[s] - top);

@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
     const int* __restrict__ query_start_loc,  // [num_seqs + 1]
     const int* __restrict__ seq_lens,         // [num_seqs]
     const float* __restrict__ alibi_slopes,   // [heads] or null
+    const float* __restrict__ sinks,          // [heads] or null
     int64 out_stride, int64 query_stride, int64 block_stride, int64 value_stride, int64 head_stride, int64 token_stride,
     int table_stride, int group, int block_size, int window, int min_query_len, float scale, float v_scale,
     float soft_cap) {
@@ -287,7 +288,12 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
   __syncwarp();  // without a tile there was no barrier behind the copies of Q
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float total = group_sum<4>(sum[h]), factor = total > 0.f ? v_scale / total : 0.f;
+    float total = group_sum<4>(sum[h]);
+    if (sinks && total > 0.f) {  // a sum beyond all floats is right, too: next to such a sink nothing counts
+      const int head = kv_head * group + (first_row + warp_row + lane / 4 + 8 * h) % group;
+      total += exp2_fast(LOG2E * sinks[head] - __fmul_rn(top[h], unit));
+    }
+    const float factor = total > 0.f ? v_scale / total : 0.f;
     T* const to = q_tile + (warp_row + lane / 4 + 8 * h) * PITCH + 2 * quad;
 #pragma unroll
     for (int j = 0; j < DIMS / 8; ++j) store_as(to + 8 * j, pack2<T>(o[j][2 * h] * factor, o[j][2 * h + 1] * factor));

@@ -54,7 +54,13 @@ def _reason(spec: AttentionSpec, block_sparse: bool) -> str | None:
         return f"there are {len(spec.alibi_slopes)} ALiBi slopes for {spec.num_heads} heads"
     if spec.block_sparse is not None and not block_sparse:
         return "it has no block-sparse attention, which the backend paged has"
-    return "it has no attention sinks" if spec.sinks else None
+    return None
+
+
+def check_sinks(sinks: torch.Tensor, num_heads: int) -> None:
+    """Refuse, by ValueError, what kernels would read past its end or as other numbers."""
+    if sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous():
+        raise ValueError(f"sinks must be float32 [{num_heads}], contiguous, got {sinks.dtype} {list(sinks.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +119,15 @@ class AttentionBackend(Protocol):
         batch: StepBatch,
         group: int,
         out: torch.Tensor,  # [num_tokens, num_heads, head_size]
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], contiguous, on the device
     ) -> None:
         """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.
 
         With a window the query at position i sees the positions (i - window, i]. Table entries of blocks that no row of
         the step sees name blocks that may belong to others by now: what is there must not even be multiplied by zero.
+
+        `sinks` has one more logit for each head of this rank, where the group's spec says that there are some. It joins
+        the softmax of every row as it is, neither scaled nor capped nor subject to a window, and attends to nothing, so
+        a row's weights add up to less than 1. Raises ValueError for sinks of another shape or type.
         """
         ...

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu import attention as kernels
@@ -93,9 +93,19 @@ class CpuBackend:
         part: _Group = batch.plan.groups[group]
         part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv)
 
-    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         part: _Group = batch.plan.groups[group]
-        part.kernels.attend(part.plan, part.table, query, kv, out)
+        if sinks is not None:
+            check_sinks(sinks, self.shape.groups[group].num_heads)
+        part.kernels.attend(part.plan, part.table, query, kv, out, sinks)
 
 
 def _reason(spec: AttentionSpec) -> str | None:

@@ -10,7 +10,7 @@ besides lies in `batch.plan`, which the owner of a graph keeps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,10 +91,20 @@ class CudaBackend:
             rows = (heads.query, heads.key, heads.value)
             cache_ops.rope_and_cache(self.launcher, *rows, heads.rotation, slots)
 
-    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         plan: _Plan = batch.plan
         cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
         scoring, max_seq_len = self._scorings[group], batch.max_seq_len
+        if sinks is not None:
+            scoring = replace(scoring, sinks=sinks)
         if self.shape.dtype == torch.float32:
             attention_simple(self.launcher, out, query, cache, scoring)
             return

@@ -80,7 +80,17 @@ class PagedBackend:
         slots = batch.slot_mapping[group]
         cache_ops.reshape_and_cache_x(self.launcher, heads.key, heads.value, split_views(kv), slots, scales)
 
-    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if sinks is not None:
+            raise ValueError("the backend paged has no attention sinks; the backend cuda has")
         plan: _Plan = batch.plan
         keys, values = split_views(kv)
         for first in range(0, batch.num_tokens, MAX_ROWS):
@@ -117,6 +127,8 @@ def split_layout_reason(shape: AttentionShape) -> str | None:
         return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
 
     def reason(spec: AttentionSpec) -> str | None:
+        if spec.sinks:
+            return "it has no attention sinks, which the backend cuda has"
         if spec.head_size in HEAD_SIZES and spec.head_size * shape.cache_dtype.itemsize % 16 == 0:
             return None
         return f"its kernels take heads of {', '.join(map(str, HEAD_SIZES))}, not of {spec.head_size}"

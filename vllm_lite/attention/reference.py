@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import TorchOps
@@ -147,14 +147,26 @@ class ReferenceBackend:
         loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
         return loaded.to(self.shape.dtype)
 
-    def attend(self, query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, group: int, out: torch.Tensor) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         plan: _Plan = batch.plan
         if plan.has_padding:
             out.zero_()
-        num_kv_heads = self.shape.groups[group].num_kv_heads
+        spec = self.shape.groups[group]
+        num_kv_heads = spec.num_kv_heads
+        if sinks is not None:
+            check_sinks(sinks, spec.num_heads)
+            sinks = sinks.view(num_kv_heads, -1, 1, 1)
         queries, outs = _by_kv_head(query, num_kv_heads), _by_kv_head(out, num_kv_heads)
         for sequence in plan.sequences:
-            attended = self._attend_one(queries[:, :, sequence.rows], kv, sequence, group)
+            attended = self._attend_one(queries[:, :, sequence.rows], kv, sequence, group, sinks)
             outs[:, :, sequence.rows].copy_(attended)
 
     def _attend_one(
@@ -163,6 +175,7 @@ class ReferenceBackend:
         kv: torch.Tensor,
         sequence: _Sequence,
         group: int,
+        sinks: torch.Tensor | None,  # float32 [num_kv_heads, group_heads, 1, 1]
     ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
         spec, slopes = self.shape.groups[group], self.slopes[group]
         blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
@@ -170,9 +183,11 @@ class ReferenceBackend:
         span = sequence.spans[group]
         key, value = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
         key, value = self._loaded(key, self.shape.k_scale), self._loaded(value, self.shape.v_scale)
-        if spec.soft_cap or slopes is not None:
+        if spec.soft_cap or slopes is not None or sinks is not None:
             scores = query.float() @ key.float()[:, None].transpose(2, 3) * spec.scale
-            return (_weights(scores, span, spec.soft_cap, slopes) @ value.float()[:, None]).to(query.dtype)
+            _bend(scores, span, spec.soft_cap, slopes)
+            weights = scores.softmax(-1) if sinks is None else _softmax_with(sinks, scores)
+            return (weights @ value.float()[:, None]).to(query.dtype)
         attended = scaled_dot_product_attention(
             query.flatten(1, 2)[None],  # [1, num_kv_heads, group_heads * query_len, head_size]
             key[None],
@@ -195,20 +210,24 @@ def _by_kv_head(heads: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return heads.view(len(heads), num_kv_heads, -1, heads.shape[-1]).permute(1, 2, 0, 3)
 
 
-def _weights(
+def _bend(
     scores: torch.Tensor,  # float32 [num_kv_heads, group_heads, query_len, seq_len - first], which are overwritten
     span: _Span,
     soft_cap: float,
     slopes: torch.Tensor | None,  # float32 [num_kv_heads, group_heads, 1, 1]
-) -> torch.Tensor:
-    """The softmax over the keys, with what the fused operator of torch cannot do: a cap on the scores, and ALiBi."""
+) -> None:
+    """Give the scores, besides the mask, what the fused operator of torch cannot: a cap on them, and ALiBi."""
     if soft_cap:
-        scores = (scores / soft_cap).tanh_() * soft_cap
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
     if slopes is not None and span.distances is not None:
         scores += slopes * span.distances
     if span.visible is not None:
         scores.masked_fill_(~span.visible[: scores.shape[2]], -torch.inf)
-    return scores.softmax(-1)
+
+
+def _softmax_with(sinks: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The weights of the keys in a softmax that each head's sink takes part in."""
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
 
 
 def _as_bytes(kv: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::Attenti
       const float* partial = partial_of(call, item, split, kv_head) + offset;
       add_section(&all, partial[size], partial[size + 1], partial, size);
     }
-    put_row(call, item, kv_head, i, acc, all.sum);
+    put_row(call, item, kv_head, i, all);
   }
 }
 

@@ -189,18 +189,28 @@ VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int h
   }
 }
 
-// Row i's output from the weighted sum of V and the sum of weights. acc must be readable in whole vectors.
+// What a row's weighted sum of V has to be multiplied with, from the largest score and the sum of the weights of all
+// its keys. A sink joins here, once, after all keys: so bits do not depend on who summed these up.
+VLLM_LITE_INLINE float normalizer(const AttentionCall& call, int head, float top, float sum) {
+  const float v_scale = call.shape->v_scale;
+  if (call.sinks == nullptr) return v_scale / sum;
+  const float sink = call.sinks[head], most = sink > top ? sink : top;
+  const float keys = exp<true>(splat(top - most))[0], rest = exp<true>(splat(sink - most))[0];
+  return v_scale * keys / (sum * keys + rest);
+}
+
+// Row i's output from its result over all keys.
 VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int i,
-                              const float* acc, float sum) {
+                              const Result& all) {
   const AttentionShape& shape = *call.shape;
   const int group = shape.num_heads / shape.num_kv_heads, size = shape.head_size;
   const int row = (item.first + i) / group, head = kv_head * group + (item.first + i) % group;
   char* line = call.out + (item.query_row + row) * call.out_stride;
-  const float factor = shape.v_scale / sum;
+  const float factor = normalizer(call, head, all.top, all.sum);
   const int64_t place = static_cast<int64_t>(head) * size;
-  if (shape.dtype == kFloat32) put_output<float>(line + place * 4, acc, factor, size);
-  if (shape.dtype == kBFloat16) put_output<BFloat16>(line + place * 2, acc, factor, size);
-  if (shape.dtype == kFloat16) put_output<Float16>(line + place * 2, acc, factor, size);
+  if (shape.dtype == kFloat32) put_output<float>(line + place * 4, all.acc, factor, size);
+  if (shape.dtype == kBFloat16) put_output<BFloat16>(line + place * 2, all.acc, factor, size);
+  if (shape.dtype == kFloat16) put_output<Float16>(line + place * 2, all.acc, factor, size);
 }
 
 // Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to kKeys of them at
@@ -226,12 +236,12 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
   }
   for (int i = 0; i < item.num_rows; ++i) {
     if (several) {
-      put_row(call, item, kv_head, i, results[i].acc, results[i].sum);
+      put_row(call, item, kv_head, i, results[i]);
       continue;
     }
     const float sum = sum_of(load(softmax.sum[i]));
     if (item.num_splits == 1) {
-      put_row(call, item, kv_head, i, acc + i * stride, sum);
+      put_row(call, item, kv_head, i, {softmax.top[i], sum, acc + i * stride});
       continue;
     }
     float* partial = partial_of(call, item, item.split, kv_head) + i * vllm_lite::partial_size(*call.shape);

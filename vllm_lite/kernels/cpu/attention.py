@@ -69,7 +69,7 @@ class Kernels:
             "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64, int64), int64
         )
         attend_types = (pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
-        self._attend = function("vllm_lite_attend", (*attend_types, pointer, pointer))
+        self._attend = function("vllm_lite_attend", (*attend_types, pointer, pointer, pointer))
         write_types = (pointer, pointer, int64, pointer, int64, pointer, int64, pointer, pointer, int64)
         self._write = function("vllm_lite_write_kv", (*write_types, pointer, int64, pointer, pointer))
         self._partials = np.empty(0, np.float32)
@@ -126,6 +126,7 @@ class Kernels:
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows strided
         kv: torch.Tensor,
         out: torch.Tensor,  # like query
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], one more logit of each head, dense
     ) -> None:
         """Attention of one layer into `out`."""
         self._attend(
@@ -138,6 +139,7 @@ class Kernels:
             self._strides_of(kv),
             out.data_ptr(),
             out.stride(0),
+            None if sinks is None else sinks.data_ptr(),
             self._partials_address,
             self._counters_address,
         )

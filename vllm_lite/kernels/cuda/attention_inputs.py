@@ -35,6 +35,7 @@ class Scoring:
     k_scale: float = 1.0  # a float8 code times this is the key
     v_scale: float = 1.0
     block_sparse: BlockSparse | None = None  # for paged_attention only
+    sinks: torch.Tensor | None = None  # float32 [num_heads]: a score of each head that attends to nothing, as it is
 
     def factors(self, kv: torch.Tensor) -> tuple[float, float]:
         """What q.k and V are multiplied with; only float8 caches have scales."""
@@ -45,9 +46,10 @@ class Scoring:
         require(scale > 0, f"scale * k_scale is {scale}; it must be positive")
         require(self.window is None or self.window > 0, f"a window of {self.window} tokens sees nothing")
         require(self.soft_cap >= 0, f"the soft cap is {self.soft_cap}; it is positive, or 0 for none")
-        if (slopes := self.alibi_slopes) is not None:
-            fits = slopes.shape == (num_heads,) and slopes.dtype == torch.float32 and slopes.is_contiguous()
-            require(fits, f"alibi_slopes must be float32 [{num_heads}], contiguous")
+        for name, numbers in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
+            if numbers is not None:
+                fits = numbers.shape == (num_heads,) and numbers.dtype == torch.float32 and numbers.is_contiguous()
+                require(fits, f"{name} must be float32 [{num_heads}], contiguous")
 
 
 def tensor_core_reason(dtype: torch.dtype, head_size: int, kv_dtype: torch.dtype | None = None) -> str | None:

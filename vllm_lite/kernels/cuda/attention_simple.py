@@ -42,7 +42,7 @@ def attention_simple(
         (num_tokens, num_heads, 1),
         (32 * _WARPS, 1, 1),
         (
-            *(out, query, kv, kv[:, 1], block_tables, seq_lens, query_start_loc, scoring.alibi_slopes),
+            *(out, query, kv, kv[:, 1], block_tables, seq_lens, query_start_loc, scoring.alibi_slopes, scoring.sinks),
             *map(np.int64, strides),
             *map(np.int32, sizes),
             *map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)),

@@ -87,7 +87,8 @@ def decode_attention(  # noqa: PLR0913
         (pairs, num_seqs, _blocks_a_sequence(pairs * num_seqs, max_splits)),
         (32 * _WARPS, 1, 1),
         (
-            *(out, *parts, query, kv, kv[:, 1], block_tables, seq_lens, query_start_loc, scoring.alibi_slopes),
+            *(out, *parts, query, kv, kv[:, 1], block_tables, seq_lens, query_start_loc),
+            *(scoring.alibi_slopes, scoring.sinks),
             *map(np.int64, strides),
             *(*map(np.int32, sizes), *cut),
             *map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)),
@@ -96,7 +97,8 @@ def decode_attention(  # noqa: PLR0913
     )
     if max_splits > 1:
         merge = launcher.kernel(MERGE_SOURCE, f"merge_splits<{cuda_type(out.dtype, 'out')}, {head_size}>")
-        args = (out, *parts, seq_lens, query_start_loc, np.int64(out.stride(0)), np.int32(max_splits), *cut)
+        ends = (np.int64(out.stride(0)), np.int32(max_splits), *cut)
+        args = (out, *parts, seq_lens, query_start_loc, scoring.sinks, *ends)
         merge((num_heads, num_seqs, 1), (-(-head_size // 64) * 32, 1, 1), args)
 
 

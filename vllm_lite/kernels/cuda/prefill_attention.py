@@ -58,7 +58,7 @@ def prefill_attention(  # noqa: PLR0913
         (-(-max_query_len * group // ROWS), num_kv_heads, len(seq_lens)),
         (THREADS, 1, 1),
         (
-            *(out, query, kv, block_tables, query_start_loc, seq_lens, scoring.alibi_slopes),
+            *(out, query, kv, block_tables, query_start_loc, seq_lens, scoring.alibi_slopes, scoring.sinks),
             *map(np.int64, strides),
             *map(np.int32, (block_tables.stride(0), group, block_size, window, min_query_len)),
             *map(np.float32, (scale, v_scale, scoring.soft_cap)),
