@@ -76,6 +76,13 @@ struct BlockSparse {
   }
 };
 
+// What a head's sink adds to the sum of exp(logit - largest): a logit of its own, which attends to nothing. It joins
+// once for a row, when all of its tokens are summed up. A sum beyond all floats is right, too: next to it nothing
+// counts.
+__device__ inline float weight_of_sink(const float* sinks, float largest) {
+  return sinks ? exp2_fast((sinks[blockIdx.x] - largest) * kLog2E) : 0.f;
+}
+
 // What becomes of a dot product: scale, soft cap, ALiBi, in this order.
 struct Scoring {
   float scale;        // 1 / sqrt(head_size); for an fp8 cache times the scale of the keys
@@ -212,12 +219,13 @@ __device__ inline Softmax exponentiate(float* logits, int count, float largest, 
   return softmax;
 }
 
-// The three passes for head blockIdx.x of sequence blockIdx.y over the tokens from `partition_first` on. Each dimension
-// of the result goes to store(d, value) from one thread. Dynamic shared memory, floats: q [HEAD_SIZE], scratch
-// [kWarps], then max(tokens in the blocks of the range, kWarps * HEAD_SIZE) for the logits and, after pass 3, the
-// warps' sums.
+// The three passes for head blockIdx.x of sequence blockIdx.y over the tokens from `partition_first` on, with `sinks`
+// or null. Each dimension of the result goes to store(d, value) from one thread. Dynamic shared memory, floats: q
+// [HEAD_SIZE], scratch [kWarps], then max(tokens in the blocks of the range, kWarps * HEAD_SIZE) for the logits and,
+// after pass 3, the warps' sums.
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, class Store>
-__device__ Softmax attend(const Inputs<scalar_t, cache_t>& in, int partition_first, int partition_tokens, Store store) {
+__device__ Softmax attend(const Inputs<scalar_t, cache_t>& in, const float* sinks, int partition_first,
+                          int partition_tokens, Store store) {
   const int head = blockIdx.x, seq = blockIdx.y, num_heads = gridDim.x;
   const int kv_head = head / (num_heads / in.num_kv_heads);
   const int seq_len = in.seq_lens[seq];
@@ -241,7 +249,8 @@ __device__ Softmax attend(const Inputs<scalar_t, cache_t>& in, int partition_fir
   const Softmax softmax = exponentiate(logits, range.last_block * BLOCK_SIZE - range.base, largest, scratch);
   add_values<cache_t, HEAD_SIZE, BLOCK_SIZE>(sums, logits, cache, range, sparse, seq_len);
 
-  const float factor = softmax.sum > 0.f ? in.v_scale / softmax.sum : 0.f;  // no token at all: zeros
+  const float all = softmax.sum + weight_of_sink(sinks, softmax.largest);
+  const float factor = softmax.sum > 0.f ? in.v_scale / all : 0.f;  // no token at all: zeros
   for (int d = threadIdx.x; d < HEAD_SIZE; d += kThreads) {
     float total = 0.f;
 #pragma unroll
@@ -254,7 +263,8 @@ __device__ Softmax attend(const Inputs<scalar_t, cache_t>& in, int partition_fir
 // Grid (num_heads, num_seqs, 1), kThreads threads. The parameters from q on are those of Inputs.
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    paged_attention_v1(scalar_t* out,  // [num_seqs, num_heads, head_size]
+    paged_attention_v1(scalar_t* out,       // [num_seqs, num_heads, head_size]
+                       const float* sinks,  // [num_heads] or null
                        const scalar_t* q, int64 q_stride, const cache_t* keys, const cache_t* values,
                        int64 kv_block_stride, int64 kv_head_stride, int num_kv_heads, const int* block_tables,
                        int max_blocks_per_seq, const int* seq_lens, const float* alibi_slopes, float scale,
@@ -268,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   // clang-format on
   const int64 row = int64(blockIdx.y) * gridDim.x + blockIdx.x;
   attend<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE>(
-      in, 0, INT_MAX, [&](int d, float value) { out[row * HEAD_SIZE + d] = from_float<scalar_t>(value); });
+      in, sinks, 0, INT_MAX, [&](int d, float value) { out[row * HEAD_SIZE + d] = from_float<scalar_t>(value); });
 }
 
 // Grid (num_heads, num_seqs, max_partitions), kThreads threads. Partitions behind the end of a sequence write nothing.
@@ -293,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (first >= seq_lens[blockIdx.y]) return;  // the whole block leaves
   const int64 row = (int64(blockIdx.y) * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
   const Softmax softmax = attend<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE>(
-      in, first, kPartitionTokens, [&](int d, float value) { tmp_out[row * HEAD_SIZE + d] = value; });
+      in, nullptr, first, kPartitionTokens, [&](int d, float value) { tmp_out[row * HEAD_SIZE + d] = value; });
   if (threadIdx.x == 0) {
     exp_sums[row] = softmax.sum;
     max_logits[row] = softmax.largest;
@@ -308,6 +318,7 @@ __global__ void __launch_bounds__(kThreads)
                               const float* exp_sums,    // [num_seqs, num_heads, max_partitions]
                               const float* max_logits,  // the same
                               const float* tmp_out,     // [num_seqs, num_heads, max_partitions, head_size]
+                              const float* sinks,       // [num_heads] or null
                               const int* seq_lens, int max_partitions) {
   DYNAMIC_SHARED(float, scratch);
   float* const weights = scratch + kWarps;
@@ -326,7 +337,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   sum = block_sum(sum, scratch);
 
-  const float factor = sum > 0.f ? 1.f / sum : 0.f;
+  const float factor = sum > 0.f ? 1.f / (sum + weight_of_sink(sinks, largest)) : 0.f;
   for (int d = threadIdx.x; d < HEAD_SIZE; d += kThreads) {
     float total = 0.f;
     for (int i = 0; i < count; ++i) total += weights[i] * tmp_out[(first + i) * HEAD_SIZE + d];

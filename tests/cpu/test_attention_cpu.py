@@ -10,6 +10,7 @@ from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.alibi import alibi_slopes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import num_threads, set_num_threads
@@ -50,7 +51,10 @@ def exact(batch):
         if spec.alibi_slopes is not None:
             scores += torch.tensor(spec.alibi_slopes).double()[:, None, None] * distance
         unseen = (distance > 0) | (distance <= -(spec.window or seq_len))
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        sinks = torch.full((spec.num_heads,), -torch.inf) if batch.sinks is None else batch.sinks
+        with_sinks = torch.cat((scores, sinks.double()[:, None, None].expand(-1, query_len, 1)), -1)
+        weights = with_sinks.softmax(-1)[..., :-1]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
 
@@ -98,6 +102,40 @@ def test_windows(each_isa, window):
 def test_soft_cap_and_alibi(each_isa, soft_cap, slopes):
     for dtype in (torch.float32, torch.bfloat16):
         assert_exact(MIXED, soft_cap=soft_cap, alibi_slopes=slopes, dtype=dtype, windows=(300,))
+
+
+@pytest.mark.parametrize("options", [{}, {"windows": (300,), "soft_cap": 2.0}, {"kv_dtype": FLOAT8[0], "v_scale": 0.1}])
+def test_sinks(each_isa, options):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_exact(MIXED, sinks=True, dtype=dtype, **options)
+
+
+FAMILIES = {
+    "gpt2": (64, 1, 3),
+    "qwen2": (64, 7, 2),
+    "qwen2-14b": (128, 5, 1),
+    "llama": (128, 4, 1),
+    "opt": (80, 1, 5),
+    "phi3": (96, 1, 3),
+    "phi3-small": (96, 3, 2),
+    "command": (128, 8, 1),
+    "glm4": (128, 16, 1),
+    "gemma": (256, 2, 1),
+    "gemma-1b": (256, 4, 1),
+    "falcon": (64, 71, 1),
+}
+"""Head size, query heads that share a KV head, KV heads: shapes that checkpoints have."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_of_families(each_isa, family):
+    """With Gemma's soft cap, and with ALiBi for heads that are no power of two."""
+    head_size, group, num_kv_heads = FAMILIES[family]
+    shape = {"head_size": head_size, "group": group, "num_kv_heads": num_kv_heads}
+    slopes = alibi_slopes(group * num_kv_heads)
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in ({"soft_cap": 50.0, "windows": (33,)}, {"alibi_slopes": slopes}, {"sinks": True}):
+            assert_exact([(1, 1), (1, 70), (3, 40), (50, 60)], dtype=dtype, **shape, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -36,6 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"alibi_slopes": (0.5, 0.25, 0.1, 0.9)},
     {"kv_dtype": E4M3, "k_scale": 0.03, "v_scale": 0.02},
     {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
+    {"sinks": True, "soft_cap": 2.0},
 ]
 """What every CUDA backend can do."""
 
@@ -61,7 +62,8 @@ class Step:
         out = torch.full(heads.query.shape, 7.0, dtype=self.shape.dtype)
         backend.prepare(batch)
         backend.write_kv(heads, kv, batch, group)
-        backend.attend(heads.query, kv, batch, group, out)
+        sinks = torch.linspace(-4, 4, heads.query.shape[1]) if self.shape.groups[group].sinks else None
+        backend.attend(heads.query, kv, batch, group, out, sinks)
         return out, kv
 
 
@@ -126,6 +128,7 @@ def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) 
         {"windows": (16,), "soft_cap": 2.0},
         *OPTIONS,
         {"kv_dtype": E4M3, "dtype": FP32},
+        {"sinks": True, "dtype": FP32, "windows": (7,)},
         {"block_size": 1, "head_size": 40},
     ],
     ids=option_id,

@@ -30,7 +30,7 @@ def attend(batch, pieces):
     batch.backend.prepare(step)
     query = torch.cat([batch.query[begin:end] for begin, end in pieces])
     out = torch.empty_like(query)
-    batch.backend.attend(query, batch.kv, step, 0, out)
+    batch.backend.attend(query, batch.kv, step, 0, out, batch.sinks)
     return out
 
 
@@ -75,6 +75,13 @@ def test_with_a_cache_of_another_type(each_isa, kv_dtype):
 def test_with_soft_cap_and_alibi(each_isa):
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, soft_cap=20.0, alibi_slopes=(0.5, 0.25, 0.01, 1.0), head_size=32)
+
+
+@pytest.mark.parametrize("options", [{"group": 4, "head_size": 64}, {"windows": (600,), "soft_cap": 2.0}])
+def test_with_sinks(each_isa, options):
+    """They join once a row, wherever that is: after the only section, after the last one, or where splits merge."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_one_order(dtype=dtype, sinks=True, **options)
 
 
 @pytest.mark.parametrize("window", [None, 9000])

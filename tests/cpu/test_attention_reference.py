@@ -30,7 +30,7 @@ def backend(request):
     return request.param
 
 
-def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=None):
+def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=None, sinks=None):
     """query: [query_len, num_heads, head], keys and values: [seq_len, num_kv_heads, head]; scalar loops in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     query_len, num_heads, head_size = query.shape
@@ -46,10 +46,17 @@ def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=Non
                 scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
             if slopes is not None:
                 scores = [score + slopes[head] * (t - visible + 1) for score, t in zip(scores, seen, strict=True)]
-            weights = [math.exp(score - max(scores)) for score in scores]
+            top = max(scores, default=0.0)
+            weights = [math.exp(score - top) for score in scores]
+            total = sum(weights) + (0 if sinks is None else math.exp(float(sinks[head]) - top))
             for t, weight in zip(seen, weights, strict=True):
-                out[row, head] += weight / sum(weights) * values[t, kv_head]
+                out[row, head] += weight / total * values[t, kv_head]
     return out
+
+
+def make_sinks(num_heads):
+    """Of all sizes: some take next to nothing of a softmax, others nearly all of it. Neighbours differ."""
+    return torch.tensor([(-3.0, 2.5, 0.0, 6.0, -20.0)[head % 5] + head / num_heads for head in range(num_heads)])
 
 
 class Batch:
@@ -78,6 +85,7 @@ class Batch:
         self.shape = attention_shape(sizes, block_size, dtype, windows, **shape)
         self.spec = self.shape.groups[0]
         self.backend = backend(self.shape)
+        self.sinks = make_sinks(self.num_heads) if self.spec.sinks else None
         num_tokens = sum(query_len for query_len, _ in lengths)
         heads = (self.num_heads, num_kv_heads, num_kv_heads)
         fused = torch.randn(num_tokens, sum(heads), head_size, generator=data).to(dtype)
@@ -150,12 +158,12 @@ class Batch:
         step = self.step()
         self.backend.write_kv(Heads(self.query, self.key, self.value), self.kv, step, 0)
         out = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
-        self.backend.attend(self.query, self.kv, step, 0, out)
+        self.backend.attend(self.query, self.kv, step, 0, out, self.sinks)
         return out
 
     def expected(self):
         rows = self.query.split([query_len for query_len, _ in self.lengths])
-        scores = (self.spec.window, self.spec.soft_cap, self.spec.alibi_slopes)
+        scores = (self.spec.window, self.spec.soft_cap, self.spec.alibi_slopes, self.sinks)
         parts = [attention_by_hand(*qkv, *scores) for qkv in zip(rows, self.keys, self.values, strict=True)]
         return torch.cat(parts)
 
@@ -198,8 +206,14 @@ def test_half_precision(backend, dtype, tolerance):
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
     "scores",
-    [{"soft_cap": 0.5}, {"alibi_slopes": (0.5, 0.25, 0.125, 2.0)}, {"soft_cap": 3.0, "alibi_slopes": (1.0, 0, 0, 0.1)}],
-    ids=["soft-cap", "alibi", "both"],
+    [
+        {"soft_cap": 0.5},
+        {"alibi_slopes": (0.5, 0.25, 0.125, 2.0)},
+        {"soft_cap": 3.0, "alibi_slopes": (1.0, 0, 0, 0.1)},
+        {"sinks": True},
+        {"soft_cap": 0.5, "alibi_slopes": (0.5, 0.25, 0.125, 2.0), "sinks": True},
+    ],
+    ids=["soft-cap", "alibi", "both", "sinks", "all"],
 )
 def test_scores_that_are_more_than_products(backend, scores, window):
     batch = Batch(CHUNKED + DECODE, backend=backend, windows=(window,), **scores)
@@ -207,6 +221,25 @@ def test_scores_that_are_more_than_products(backend, scores, window):
     out = batch.run()
     assert torch.allclose(out.double(), batch.expected(), rtol=0, atol=2e-6)
     assert not torch.allclose(out, plain, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
+def test_a_sink_far_from_the_scores_takes_nothing_or_all(backend, sink):
+    batch = Batch(CHUNKED + DECODE, backend=backend, dtype=torch.bfloat16)
+    plain = batch.run()
+    batch.sinks = torch.full((batch.num_heads,), sink)
+    out = batch.run()
+    assert torch.allclose(out, plain, rtol=0, atol=1e-2) if sink < 0 else (out == 0).all()
+
+
+@pytest.mark.parametrize(
+    "sinks", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(8)[::2], torch.zeros(4, dtype=torch.bfloat16)]
+)
+def test_sinks_that_are_no_number_a_head_are_refused(backend, sinks):
+    batch = Batch([(1, 3)], backend=backend)
+    batch.sinks = sinks
+    with pytest.raises(ValueError, match=r"sinks must be float32 \[4\], contiguous, got torch"):
+        batch.run()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -27,6 +27,7 @@ class AttentionSetup:
     window: int | None = None
     soft_cap: float = 0.0
     alibi: bool = False
+    sinks: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
     layout: str = "block-head-token"
@@ -59,6 +60,7 @@ class Batch(Generic[AnySetup]):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
     contents: list[torch.Tensor]  # [2, num_kv_heads, seq_len, head_size]
 
     @property
@@ -72,7 +74,8 @@ class Batch(Generic[AnySetup]):
     @property
     def scoring(self) -> Scoring:
         setup = self.setup
-        return Scoring(self.scale, setup.soft_cap, self.slopes, setup.window, setup.k_scale, setup.v_scale)
+        scales = (setup.k_scale, setup.v_scale)
+        return Scoring(self.scale, setup.soft_cap, self.slopes, setup.window, *scales, sinks=self.sinks)
 
     def out(self) -> torch.Tensor:
         num_tokens, num_heads, head_size = self.query.shape
@@ -132,6 +135,7 @@ def make_batch(setup: AnySetup, device: torch.device, seed: int = 0) -> Batch[An
         starts.to(torch.int32).to(device),
         torch.tensor(seq_lens, dtype=torch.int32, device=device),
         torch.linspace(0.05, 0.7, setup.num_heads).to(device) if setup.alibi else None,
+        torch.linspace(-3, 5, setup.num_heads).to(device) if setup.sinks else None,
         contents,
     )
 
@@ -159,4 +163,8 @@ def reference(batch: Batch[AnySetup], sequence: int) -> torch.Tensor:
     hidden = distance > 0
     if setup.window is not None:
         hidden |= distance <= -setup.window
-    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if batch.sinks is not None:
+        sinks = batch.sinks.cpu().double()[:, None, None].expand(-1, end - start, 1)
+        return torch.einsum("hqk,hkd->qhd", torch.cat((scores, sinks), -1).softmax(-1)[..., :-1], values)
+    return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)

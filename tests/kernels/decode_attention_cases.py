@@ -90,7 +90,8 @@ SETUPS: dict[str, Setup] = {
     "sharp scores, splits": Setup((513, 90), num_heads=4, sharpness=100.0, split_tokens=16),
     **{f"head size {d}": Setup(SHORT, head_size=d) for d in (8, 32, 80, 96, 112, 120, 128, 192, 256)},
     **{f"half, head size {d}": Setup(SHORT, head_size=d, dtype=FP16) for d in (64, 128)},
-    **{f"group {g}": Setup(SHORT, num_heads=2 * g, num_kv_heads=2) for g in (1, 2, 3, 4, 7, 8, 9, 16, 33)},
+    **{f"group {g}": Setup(SHORT, num_heads=2 * g, num_kv_heads=2) for g in (1, 2, 3, 4, 5, 7, 8, 9, 16, 33)},
+    "group 71": Setup(SHORT, num_heads=71),
     "group 12, head size 128": Setup(SHORT, num_heads=12, head_size=128),
     "group 12, head size 256": Setup(SHORT, num_heads=12, head_size=256),
     **{f"block size {b}": Setup((17, 140), block_size=b, num_kv_heads=2) for b in (1, 4, 8, 32, 64, 128)},
@@ -98,6 +99,10 @@ SETUPS: dict[str, Setup] = {
     "window, block size 4": Setup((158, 16, 5), window=21, block_size=4, split_tokens=16),
     "soft cap": Setup(SHORT, soft_cap=1.5),
     "alibi": Setup(SHORT, num_heads=6, num_kv_heads=2, alibi=True),
+    "sinks": Setup(RAGGED, num_heads=6, num_kv_heads=2, sinks=True, split_tokens=1024),
+    "sinks, splits": Setup((0, 1, 100, 513), num_heads=4, sinks=True, split_tokens=48, max_seq_len=600),
+    "sinks, soft cap, window": Setup((90, 40), num_heads=20, soft_cap=2.0, window=29, split_tokens=16, sinks=True),
+    "sinks, float8": Setup(SHORT, num_heads=4, kv_dtype=E4M3, k_scale=0.5, v_scale=3.0, sinks=True),
     "alibi, soft cap, window": Setup((90, 40), num_heads=20, alibi=True, soft_cap=2.0, window=29, split_tokens=16),
     **{
         f"{cache}, {dtype}, head size {d}": Setup(
@@ -125,6 +130,7 @@ SIMPLE_SETUPS: dict[str, Setup] = {
     "options": Setup(
         (90, 40, 8), (5, 1, 8), dtype=FP32, num_heads=3, head_size=20, alibi=True, soft_cap=2.0, window=29
     ),
+    "sinks": Setup(MIXED_LENS, MIXED, dtype=FP32, num_heads=4, padding=2, sinks=True, window=29, soft_cap=2.0),
     "float8": Setup(SHORT, dtype=BF16, kv_dtype=E4M3, head_size=256, k_scale=0.5, v_scale=3.0),
 }
 
@@ -148,7 +154,7 @@ def simple_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
 def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
     """Alone, in company, with room for longer sequences (another grid, more splits): the same bits."""
     for window in (None, 70):
-        setup = Setup((130, 16, 77, 33), num_heads=6, num_kv_heads=2, split_tokens=32, window=window)
+        setup = Setup((130, 16, 77, 33), num_heads=6, num_kv_heads=2, split_tokens=32, window=window, sinks=True)
         batch = make_batch(setup, device)
         together = run(batch, launcher)
         for i, seq_len in enumerate(setup.lens):

@@ -53,6 +53,7 @@ def attend(
     soft_cap: float = 0.0,
     bias: torch.Tensor | None = None,  # added to the logits: [num_heads, num_tokens] or [num_tokens]
     mask: torch.Tensor | None = None,  # bool, same shapes: which tokens take part
+    sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # float64 [num_heads, head_size]
     """One query token over one sequence; zeros where no token takes part."""
     group = q.shape[0] // keys.shape[0]
@@ -66,5 +67,7 @@ def attend(
         logits = logits.masked_fill(~mask, -math.inf)
     if logits.shape[1] == 0:
         return torch.zeros_like(q, dtype=torch.float64)
-    probabilities = torch.softmax(logits, -1).nan_to_num(0.0)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks[:, None].to(torch.float64)), -1)
+    probabilities = torch.softmax(logits, -1).nan_to_num(0.0)[:, : keys.shape[1]]
     return torch.einsum("ht,htd->hd", probabilities, values)

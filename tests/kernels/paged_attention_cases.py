@@ -37,6 +37,7 @@ class Problem:
     kv_dtype: torch.dtype | None = None  # fp8, or None: like q
     soft_cap: float = 0.0
     alibi: bool = False
+    sinks: bool = False
     window: int = 0
     sparse: BlockSparse | None = None
 
@@ -49,15 +50,16 @@ class Drawn:
     engine: torch.Tensor  # the cache in the engine's layout; NaN in slots without a token
     tables: torch.Tensor
     slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
     k_scale: float
     v_scale: float
 
     def scoring(self, problem: Problem, device: torch.device) -> Scoring:
         slopes = None if self.slopes is None else self.slopes.to(device)
         scale = problem.head_size**-0.5
-        return Scoring(
-            scale, problem.soft_cap, slopes, problem.window or None, self.k_scale, self.v_scale, problem.sparse
-        )
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        scales, window = (self.k_scale, self.v_scale), problem.window or None
+        return Scoring(scale, problem.soft_cap, slopes, window, *scales, problem.sparse, sinks)
 
 
 def draw(problem: Problem) -> Drawn:
@@ -87,6 +89,7 @@ def draw(problem: Problem) -> Drawn:
         engine=wide.to(problem.kv_dtype or problem.dtype),
         tables=tables,
         slopes=slopes,
+        sinks=torch.linspace(-2, 14, problem.num_heads) if problem.sinks else None,
         k_scale=0.75 if fp8 else 1.0,
         v_scale=1.5 if fp8 else 1.0,
     )
@@ -103,7 +106,8 @@ def reference(problem: Problem, drawn: Drawn) -> torch.Tensor:  # float64 [num_s
         bias = None if drawn.slopes is None else drawn.slopes[:, None].double() * (token - length + 1)
         keys, values = keys * drawn.k_scale, values * drawn.v_scale
         scale = problem.head_size**-0.5
-        rows.append(kv_layouts.attend(q, keys, values, scale, soft_cap=problem.soft_cap, bias=bias, mask=mask))
+        scoring = {"soft_cap": problem.soft_cap, "bias": bias, "mask": mask, "sinks": drawn.sinks}
+        rows.append(kv_layouts.attend(q, keys, values, scale, **scoring))
     return torch.stack(rows)
 
 
@@ -241,6 +245,8 @@ CASES: list[tuple[str, Case]] = [
     ("alibi", case(Problem(alibi=True, dtype=_F32))),
     ("soft_cap", case(Problem(soft_cap=3.0, dtype=_F32))),
     ("soft_cap_then_alibi", case(Problem((17, 120), soft_cap=2.0, alibi=True, dtype=_F32))),
+    ("sinks", case(Problem((0, 1, 17, 600), sinks=True))),
+    ("sinks_window", case(Problem((40, 1100), sinks=True, soft_cap=3.0, window=60, dtype=_F32))),
     *((f"window_{window}", case(Problem((0, 1, 33, 700), window=window, dtype=_F32))) for window in (1, 16, 30, 600)),
     *((f"{name}", case(Problem((0, 1, 17, 600), kv_dtype=kv))) for name, kv in FP8.items()),
     *((f"half_{name}_block_8", case(replace(_HALF, kv_dtype=kv, block_size=8))) for name, kv in FP8.items()),

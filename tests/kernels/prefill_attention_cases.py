@@ -75,11 +75,15 @@ SETUPS: dict[str, Setup] = {
     "only long ones": Setup(RAGGED, min_query_len=64),
     **{f"head size {d}": Setup(SMALL, head_size=d) for d in (8, 32, 80, 96, 112, 120, 128, 192, 256)},
     **{f"half, head size {d}": Setup(SMALL, head_size=d, dtype=FP16) for d in (64, 128)},
-    **{f"group {g}": Setup(SMALL, num_heads=2 * g, num_kv_heads=2) for g in (1, 3, 4, 7, 8, 16)},
+    **{f"group {g}": Setup(SMALL, num_heads=2 * g, num_kv_heads=2) for g in (1, 3, 4, 5, 7, 8, 16)},
+    "group 71": Setup(SMALL, num_heads=71),
     **{f"block size {b}": Setup(((17, 140), (65, 5)), block_size=b, num_kv_heads=2) for b in (1, 4, 8, 32, 64, 128)},
     **{f"window {w}": Setup(((70, 150), (3, 64), (20, 0)), window=w) for w in (1, 7, 33, 64, 100, 1000)},
     "soft cap": Setup(SMALL, soft_cap=1.5),
     "alibi": Setup(SMALL, num_heads=4, num_kv_heads=2, alibi=True),
+    "sinks": Setup(RAGGED, num_heads=6, num_kv_heads=2, sinks=True),
+    "sinks, soft cap, window": Setup(((40, 90), (5, 0)), num_heads=3, soft_cap=2.0, window=29, sinks=True),
+    "sinks, float8": Setup(SMALL, num_heads=4, kv_dtype=E4M3, k_scale=0.5, v_scale=3.0, sinks=True),
     "alibi, soft cap, window": Setup(((40, 90), (5, 0)), num_heads=3, alibi=True, soft_cap=2.0, window=29),
     **{
         f"{cache}, {dtype}, head size {d}": Setup(
@@ -151,7 +155,7 @@ def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
 
 def same_bits_in_any_chunks(launcher: Launcher, device: torch.device) -> None:
     for window, head_size in ((None, 64), (45, 64), (None, 256)):
-        setup = Setup(((150, 0),), num_heads=3, window=window, head_size=head_size, min_query_len=1)
+        setup = Setup(((150, 0),), num_heads=3, window=window, head_size=head_size, min_query_len=1, sinks=True)
         batch = make_batch(setup, device)
         whole = run(batch, launcher)
         for sizes in ((64, 86), (1, 149), (17, 33, 99, 1)):

@@ -6,7 +6,7 @@ sequence that it belongs to. That is right for any step and slow for long chunks
 block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,7 +38,7 @@ class _Plan:
 
 
 class PagedBackend:
-    """Attention for GPUs from sm_80 on, with ALiBi, windows, soft caps, block-sparse patterns and float8 caches."""
+    """Attention for GPUs from sm_80 on: ALiBi, windows, soft caps, sinks, block-sparse patterns and float8 caches."""
 
     graph_safe = False  # `prepare` allocates anew for each step
 
@@ -89,15 +89,16 @@ class PagedBackend:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if sinks is not None:
-            raise ValueError("the backend paged has no attention sinks; the backend cuda has")
         plan: _Plan = batch.plan
+        scoring = self._scorings[group]
+        if sinks is not None:
+            scoring = replace(scoring, sinks=sinks)
         keys, values = split_views(kv)
         for first in range(0, batch.num_tokens, MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
             tables, lens = plan.block_tables[group][rows], plan.seq_lens[rows]
             cache = SplitCache(keys, values, tables, lens, batch.max_seq_len)
-            paged_attention(self.launcher, out[rows], query[rows], cache, self._scorings[group])
+            paged_attention(self.launcher, out[rows], query[rows], cache, scoring)
 
 
 def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,8 +128,6 @@ def split_layout_reason(shape: AttentionShape) -> str | None:
         return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
 
     def reason(spec: AttentionSpec) -> str | None:
-        if spec.sinks:
-            return "it has no attention sinks, which the backend cuda has"
         if spec.head_size in HEAD_SIZES and spec.head_size * shape.cache_dtype.itemsize % 16 == 0:
             return None
         return f"its kernels take heads of {', '.join(map(str, HEAD_SIZES))}, not of {spec.head_size}"

@@ -69,7 +69,7 @@ def paged_attention_v1(
         f"of {MAX_SHARED_BYTES}; use paged_attention_v2",
     )
     kernel = launcher.kernel(SOURCE, f"paged_attention_v1<{types}>")
-    kernel((num_heads, num_seqs, 1), (_THREADS, 1, 1), [out, *_inputs(q, cache, scoring)], shared)
+    kernel((num_heads, num_seqs, 1), (_THREADS, 1, 1), [out, scoring.sinks, *_inputs(q, cache, scoring)], shared)
 
 
 def paged_attention_v2(
@@ -92,7 +92,7 @@ def paged_attention_v2(
 
     scalar = cuda_type(q.dtype, "q")
     reduce = launcher.kernel(SOURCE, f"paged_attention_v2_reduce<{scalar}, {head_size}>")
-    args = [out, exp_sums, max_logits, parts, cache.seq_lens, np.int32(num_partitions)]
+    args = [out, exp_sums, max_logits, parts, scoring.sinks, cache.seq_lens, np.int32(num_partitions)]
     reduce((num_heads, num_seqs, 1), (_THREADS, 1, 1), args, 4 * (_WARPS + num_partitions))
 
 
