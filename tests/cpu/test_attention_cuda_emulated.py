@@ -53,6 +53,7 @@ class Step:
     batch: StepBatch
     heads: Heads
     kv: torch.Tensor  # a layer's view of a pool, [num_blocks, 2, num_kv_heads, block_size, head_size]
+    sinks: torch.Tensor | None
 
     def run(self, backend: AttentionBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """What attend gives, and the cache after it."""
@@ -62,8 +63,7 @@ class Step:
         out = torch.full(heads.query.shape, 7.0, dtype=self.shape.dtype)
         backend.prepare(batch)
         backend.write_kv(heads, kv, batch, group)
-        sinks = torch.linspace(-4, 4, heads.query.shape[1]) if self.shape.groups[group].sinks else None
-        backend.attend(heads.query, kv, batch, group, out, sinks)
+        backend.attend(heads.query, kv, batch, group, out, self.sinks)
         return out, kv
 
 
@@ -97,7 +97,8 @@ def make_step(shape: AttentionShape, lengths: list[tuple[int, int]], *, padding:
     num_groups = len(shape.groups)
     batch = step_batch(lengths, [tables] * num_groups, [torch.tensor(slots + [PAD_SLOT] * padding)] * num_groups)
     query, key, value = fused.split(heads, 1)
-    return Step(shape, batch, Heads(query, key, value, rotation), kv)
+    sinks = torch.linspace(-4, 4, spec.num_heads) if spec.sinks else None
+    return Step(shape, batch, Heads(query, key, value, rotation), kv, sinks)
 
 
 def backend_for(shape: AttentionShape) -> CudaBackend:
@@ -136,6 +137,12 @@ def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) 
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dict[str, Any]) -> None:
     check(make_step(changed(SHAPE, **changes), lengths))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
+def test_a_sink_far_from_the_scores_takes_nothing_or_all(sink: float, dtype: torch.dtype) -> None:
+    check(replace(make_step(changed(SHAPE, dtype=dtype), MIXED), sinks=torch.full((4,), sink)))
 
 
 def test_rotates_before_it_stores() -> None:

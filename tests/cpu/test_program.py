@@ -176,13 +176,13 @@ def attention(batch: Batch, max_seq_len: int) -> tuple[Program, StepBatch, torch
     def run() -> None:
         batch.backend.prepare(step)
         batch.backend.write_kv(Heads(batch.query, batch.key, batch.value), batch.kv, step, 0)
-        batch.backend.attend(batch.query, batch.kv, step, 0, out)
+        batch.backend.attend(batch.query, batch.kv, step, 0, out, batch.sinks)
 
     return recorded(run), step, out
 
 
 def test_lengths_may_grow_to_the_longest_after_recording() -> None:
-    long = Batch([(1, 5000), (1, 3), (1, 9000)], backend=CpuBackend, filler=0.0)
+    long = Batch([(1, 5000), (1, 3), (1, 9000)], backend=CpuBackend, filler=0.0, sinks=True)
     expected = long.run()
     program, step, out = attention(long, max_seq_len=9000)
     lengths = step.seq_lens.clone()

@@ -106,8 +106,10 @@ def reference(problem: Problem, drawn: Drawn) -> torch.Tensor:  # float64 [num_s
         bias = None if drawn.slopes is None else drawn.slopes[:, None].double() * (token - length + 1)
         keys, values = keys * drawn.k_scale, values * drawn.v_scale
         scale = problem.head_size**-0.5
-        scoring = {"soft_cap": problem.soft_cap, "bias": bias, "mask": mask, "sinks": drawn.sinks}
-        rows.append(kv_layouts.attend(q, keys, values, scale, **scoring))
+        sinks = drawn.sinks
+        rows.append(
+            kv_layouts.attend(q, keys, values, scale, soft_cap=problem.soft_cap, bias=bias, mask=mask, sinks=sinks)
+        )
     return torch.stack(rows)
 
 

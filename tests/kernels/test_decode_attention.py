@@ -85,7 +85,7 @@ def test_sizes() -> None:
 # ---- what is refused
 
 SIMPLE = Setup((8, 2))
-SCORING = ("scale", "window", "soft_cap", "alibi_slopes")
+SCORING = ("scale", "window", "soft_cap", "alibi_slopes", "sinks")
 
 
 def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
@@ -121,6 +121,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("scale", {"scale": 0.0}),
         ("soft cap", {"soft_cap": -1.0}),
         ("alibi_slopes must be", {"alibi_slopes": torch.zeros(3)}),
+        (r"sinks must be float32 \[2\]", {"sinks": torch.zeros(2, dtype=BF16)}),
     ],
 )
 def test_refuses(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
