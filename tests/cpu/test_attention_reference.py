@@ -225,8 +225,8 @@ def test_scores_that_are_more_than_products(backend, scores, window):
 
 @pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
 def test_a_sink_far_from_the_scores_takes_nothing_or_all(backend, sink):
-    batch = Batch(CHUNKED + DECODE, backend=backend, dtype=torch.bfloat16)
-    plain = batch.run()
+    plain = Batch(CHUNKED + DECODE, backend=backend, dtype=torch.bfloat16).run()
+    batch = Batch(CHUNKED + DECODE, backend=backend, dtype=torch.bfloat16, sinks=True)
     batch.sinks = torch.full((batch.num_heads,), sink)
     out = batch.run()
     assert torch.allclose(out, plain, rtol=0, atol=1e-2) if sink < 0 else (out == 0).all()
@@ -236,9 +236,17 @@ def test_a_sink_far_from_the_scores_takes_nothing_or_all(backend, sink):
     "sinks", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(8)[::2], torch.zeros(4, dtype=torch.bfloat16)]
 )
 def test_sinks_that_are_no_number_a_head_are_refused(backend, sinks):
-    batch = Batch([(1, 3)], backend=backend)
+    batch = Batch([(1, 3)], backend=backend, sinks=True)
     batch.sinks = sinks
     with pytest.raises(ValueError, match=r"sinks must be float32 \[4\], contiguous, got torch"):
+        batch.run()
+
+
+@pytest.mark.parametrize(("has", "given"), [(True, "no sinks"), (False, "sinks")])
+def test_sinks_are_given_exactly_where_the_model_has_some(backend, has, given):
+    batch = Batch([(1, 3)], backend=backend, sinks=has)
+    batch.sinks = None if has else torch.zeros(4)
+    with pytest.raises(ValueError, match=f"was given {given} for layers whose spec says sinks={has}"):
         batch.run()
 
 

@@ -57,10 +57,17 @@ def _reason(spec: AttentionSpec, block_sparse: bool) -> str | None:
     return None
 
 
-def check_sinks(sinks: torch.Tensor, num_heads: int) -> None:
-    """Refuse, by ValueError, what kernels would read past its end or as other numbers."""
-    if sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous():
-        raise ValueError(f"sinks must be float32 [{num_heads}], contiguous, got {sinks.dtype} {list(sinks.shape)}")
+def check_sinks(sinks: torch.Tensor | None, spec: AttentionSpec) -> None:
+    """Raises ValueError where layers like `spec` have sinks and none are given, or the reverse, and for sinks that
+    kernels would read as other numbers or past their end."""
+    if spec.sinks != (sinks is not None):
+        given = "no sinks" if sinks is None else "sinks"
+        raise ValueError(f"attend was given {given} for layers whose spec says sinks={spec.sinks}")
+    if sinks is None:
+        return
+    shape = (spec.num_heads,)
+    if sinks.dtype != torch.float32 or sinks.shape != shape or not sinks.is_contiguous():
+        raise ValueError(f"sinks must be float32 {list(shape)}, contiguous, got {sinks.dtype} {list(sinks.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,7 @@ class AttentionBackend(Protocol):
 
         `sinks` has one more logit for each head of this rank, where the group's spec says that there are some. It joins
         the softmax of every row as it is, neither scaled nor capped nor subject to a window, and attends to nothing, so
-        a row's weights add up to less than 1. Raises ValueError for sinks of another shape or type.
+        a row's weights add up to less than 1. Raises ValueError for sinks of another shape or type, and unless they are
+        given exactly where the spec says so.
         """
         ...

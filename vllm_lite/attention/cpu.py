@@ -103,8 +103,7 @@ class CpuBackend:
         sinks: torch.Tensor | None = None,
     ) -> None:
         part: _Group = batch.plan.groups[group]
-        if sinks is not None:
-            check_sinks(sinks, self.shape.groups[group].num_heads)
+        check_sinks(sinks, self.shape.groups[group])
         part.kernels.attend(part.plan, part.table, query, kv, out, sinks)
 
 

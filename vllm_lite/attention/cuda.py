@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.errors import ConfigError
@@ -102,6 +102,7 @@ class CudaBackend:
     ) -> None:
         plan: _Plan = batch.plan
         cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
+        check_sinks(sinks, self.shape.groups[group])
         scoring, max_seq_len = self._scorings[group], batch.max_seq_len
         if sinks is not None:
             scoring = replace(scoring, sinks=sinks)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -90,6 +90,7 @@ class PagedBackend:
         sinks: torch.Tensor | None = None,
     ) -> None:
         plan: _Plan = batch.plan
+        check_sinks(sinks, self.shape.groups[group])
         scoring = self._scorings[group]
         if sinks is not None:
             scoring = replace(scoring, sinks=sinks)

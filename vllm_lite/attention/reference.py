@@ -161,8 +161,8 @@ class ReferenceBackend:
             out.zero_()
         spec = self.shape.groups[group]
         num_kv_heads = spec.num_kv_heads
+        check_sinks(sinks, spec)
         if sinks is not None:
-            check_sinks(sinks, spec.num_heads)
             sinks = sinks.view(num_kv_heads, -1, 1, 1)
         queries, outs = _by_kv_head(query, num_kv_heads), _by_kv_head(out, num_kv_heads)
         for sequence in plan.sequences:
