@@ -1,0 +1,156 @@
+"""Hold every family of models to transformers through whole engines: prefix cache, preemption, chunks, drafts, ranks.
+
+    python scripts/families_check.py
+    python scripts/families_check.py --only gemma --rows preempted
+
+Each variant of `tests/families` is a tiny random checkpoint. Its greedy tokens in float32 have to be those of
+transformers in every row, but for ties (logits closer than 0.001), and the log-probabilities of the five best tokens
+within 1e-4. Exit status: 0 if all held, 1 if something did not.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import transformers
+
+from tests.checkpoints import VOCAB_SIZE
+from tests.e2e.reference import Case, Reference, compare, start
+from tests.families.all import VARIANTS
+from tests.families.variant import Variant
+from vllm_lite import RequestOutput, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
+
+LENGTHS = (1, 7, 8, 16, 31, 48, 65, 100, 129, 160, 200)
+"""Of the prompts: shorter and longer than windows, chunks and blocks."""
+NUM_TOKENS = 24
+MAX_LOGPROB_ERROR = 1e-4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
+MAX_MODEL_LEN = max(LENGTHS) + NUM_TOKENS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine. Every counter in `must` may not be 0, or the row would show nothing."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    tiny_pool: bool = False
+    must: tuple[str, ...] = ()
+    logprobs: float = MAX_LOGPROB_ERROR
+
+
+ROWS = [
+    Row("whole prompts"),
+    Row("prefix hits", {"block_size": 8}, rounds=2, must=("cached_tokens",)),
+    Row("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 7, "enable_prefix_caching": False}),
+    Row("one step at a time", {"async_scheduling": False, "max_num_batched_tokens": 64}),
+    Row("eager", {"enforce_eager": True}),
+    Row("preempted, recomputed", tiny_pool=True, must=("preemptions",)),
+    Row("preempted, swapped", {"swap_space": 1e-2, "preemption_mode": "swap"}, tiny_pool=True, must=("swaps",)),
+    Row("n-gram", NGRAM, must=("accepted_tokens",)),
+    Row("n-gram, preempted", NGRAM, tiny_pool=True, must=("preemptions",)),
+    Row("two ranks", {"tensor_parallel_size": 2}, logprobs=2e-4),
+    Row("two ranks, preempted", {"tensor_parallel_size": 2}, tiny_pool=True, must=("preemptions",), logprobs=2e-4),
+    Row("reference kernels", {"attention_backend": "reference", "enforce_eager": True}),
+]
+
+
+def prompts() -> list[list[int]]:
+    """Random tokens; every second prompt begins like the others of its kind."""
+    source = random.Random(5)
+    stem = [source.randrange(3, VOCAB_SIZE) for _ in range(120)]
+    made = []
+    for place, length in enumerate(LENGTHS):
+        tokens = [source.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        made.append((stem + tokens[120:])[:length] if place % 2 else tokens)
+    return made
+
+
+def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> float:
+    """The largest of the five best tokens' log-probabilities, as far as the tokens agree."""
+    worst = 0.0
+    for case, output in zip(cases, outputs, strict=True):
+        theirs = case.logits.log_softmax(-1)
+        for at, (token, ours) in enumerate(
+            zip(output.outputs[0].token_ids, output.outputs[0].logprobs or (), strict=True)
+        ):
+            if token != case.tokens[at]:
+                break
+            worst = max([worst, *(abs(entry.logprob - float(theirs[at, id_])) for id_, entry in ours.items())])
+    return worst
+
+
+def check(path: Path, cases: Sequence[Case], row: Row) -> list[str]:
+    """What is wrong with a row, in sentences."""
+    faults = []
+    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 512} | row.settings
+    if row.tiny_pool:  # room for the longest sequence in every group, and a little more
+        num_blocks = len(load_spec(path).kv_groups) * (-(-MAX_MODEL_LEN // 8) + 1) + 3
+        settings |= {"block_size": 8, "num_gpu_blocks_override": num_blocks}
+    with start(path, **settings) as llm:
+        for _ in range(row.rounds):
+            outputs = llm.generate([case.prompt for case in cases], GREEDY, use_tqdm=False)
+            comparison = compare(cases, outputs)
+            if comparison.wrong:
+                faults.append(f"other tokens for prompts {comparison.wrong}")
+            error = logprob_error(cases, outputs)
+            if error > row.logprobs:
+                faults.append(f"a log-probability differs by {error:.1e}")
+        stats = llm.stats()
+    faults += [f"{counter} is 0" for counter in row.must if not getattr(stats, counter)]
+    return faults
+
+
+def check_variant(variant: Variant, rows: Sequence[Row]) -> int:
+    """Run all rows; returns how many failed."""
+    started, failed = time.monotonic(), 0
+    with tempfile.TemporaryDirectory(prefix="vl-family-") as folder:
+        path = variant.make(Path(folder) / "model")
+        reference = Reference(path)
+        cases = []
+        for prompt in prompts():
+            case = reference.generate(prompt)
+            cases.append(Case(prompt, case.tokens[:NUM_TOKENS], case.logits[:NUM_TOKENS]))
+        for row in rows:
+            try:
+                faults = check(path, cases, row)
+            except Exception as error:
+                faults = [f"{type(error).__name__}: {error}"]
+            for fault in faults:
+                print(f"    {variant.name}, {row.name}: {fault}", flush=True)
+            failed += bool(faults)
+    distinct = sum(len(set(case.tokens)) for case in cases) / len(cases)
+    took = f"{time.monotonic() - started:5.1f} s"
+    print(
+        f"{variant.name:32} {len(rows) - failed:3} of {len(rows)} rows, {distinct:4.1f} distinct tokens, {took}",
+        flush=True,
+    )
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only variants whose name contains this")
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    args = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    rows = [row for row in ROWS if args.rows in row.name]
+    variants = [variant for variant in VARIANTS if args.only in variant.name]
+    failed = sum(check_variant(variant, rows) for variant in variants)
+    print(f"{len(variants)} variants, {len(rows)} rows each: {failed} failed")
+    return 1 if failed or not variants else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
