@@ -8,8 +8,9 @@ a plan is never too small for it.
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 
-_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head")
 """Ranks share out their outputs, the first axis of weight and bias."""
+_QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "down_proj")
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
 
@@ -20,7 +21,7 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
     Raises ConfigError if so many ranks cannot share the model's heads.
     """
     *path, layer, kind = ("", *name.split("."))
-    if layer in _BY_ROWS:
+    if layer in _BY_ROWS or (layer in _QK_NORMS and spec.qk_norm == "all heads"):
         return (_part(layer, path, shape[0], spec, shard), *shape[1:])
     if layer in _BY_COLUMNS and kind == "bias":
         return shape if shard.rank == 0 else (0,)
@@ -33,8 +34,8 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     """How much of an axis of `size` is this rank's."""
     if layer in ("embed_tokens", "lm_head"):
         return Split.vocabulary(size, shard).size
-    if layer in ("gate_proj", "up_proj", "down_proj"):
+    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
         return Split.even(size, shard).size
     heads = spec.layers[int(path[path.index("layers") + 1])].attention.heads(shard)
-    share = heads.kv if layer in ("k_proj", "v_proj") else heads.query
+    share = heads.kv if layer in ("k_proj", "v_proj", "k_norm") else heads.query
     return size // share.total * share.size

@@ -9,8 +9,9 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.buffers import HeadRows, Rows
+from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.qk_norm import QKNorm, make_qk_norm
 from vllm_lite.layers.qkv_layout import Layout, qkv_splits
 from vllm_lite.layers.weight_slot import WeightGroup
 
@@ -47,8 +48,7 @@ class AttentionBlock:
         hidden = Split.whole(spec.hidden_size)
         splits = qkv_splits(whole.attention, heads, self.names.layout, self.order)
         self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
-        self.query_norm = parts.norm(size) if spec.qk_norm == "head" else None
-        self.key_norm = parts.norm(size) if spec.qk_norm == "head" else None
+        self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, size, self.order)
         query = heads.query.times(size)
         self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
 
@@ -63,17 +63,12 @@ class AttentionBlock:
         """Attend with `x`, for `project` to go on from, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
         self.qkv.forward(x, out=own.qkv)
-        self.normalize(own)
+        if self.qk_norm is not None:
+            self.qk_norm.forward(own)
         if self.grows and rows.query_growth is not None:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         backend.write_kv(own.heads, kv, batch, self.group)
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads)
-
-    def normalize(self, own: HeadRows) -> None:
-        """Apply the norms on Q and K, before they are rotated, where the model has some: over each head."""
-        if self.query_norm is not None and self.key_norm is not None:
-            self.query_norm.forward(own.heads.query, out=own.heads.query)
-            self.key_norm.forward(own.heads.key, out=own.heads.key)
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""
@@ -82,7 +77,7 @@ class AttentionBlock:
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
         yield self.qkv.group(*(f"{prefix}{name}" for name in self.names.qkv))
-        if self.query_norm is not None and self.key_norm is not None:
-            yield self.query_norm.group(f"{prefix}{self.names.query_norm}", self.order)
-            yield self.key_norm.group(f"{prefix}{self.names.key_norm}", self.order)
+        if self.qk_norm is not None:
+            names = self.names
+            yield from self.qk_norm.weight_groups(f"{prefix}{names.query_norm}", f"{prefix}{names.key_norm}")
         yield self.output.group(f"{prefix}{self.names.output}")

@@ -49,6 +49,12 @@ class GatedMLP:
         yield self.down.group(f"{prefix}{self.names.down}")
 
 
+class FusedGatedMLP(GatedMLP):
+    """A gated MLP whose checkpoint has gate and up in one tensor."""
+
+    names: ClassVar = GatedNames(gate="gate_up_proj", up="gate_up_proj")
+
+
 class MLPNames(NamedTuple):
     """What a checkpoint calls the matrices of an MLP without a gate."""
 

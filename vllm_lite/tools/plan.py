@@ -21,6 +21,7 @@ from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
+from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
@@ -351,8 +352,9 @@ def weights_bytes(
     """Bytes of a rank's weights, of which the first has most: every tensor that the model takes; a matrix of int8 has
     a scale for each row."""
     spec, total = checkpoint.spec, 0
-    for name, tensor in checkpoint.tensors.items():
-        if name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight"):
+    for stored_as, tensor in checkpoint.tensors.items():
+        name = canonical(stored_as)
+        if is_ignored(name, tied=spec.tie_word_embeddings):
             continue
         shape = rank_shape(name, tensor.shape, spec, shard)
         count, embeds = prod(shape), name == "model.embed_tokens.weight"

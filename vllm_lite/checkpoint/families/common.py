@@ -99,18 +99,14 @@ def ropes_of(
 ) -> dict[str, Rope]:
     """The rope of each layer type. Where config.json does not distinguish them they are equal; `theta` and
     `partial_rotary_factor` are what the family takes where it says nothing."""
-    if head_size % 2:
-        raise ModelError(f"head_dim {head_size} is odd; rotary embedding turns pairs, so it must be even")
-    context = RopeContext(
-        head_size=head_size,
-        max_position_embeddings=raw.max_position_embeddings,
+    context = _rope_context(
+        raw,
+        head_size,
         theta=raw.rope_theta or theta,
         partial_rotary_factor=raw.partial_rotary_factor or partial_rotary_factor,
-        original_max_position_embeddings=raw.original_max_position_embeddings,
         interleaved=interleaved,
     )
-    key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
-    values = raw.rope_parameters or raw.rope_scaling or {}
+    key, values = _rope_values(raw)
     nested = {name: value for name, value in values.items() if name in (FULL, SLIDING) and isinstance(value, dict)}
     if nested:
         return {name: read_rope(value, f"{key}.{name}", context) for name, value in nested.items()}
@@ -119,6 +115,39 @@ def ropes_of(
         raise ModelError(f"{key} has layer types {', '.join(others[:8])}; supported: {FULL}, {SLIDING}")
     rope = read_rope(values, key, context)
     return {FULL: rope, SLIDING: rope}
+
+
+def ropes_by_type(raw: RawConfig, head_size: int, thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """The rope of each layer type where sliding layers turn in their own way. What config.json does not say by layer
+    type is for full attention alone, and sliding layers turn plainly. `thetas`: what holds for each where it says none.
+    """
+    key, values = _rope_values(raw)
+    by_type = FULL in values or SLIDING in values
+    ropes = {}
+    for kind, theta in thetas.items():
+        own = values.get(kind) if by_type else values if kind == FULL else None
+        own = {} if own is None else own
+        if not isinstance(own, dict):
+            raise ModelError(f"{key}.{kind} {own!r} is not an object of rope parameters")
+        ropes[kind] = read_rope(own, f"{key}.{kind}" if by_type else key, _rope_context(raw, head_size, theta=theta))
+    return ropes
+
+
+def _rope_values(raw: RawConfig) -> tuple[str, dict[str, Any]]:
+    """What config.json says of rope, and its key for it."""
+    key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
+    return key, raw.rope_parameters or raw.rope_scaling or {}
+
+
+def _rope_context(raw: RawConfig, head_size: int, **own: Any) -> RopeContext:
+    if head_size % 2:
+        raise ModelError(f"head_dim {head_size} is odd; rotary embedding turns pairs, so it must be even")
+    return RopeContext(
+        head_size=head_size,
+        max_position_embeddings=raw.max_position_embeddings,
+        original_max_position_embeddings=raw.original_max_position_embeddings,
+        **own,
+    )
 
 
 def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
@@ -147,6 +176,11 @@ def windows_of(types: Sequence[str], window: int | None) -> list[int | None]:
     if SLIDING in types and window is None:
         raise ModelError(f"layer_types has {SLIDING}, but sliding_window is not set")
     return [window if kind == SLIDING else None for kind in types]
+
+
+def every_nth(pattern: int) -> Callable[[int], str]:
+    """For `layer_types_of`: of so many layers in turn the last sees everything, and the others are sliding."""
+    return lambda layer: SLIDING if (layer + 1) % pattern else FULL
 
 
 def layers_of(
@@ -184,10 +218,10 @@ def decoder(
     )
 
 
-def activation_of(name: str) -> Activation:
-    """The activation that config.json calls `name`."""
+def activation_of(name: str, key: str = "hidden_act") -> Activation:
+    """The activation that config.json's `key` calls `name`."""
     if name not in ACTIVATIONS:
-        raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
