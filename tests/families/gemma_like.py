@@ -1,5 +1,278 @@
 """Checkpoints of the families that put norms and blocks together in another way than Llama."""
 
-from tests.families.variant import Variant
+from collections.abc import Mapping
+from typing import Any
 
-VARIANTS: list[Variant] = []
+import msgspec
+
+from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.rope import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 387}
+"""Groups of three heads; 387 tokens are no multiple of 8."""
+CALM = {"initializer_range": 0.15}
+"""Gemma's norms make everything twice as large, as their random weights are about 1, to which they add 1."""
+LONG = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def _attention(**fields: Any) -> Any:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        return msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, **fields))
+
+    return drop_in_layers(changed)
+
+
+def _rope(**fields: Any) -> Any:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, **fields))
+
+    return drop_in_layers(changed)
+
+
+def _norm(**fields: Any) -> Any:
+    return lambda spec: msgspec.structs.replace(spec, norm=msgspec.structs.replace(spec.norm, **fields))
+
+
+def _one_rope(spec: ModelSpec) -> ModelSpec:
+    """Sliding layers turn as those that see everything do."""
+    full = next(layer.rope for layer in spec.layers if layer.attention.window is None)
+    return drop_in_layers(lambda layer: msgspec.structs.replace(layer, rope=full))(spec)
+
+
+def _everywhere(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, rope=Rope(10000.0, interleaved=True))
+
+
+def _nested(**text: Any) -> Mapping[str, Any]:
+    """A model that sees images, as small as can be."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    usual = {"intermediate_size": 96, "max_position_embeddings": 512, **CALM, "bos_token_id": 1}
+    return {"text_config": usual | text, "vision_config": vision, "mm_tokens_per_image": 4, "tie_word_embeddings": True}
+
+
+GEMMA = [
+    Variant(
+        "gemma",
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        {**ODD, **CALM, "num_key_value_heads": 1, "head_dim": 80, "hidden_act": "gelu", "tie_word_embeddings": True},
+        {
+            "one added to norms": _norm(plus_one=False),
+            "embedding scale": drop(embedding_scale=1.0),
+            "activation": drop(activation="silu"),
+        },
+    ),
+    Variant("gemma-wide", "GemmaConfig", "GemmaForCausalLM", {**CALM, "num_key_value_heads": 4, "head_dim": 256}),
+    Variant(
+        "gemma2",
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **ODD,
+            **CALM,
+            "head_dim": 64,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": True,
+        },
+        {
+            "window": drop_in_layers(without_window),
+            "soft cap of attention": _attention(soft_cap=0.0),
+            "soft cap of logits": drop(logits_soft_cap=0.0),
+            "scale": _attention(scale=64**-0.5),
+            "embedding scale": drop(embedding_scale=1.0),
+            "one added to norms": _norm(plus_one=False),
+        },
+    ),
+    Variant(
+        "gemma2-biased",
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **CALM,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 400,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    Variant(
+        "gemma3",
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **ODD,
+            **CALM,
+            "head_dim": 80,
+            "num_hidden_layers": 7,
+            "initializer_range": 0.1,
+            "sliding_window": 31,
+            "final_logit_softcapping": 4.0,
+            "query_pre_attn_scalar": 50,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True,
+        },
+        {
+            "window": drop_in_layers(without_window),
+            "soft cap of logits": drop(logits_soft_cap=0.0),
+            "rope scaling": drop_in_layers(without_rope_scaling),
+            "rope by layer type": _one_rope,
+        },
+    ),
+    Variant(
+        "gemma3-nested",
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _nested(
+            **ODD,
+            head_dim=128,
+            num_hidden_layers=3,
+            sliding_window=200,
+            layer_types=[SLIDING, FULL, SLIDING],
+        ),
+        {"rope by layer type": _one_rope},
+    ),
+]
+GLM = [
+    Variant(
+        "glm4",
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {**ODD, "head_dim": 80, "pad_token_id": 0, "num_hidden_layers": 3},
+        {"interleaved": _rope(interleaved=False), "half of each head": _rope(rotary_size=None)},
+    ),
+    Variant(
+        "glm4-plain",
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "num_attention_heads": 4,
+            "head_dim": 64,
+            "pad_token_id": 0,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant(
+        "glm",
+        "GlmConfig",
+        "GlmForCausalLM",
+        {**ODD, "head_dim": 128, "pad_token_id": 0, "tie_word_embeddings": True},
+        {"interleaved": _rope(interleaved=False)},
+    ),
+    Variant(
+        "glm-one-kv-head",
+        "GlmConfig",
+        "GlmForCausalLM",
+        {**ODD, "num_key_value_heads": 1, "head_dim": 96, "pad_token_id": 0},
+    ),
+]
+OLMO = [
+    Variant(
+        "olmo2",
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        {**ODD, "hidden_size": 120},
+    ),
+    Variant(
+        "olmo2-one-kv-head",
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        {
+            "hidden_size": 192,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant(
+        "olmo3",
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "rope_parameters": {
+                FULL: {**LONG, "rope_theta": 5e5},
+                SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        {
+            "window": drop_in_layers(without_window),
+            "yarn": drop_in_layers(without_rope_scaling),
+            "rope by layer type": _one_rope,
+        },
+    ),
+    Variant(
+        "olmo3-full",
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {
+            "hidden_size": 160,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "sliding_window": 300,
+            "layer_types": [FULL, SLIDING],
+            "tie_word_embeddings": True,
+        },
+    ),
+]
+COHERE = [
+    Variant(
+        "cohere2",
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {
+            **ODD,
+            "hidden_size": 120,
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+        },
+        {
+            "window": drop_in_layers(without_window),
+            "logit scale": drop(logits_scale=1.0),
+            "interleaved": _rope(interleaved=False),
+            "layers without rope": drop_in_layers(_everywhere),
+            "centered norm": _norm(kind="wide rms"),
+        },
+    ),
+    Variant(
+        "cohere2-biased",
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {
+            "hidden_size": 384,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "num_hidden_layers": 3,
+            "sliding_window": 256,
+            "layer_types": [FULL, SLIDING, FULL],
+            "attention_bias": True,
+        },
+    ),
+]
+VARIANTS: list[Variant] = [*GEMMA, *GLM, *OLMO, *COHERE]

@@ -15,8 +15,17 @@ from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
 
 FAMILIES = {
+    "Cohere2ForCausalLM": "cohere",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "Gemma3ForConditionalGeneration": "gemma",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm",
+    "GlmForCausalLM": "glm",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
     "Qwen3ForCausalLM": "llama",
 }
 """Architecture -> module of `families`."""

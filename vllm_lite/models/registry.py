@@ -17,8 +17,17 @@ from vllm_lite.layers.weight_slot import WeightGroup
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 MODELS = {
+    "Cohere2ForCausalLM": "vllm_lite.models.cohere:Cohere2",
+    "Gemma2ForCausalLM": "vllm_lite.models.gemma:Gemma2",
+    "Gemma3ForCausalLM": "vllm_lite.models.gemma:Gemma2",
+    "Gemma3ForConditionalGeneration": "vllm_lite.models.gemma:Gemma2",
+    "GemmaForCausalLM": "vllm_lite.models.gemma:Gemma",
+    "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
+    "GlmForCausalLM": "vllm_lite.models.glm:Glm",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
     "MistralForCausalLM": "vllm_lite.models.llama:Llama",
+    "Olmo2ForCausalLM": "vllm_lite.models.olmo:Olmo",
+    "Olmo3ForCausalLM": "vllm_lite.models.olmo:Olmo",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
 }
 

@@ -1,0 +1,117 @@
+"""Gemma 1, 2 and 3: norms whose weights are stored as differences from 1, token vectors times sqrt(hidden_size)."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    RawConfig,
+    activation_of,
+    attention_of,
+    decoder,
+    every_nth,
+    layer_types_of,
+    layers_of,
+    rope_of,
+    ropes_by_type,
+    windows_of,
+)
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+TANH = "gelu_pytorch_tanh"
+SLIDING_THETA, FULL_THETA = 1e4, 1e6
+"""Gemma 3's."""
+
+
+class GemmaConfig(RawConfig, kw_only=True):
+    intermediate_size: Size
+    head_dim: Size | None = 256
+    hidden_act: str = TANH
+    rms_norm_eps: Positive = 1e-6
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+    use_bidirectional_attention: bool | None = None
+
+
+class Gemma2Config(GemmaConfig, kw_only=True):
+    num_key_value_heads: Size | None = 4
+    hidden_activation: str = TANH
+    query_pre_attn_scalar: Positive = 256
+    sliding_window: Size | None = 4096
+    attn_logit_softcapping: Positive | None = 50.0
+    final_logit_softcapping: Positive | None = 30.0
+
+
+class Gemma3Config(Gemma2Config, kw_only=True):
+    """The text part of a larger model leaves out what is as here."""
+
+    vocab_size: Size = 262_208
+    hidden_size: Size = 2304
+    intermediate_size: Size = 9216
+    num_hidden_layers: Size = 26
+    num_attention_heads: Size = 8
+    max_position_embeddings: Size = 131_072
+    final_logit_softcapping: Positive | None = None
+    rope_local_base_freq: Positive | None = None
+    sliding_window_pattern: Size = 6
+
+
+def _decoder(architecture: str, raw: GemmaConfig, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:
+    if raw.use_bidirectional_attention:
+        raise ModelError("use_bidirectional_attention True is not supported; only models that write text are")
+    norm = NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True)
+    biases = {"qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
+    scale = raw.hidden_size**0.5
+    return decoder(architecture, raw, layers, norm, raw.intermediate_size, embedding_scale=scale, **(biases | own))
+
+
+def _gemma(architecture: str, raw: GemmaConfig) -> ModelSpec:
+    """The first release says gelu and means its approximation by tanh."""
+    attention = attention_of(raw)
+    types = layer_types_of(raw)
+    layers = layers_of(attention, windows_of(types, None), [rope_of(raw, attention.head_size)] * len(types))
+    return _decoder(
+        architecture, raw, layers, activation=activation_of(TANH if raw.hidden_act == "gelu" else raw.hidden_act)
+    )
+
+
+def _scaled(raw: Gemma2Config, soft_cap: float | None) -> AttentionSpec:
+    return replace(attention_of(raw), scale=raw.query_pre_attn_scalar**-0.5, soft_cap=soft_cap or 0.0)
+
+
+def _own(raw: Gemma2Config) -> dict[str, Any]:
+    """What Gemma 2 and 3 have and Gemma 1 has not."""
+    activation = activation_of(raw.hidden_activation, "hidden_activation")
+    cap = raw.final_logit_softcapping or 0.0
+    return {"activation": activation, "logits_soft_cap": cap, "norms_per_layer": 4}
+
+
+def _gemma2(architecture: str, raw: Gemma2Config) -> ModelSpec:
+    attention = _scaled(raw, raw.attn_logit_softcapping)
+    types = layer_types_of(raw, every_nth(2))
+    rope = rope_of(raw, attention.head_size)
+    layers = layers_of(attention, windows_of(types, raw.sliding_window), [rope] * len(types))
+    return _decoder(architecture, raw, layers, **_own(raw))
+
+
+def _gemma3(architecture: str, raw: Gemma3Config) -> ModelSpec:
+    """It has a key for a soft cap of attention, which its implementation in transformers does not read."""
+    attention = _scaled(raw, None)
+    types = layer_types_of(raw, every_nth(raw.sliding_window_pattern))
+    thetas = {FULL: raw.rope_theta or FULL_THETA, SLIDING: raw.rope_local_base_freq or SLIDING_THETA}
+    ropes = ropes_by_type(raw, attention.head_size, thetas)
+    layers = layers_of(attention, windows_of(types, raw.sliding_window), [ropes[kind] for kind in types])
+    return _decoder(architecture, raw, layers, qk_norm="head", **_own(raw))
+
+
+FAMILIES = {
+    "GemmaForCausalLM": Family(GemmaConfig, _gemma),
+    "Gemma2ForCausalLM": Family(Gemma2Config, _gemma2),
+    "Gemma3ForCausalLM": Family(Gemma3Config, _gemma3),
+    "Gemma3ForConditionalGeneration": Family(Gemma3Config, _gemma3),
+}

@@ -1,0 +1,66 @@
+"""OLMo 2 and 3: norms behind the blocks, and on Q and K over all heads together."""
+
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    RawConfig,
+    attention_of,
+    decoder,
+    every_nth,
+    layer_types_of,
+    layers_of,
+    rope_of,
+    ropes_by_type,
+    windows_of,
+)
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size
+
+OLMO3_THETA = 5e5
+
+
+class Olmo2Config(RawConfig, kw_only=True):
+    intermediate_size: Size
+    rms_norm_eps: Positive = 1e-5
+    attention_bias: bool = False
+
+
+class Olmo3Config(Olmo2Config, kw_only=True):
+    sliding_window: Size | None = 4096
+
+
+def _decoder(architecture: str, raw: Olmo2Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    return decoder(
+        architecture,
+        raw,
+        layers,
+        NormSpec(raw.rms_norm_eps, "wide rms"),
+        raw.intermediate_size,
+        qkv_bias=raw.attention_bias,
+        output_bias=raw.attention_bias,
+        qk_norm="all heads",
+    )
+
+
+def _olmo2(architecture: str, raw: Olmo2Config) -> ModelSpec:
+    attention = attention_of(raw)
+    windows = windows_of(layer_types_of(raw), None)
+    return _decoder(
+        architecture, raw, layers_of(attention, windows, [rope_of(raw, attention.head_size)] * len(windows))
+    )
+
+
+def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
+    """Three sliding layers to one that sees everything, whose rope alone is scaled."""
+    attention = attention_of(raw)
+    types = layer_types_of(raw, every_nth(4))
+    ropes = ropes_by_type(raw, attention.head_size, dict.fromkeys((FULL, SLIDING), raw.rope_theta or OLMO3_THETA))
+    windows = windows_of(types, raw.sliding_window)
+    return _decoder(architecture, raw, layers_of(attention, windows, [ropes[kind] for kind in types]))
+
+
+FAMILIES = {
+    "Olmo2ForCausalLM": Family(Olmo2Config, _olmo2),
+    "Olmo3ForCausalLM": Family(Olmo3Config, _olmo3),
+}
