@@ -52,7 +52,7 @@ def write_checkpoint(
     path: str | Path, config_class: Any, model_class: Any, settings: dict[str, Any], *, dtype: str = "float32"
 ) -> Path:
     """Write a random checkpoint of these classes of transformers to the folder `path` and return it. `settings` go to
-    the config, but for `max_shard_size` and `seed`."""
+    the config, but for `max_shard_size` and `seed`. A model with a `text_config` is more than what writes text."""
     import torch
 
     path = Path(path)
@@ -69,9 +69,13 @@ def write_checkpoint(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if "text_config" in settings:
+        settings["text_config"] = usual | settings["text_config"]
+    else:
+        settings = usual | settings
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(usual | settings)))
+        model = model_class(config_class(**settings))
         _shake_vectors(model)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard_size)
     _write_tokenizer(path)

@@ -22,21 +22,23 @@ BLOCK_SIZE = 8
 class Oracle:
     """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
 
-    def __init__(self, path: Path, dtype: str = "float32") -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, path: Path, dtype: str = "float32", max_model_len: int = 256) -> None:
+        """`max_model_len`: how long a sequence may become, by which some kinds of rope turn."""
+        import transformers
 
         self.path = path
+        self.max_model_len = max_model_len
         self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
-        reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.spec = load_spec(path)
+        reference = getattr(transformers, self.spec.architecture).from_pretrained(path, dtype=dtype)
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
-        self.spec = load_spec(path)
         self.dtype = dtype
         self.model = self.load()
 
     def load(self, communicator: Communicator | None = None, quantization: Quantization | None = None) -> Model:
         """Our model, or the part of it that a rank holds."""
-        model = build(self.spec, self.dtype, "cpu", Sizes(256, 512), quantization, communicator)
+        model = build(self.spec, self.dtype, "cpu", Sizes(self.max_model_len, 512), quantization, communicator)
         load_weights(model, self.path)
         return model
 

@@ -11,7 +11,6 @@ from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 MAX_DIFFERENCE = 1e-4
@@ -30,8 +29,8 @@ def checkpoint(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint)
+def oracle(variant: Variant, checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint, max_model_len=variant.max_model_len)
 
 
 def difference(oracle: Oracle, logits: torch.Tensor) -> float:
@@ -76,8 +75,6 @@ CONTROLS = [(variant, name) for variant in VARIANTS for name in variant.controls
 
 @pytest.mark.parametrize(("variant", "control"), CONTROLS, ids=lambda value: getattr(value, "name", value))
 def test_a_dropped_switch_is_seen(variant: Variant, control: str, tmp_path: Path) -> None:
-    oracle = Oracle(variant.make(tmp_path / variant.name))
+    oracle = Oracle(variant.make(tmp_path / variant.name), max_model_len=variant.max_model_len)
     oracle.spec = variant.controls[control](oracle.spec)
-    model = build(oracle.spec, "float32", "cpu", Sizes(256, 512))
-    load_weights(model, oracle.path)
-    assert difference(oracle, Paged(oracle, model=model).run(oracle.tokens, 1000)) > 0.05
+    assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 1000)) > 0.05

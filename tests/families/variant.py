@@ -23,6 +23,8 @@ class Variant:
     model: str
     settings: Mapping[str, Any]
     controls: Mapping[str, Control] = field(default_factory=dict)
+    max_model_len: int = 256
+    """At which it is held to transformers' logits for 150 tokens: a rope may depend on it."""
 
     def make(self, path: Path, **others: Any) -> Path:
         """Write the checkpoint to the folder `path` and return it."""

@@ -29,8 +29,10 @@ FAMILIES = {
     "Qwen3ForCausalLM": "llama",
 }
 """Architecture -> module of `families`."""
-OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+OUTER_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 """What holds for the text part of a multimodal model, too, where that does not say it."""
+TIED = "tie_word_embeddings"
+"""The LM head belongs to the whole model, so what that says of it wins: its text part may say the opposite."""
 
 
 class _RawGenerationConfig(msgspec.Struct):
@@ -81,9 +83,9 @@ def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     inner = raw_json.get("text_config")
     if not isinstance(inner, dict):
         return raw_json
-    return {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None} | {
-        key: value for key, value in inner.items() if value is not None
-    }
+    outer = {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
+    text = outer | {key: value for key, value in inner.items() if value is not None}
+    return text if raw_json.get(TIED) is None else text | {TIED: raw_json[TIED]}
 
 
 def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:
