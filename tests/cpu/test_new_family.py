@@ -13,6 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
 from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, make_kv_groups
@@ -30,12 +31,13 @@ from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 
 class Mixed(Oracle):
-    """A random model, two of whose layers have few wide heads and two many narrow ones, in a window and not turned."""
+    """A random model, two of whose layers have few wide heads and two many narrow ones, in a window, with sinks, and in
+    one of them not rotated."""
 
     def __init__(self, path: Path) -> None:
         spec = load_spec(path)
         wide, rope = LayerSpec(AttentionSpec(4, 2, 32, scale=0.2), spec.layers[0].rope), spec.layers[0].rope
-        narrow = LayerSpec(AttentionSpec(8, 8, 8, scale=0.3, window=11, soft_cap=20.0), None)
+        narrow = LayerSpec(AttentionSpec(8, 8, 8, scale=0.3, window=11, soft_cap=20.0, sinks=True), None)
         turned = LayerSpec(narrow.attention, rope)
         layers = (wide, narrow, wide, turned)
         self.spec = msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
@@ -89,6 +91,15 @@ def test_each_group_has_its_own_numbers(mixed: Mixed, change: dict[str, Any]) ->
     assert (paged.run(mixed.tokens, 1000) - logits).abs().max() > 1e-3
 
 
+def test_sinks_take_part_of_the_weights(mixed: Mixed) -> None:
+    """A random model has 1 in each of them. The control: without weight they are the same as none."""
+    logits = Paged(mixed).run(mixed.tokens, 1000)
+    for layer in mixed.model.layers:  # type: ignore[attr-defined]
+        if layer.attention.sinks is not None:
+            layer.attention.sinks.fill_(-100.0)
+    assert (Paged(mixed).run(mixed.tokens, 1000) - logits).abs().max() > 1e-3
+
+
 def test_layers_with_more_bytes_make_smaller_groups() -> None:
     """Blocks have the same bytes: two layers with 4 KV heads take what four with 2 do."""
     big, small = (LayerSpec(AttentionSpec(8, n, 16, 1.0, window), None) for n, window in ((4, None), (2, 9)))
@@ -99,8 +110,9 @@ def test_layers_with_more_bytes_make_smaller_groups() -> None:
 
 def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
     paged = Paged(mixed)
-    groups = (*paged.shape.groups, msgspec.structs.replace(paged.shape.groups[0], sinks=True))
-    with pytest.raises(ConfigError, match="cpu: it has no attention sinks; reference: it has no"):
+    sparse = msgspec.structs.replace(paged.shape.groups[0], block_sparse=BlockSparse(1, 1, 8))
+    groups = (*paged.shape.groups, sparse)
+    with pytest.raises(ConfigError, match=r"cpu: it has no block-sparse attention, .*; reference: it has no"):
         select_backend(type(paged.shape)(groups, 8, paged.dtype, torch.device("cpu")))
 
 

@@ -13,7 +13,7 @@ from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qk_norm import QKNorm, make_qk_norm
 from vllm_lite.layers.qkv_layout import Layout, qkv_splits
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
 class AttentionNames(NamedTuple):
@@ -24,6 +24,7 @@ class AttentionNames(NamedTuple):
     output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    sinks: str = "sinks"
     layout: Layout = "separate"
 
 
@@ -49,6 +50,8 @@ class AttentionBlock:
         splits = qkv_splits(whole.attention, heads, self.names.layout, self.order)
         self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
         self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, size, self.order)
+        self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`
+        self.sink_heads, self.device = heads.query if whole.attention.sinks else None, parts.device
         query = heads.query.times(size)
         self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
 
@@ -68,7 +71,7 @@ class AttentionBlock:
         if self.grows and rows.query_growth is not None:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         backend.write_kv(own.heads, kv, batch, self.group)
-        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads)
+        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""
@@ -80,4 +83,11 @@ class AttentionBlock:
         if self.qk_norm is not None:
             names = self.names
             yield from self.qk_norm.weight_groups(f"{prefix}{names.query_norm}", f"{prefix}{names.key_norm}")
+        if (held := self.sink_heads) is not None:
+            slot = WeightSlot(f"{prefix}{self.names.sinks}", (held.total,), (held.start,), (held.size,))
+            yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_sinks)
         yield self.output.group(f"{prefix}{self.names.output}")
+
+    def load_sinks(self, sinks: torch.Tensor) -> None:
+        """Keep the logits that attend to nothing: float32 [num_heads] of this rank."""
+        self.sinks = sinks
