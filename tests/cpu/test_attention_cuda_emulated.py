@@ -142,7 +142,13 @@ def test_options_like_the_reference(lengths: list[tuple[int, int]], changes: dic
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
 def test_a_sink_far_from_the_scores_takes_nothing_or_all(sink: float, dtype: torch.dtype) -> None:
-    check(replace(make_step(changed(SHAPE, dtype=dtype), MIXED), sinks=torch.full((4,), sink)))
+    check(replace(make_step(changed(SHAPE, dtype=dtype, sinks=True), MIXED), sinks=torch.full((4,), sink)))
+
+
+def test_a_layer_with_sinks_must_pass_them() -> None:
+    step = replace(make_step(changed(SHAPE, sinks=True), DECODE), sinks=None)
+    with pytest.raises(ValueError, match="was given no sinks for layers whose spec says sinks=True"):
+        step.run(backend_for(step.shape))
 
 
 def test_rotates_before_it_stores() -> None:

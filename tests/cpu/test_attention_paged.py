@@ -74,6 +74,12 @@ def check(step: Step, group: int = 0) -> None:
         assert torch.equal(kv.float().nan_to_num(-1), want_kv.float().nan_to_num(-1)), "the caches differ"
 
 
+def test_a_layer_with_sinks_must_pass_them() -> None:
+    step = replace(make_step(changed(SHAPE, sinks=True), DECODE), sinks=None)
+    with pytest.raises(ValueError, match="was given no sinks for layers whose spec says sinks=True"):
+        run(step)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_like_the_reference(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
