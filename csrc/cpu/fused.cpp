@@ -1,26 +1,18 @@
-// The interface of the small operations, and how their rows are handed to threads.
+// The interface of norms, rotary embedding and the look-up of token vectors.
 #include "fused.h"
 
 #include <cstring>
 
 #include "common.h"
 #include "program.h"
-#include "thread_pool.h"
+#include "rows.h"
+
+using vllm_lite::first_outside;
+using vllm_lite::over_rows;
 
 namespace {
 
-constexpr int64_t kTaskElements = 1 << 15;    // 5 us or so
-constexpr int64_t kSharedElements = 1 << 17;  // less is done sooner by the calling thread alone
-constexpr int64_t kLookUpBytes = 256 << 10;   // of a task: 20 us or so
-
-template <class Op>
-void over_rows(int64_t num_rows, int64_t row_elements, void (*kernel)(const Op&, int64_t, int64_t), const Op& op) {
-  if (num_rows * row_elements < kSharedElements || vllm_lite::num_threads() == 1) return kernel(op, 0, num_rows);
-  const int64_t rows = row_elements < kTaskElements ? kTaskElements / row_elements : 1;
-  vllm_lite::parallel_for((num_rows + rows - 1) / rows, [&](int64_t task) {
-    kernel(op, task * rows, (task + 1) * rows < num_rows ? (task + 1) * rows : num_rows);
-  });
-}
+constexpr int64_t kLookUpBytes = 256 << 10;  // of a task: 20 us or so
 
 }  // namespace
 
@@ -42,13 +34,27 @@ VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64
 }
 VLLM_LITE_RECORDABLE(vllm_lite_add_rms_norm)
 
-// gate_up: [num_rows, 2 * size], out: [num_rows, size].
-VLLM_LITE_API void vllm_lite_gated_activation(int32_t dtype, int32_t activation, int64_t num_rows, int64_t size,
-                                              const void* gate_up, int64_t in_stride, void* out, int64_t out_stride) {
-  const GatedActivation op = {dtype, activation, size, gate_up, out, in_stride, out_stride};
-  over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(gated_activation), op);
+// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight: [size]; bias: [size] or
+// null.
+VLLM_LITE_API void vllm_lite_wide_norm(int32_t dtype, int32_t centered, int64_t num_outer, int64_t num_inner,
+                                       int64_t size, float eps, const void* x, int64_t x_outer, int64_t x_inner,
+                                       const float* weight, const float* bias, void* out, int64_t out_outer,
+                                       int64_t out_inner) {
+  const WideWeights norm = {centered, eps, weight, bias};
+  const WideNorm op = {dtype, norm, num_inner, size, x, out, x_outer, x_inner, out_outer, out_inner};
+  over_rows(num_outer, num_inner * size, VLLM_LITE_DISPATCH(wide_norm), op);
 }
-VLLM_LITE_RECORDABLE(vllm_lite_gated_activation)
+VLLM_LITE_RECORDABLE(vllm_lite_wide_norm)
+
+// residual, x, out: [num_rows, size].
+VLLM_LITE_API void vllm_lite_add_wide_norm(int32_t dtype, int32_t centered, int64_t num_rows, int64_t size, float eps,
+                                           void* residual, int64_t residual_stride, const void* x, int64_t x_stride,
+                                           const float* weight, const float* bias, void* out, int64_t out_stride) {
+  const WideWeights norm = {centered, eps, weight, bias};
+  const AddWideNorm op = {dtype, norm, size, x, residual, out, residual_stride, x_stride, out_stride};
+  over_rows(num_rows, size, VLLM_LITE_DISPATCH(add_wide_norm), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_add_wide_norm)
 
 // heads: [num_tokens, num_heads, head_size]; cos, sin: [num_tokens, head_size], both with one stride.
 VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t num_heads, int64_t head_size,
@@ -63,9 +69,8 @@ VLLM_LITE_RECORDABLE(vllm_lite_rotate)
 VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_tokens, int64_t half, const float* table,
                                                 int64_t max_position, const int64_t* positions, void* cos, void* sin,
                                                 int64_t stride) {
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    if (positions[i] < 0 || positions[i] >= max_position) return i;
-  }
+  const int64_t bad = first_outside(positions, num_tokens, max_position);
+  if (bad >= 0) return bad;
   const SelectRotation op = {dtype, half, table, positions, cos, sin, stride};
   over_rows(num_tokens, 4 * half, VLLM_LITE_DISPATCH(select_rotation), op);
   return -1;
@@ -78,9 +83,8 @@ VLLM_LITE_RECORDABLE(vllm_lite_select_rotation)
 VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t first_id, int64_t num_rows, int64_t num_ids,
                                         int64_t row_bytes, const int64_t* ids, int64_t count, char* out,
                                         int64_t out_stride) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= num_ids) return i;
-  }
+  const int64_t bad = first_outside(ids, count, num_ids);
+  if (bad >= 0) return bad;
   const int64_t at_once = row_bytes < kLookUpBytes ? kLookUpBytes / row_bytes : 1;
   vllm_lite::parallel_for((count + at_once - 1) / at_once, [&](int64_t task) {
     for (int64_t i = task * at_once; i < count && i < (task + 1) * at_once; ++i) {

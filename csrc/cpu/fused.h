@@ -1,4 +1,4 @@
-// The small operations between matrix products, on rows of elements; vllm_lite/kernels/ops.py says what each computes.
+// Norms and rotary embedding on rows of elements; vllm_lite/kernels/ops.py says what each computes.
 // All strides are in elements. Sizes need not be multiples of a vector.
 #pragma once
 
@@ -25,14 +25,29 @@ struct AddRmsNorm {
   int64_t residual_stride, x_stride, out_stride;
 };
 
-enum Activation : int32_t { kSilu = 0, kGelu = 1 };
+// bias: null, or as weight [size].
+struct WideWeights {
+  int32_t centered;
+  float eps;
+  const float *weight, *bias;
+};
 
-struct GatedActivation {
-  int32_t dtype, activation;
-  int64_t size;  // of the gate, behind which lies `up`
-  const void* gate_up;
+struct WideNorm {
+  int32_t dtype;
+  WideWeights norm;
+  int64_t num_inner, size;
+  const void* x;
   void* out;
-  int64_t in_stride, out_stride;
+  int64_t x_outer, x_inner, out_outer, out_inner;
+};
+
+struct AddWideNorm {
+  int32_t dtype;
+  WideWeights norm;
+  int64_t size;
+  const void* x;
+  void *residual, *out;
+  int64_t residual_stride, x_stride, out_stride;
 };
 
 struct Rotate {
@@ -56,6 +71,7 @@ struct SelectRotation {
 // Each does rows or tokens [first, last) of its first axis.
 VLLM_LITE_DECLARE(void rms_norm(const RmsNorm& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void add_rms_norm(const AddRmsNorm& op, int64_t first, int64_t last))
-VLLM_LITE_DECLARE(void gated_activation(const GatedActivation& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void wide_norm(const WideNorm& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void add_wide_norm(const AddWideNorm& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void rotate(const Rotate& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void select_rotation(const SelectRotation& op, int64_t first, int64_t last))

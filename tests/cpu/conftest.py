@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.driver import Driver
+from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
+from vllm_lite.kernels.ops import TorchOps
 
 
 @pytest.fixture
@@ -34,3 +38,17 @@ def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
     set_isa(before)
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return DTYPES[request.param]
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> CpuOps:
+    """It may not fall back on what it is compared with."""
+    for name in vars(TorchOps):
+        if not name.startswith("_"):
+            monkeypatch.setattr(TorchOps, name, None)
+    return CpuOps()

@@ -45,21 +45,6 @@ VLLM_LITE_INLINE VecI lane_numbers() {
   return numbers;
 }
 
-// tanh to 5e-7 relative.
-VLLM_LITE_INLINE Vec tanh(Vec x) {
-  const Vec size = vec_of(bits_of_vec(x) & 0x7fffffff);
-  const Vec e = exp<true>((size > 20.0f ? splat(20.0f) : size) * 2.0f);
-  const Vec large = 1.0f - 2.0f / (e + 1.0f);
-  const Vec square = x * x;
-  Vec series = splat(62.0f / 2835);
-  series = series * square - 17.0f / 315;
-  series = series * square + 2.0f / 15;
-  series = series * square - 1.0f / 3;
-  series = series * square + 1.0f;
-  const Vec signed_large = vec_of(bits_of_vec(large) | (bits_of_vec(x) & 0x80000000));
-  return size < 0.25f ? x * series : signed_large;
-}
-
 VLLM_LITE_INLINE int bytes_of(int dtype) {
   return dtype == kFloat32 ? 4 : dtype >= kFp8E4M3 ? 1 : 2;
 }

@@ -1,84 +1,32 @@
-// RMSNorm, gated activations and rotary embedding over rows. Sums run in an order that depends on the row's size and
-// the instruction set only.
+// Norms and rotary embedding over rows. Sums run in an order that depends on the row's size and the instruction set
+// only.
 #include "../fused.h"
 
 #include <cmath>
 
-#include "simd.h"
+#include "row_vectors.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-// The first `count` elements; the others of the vector are 0.
-template <class T>
-VLLM_LITE_INLINE Vec load_part(const T* from, int64_t count) {
-  T padded[kWidth] = {};
-  std::memcpy(padded, from, static_cast<size_t>(count) * sizeof(T));
-  return load(padded);
-}
-
-template <class T>
-VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
-  T padded[kWidth];
-  store(padded, x);
-  std::memcpy(to, padded, static_cast<size_t>(count) * sizeof(T));
-}
-
-// x as it comes back from a T.
-VLLM_LITE_INLINE Vec rounded(Vec x, float) {
-  return x;
-}
-VLLM_LITE_INLINE Vec rounded(Vec x, BFloat16) {
-#if defined(__AVX512BF16__)
-  const __m256i halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
-  return reinterpret_cast<Vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-#else
-  typedef uint32_t Bits __attribute__((vector_size(kWidth * 4)));
-  const Bits bits = reinterpret_cast<Bits>(x);
-  return x != x ? x : reinterpret_cast<Vec>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
-#endif
-}
-VLLM_LITE_INLINE Vec rounded(Vec x, Float16) {
-  Float16 stored[kWidth];
-  store(stored, x);
-  return load(stored);
-}
-
-// body(i, count) for each vector of [0, size): count is kWidth, a constant, but for the last one.
-template <class Body>
-VLLM_LITE_INLINE void each_vector(int64_t size, const Body& body) {
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) body(i, kWidth);
-  if (i < size) body(i, size - i);
-}
-
-template <class T>
-VLLM_LITE_INLINE Vec load_at(const T* from, int64_t i, int64_t count) {
-  return count == kWidth ? load(from + i) : load_part(from + i, count);
-}
-
-template <class T>
-VLLM_LITE_INLINE void store_at(T* to, int64_t i, Vec x, int64_t count) {
-  if (count == kWidth) return store(to + i, x);
-  store_part(to + i, x, count);
-}
-
-// The sum of the squares of what `next` gives for each vector, in four chains.
+// The sum of what `next` gives for each vector, in four chains.
 template <class Next>
-VLLM_LITE_INLINE float sum_of_squares(int64_t size, const Next& next) {
+VLLM_LITE_INLINE float sum_over(int64_t size, const Next& next) {
   Vec sums[4] = {};
   int64_t i = 0;
   for (; i + 4 * kWidth <= size; i += 4 * kWidth) {
-    for (int chain = 0; chain < 4; ++chain) {
-      const Vec x = next(i + chain * kWidth, kWidth);
-      sums[chain] += x * x;
-    }
+    for (int chain = 0; chain < 4; ++chain) sums[chain] += next(i + chain * kWidth, kWidth);
   }
-  for (; i < size; i += kWidth) {
-    const Vec x = next(i, size - i < kWidth ? size - i : kWidth);
-    sums[0] += x * x;
-  }
+  for (; i < size; i += kWidth) sums[0] += next(i, size - i < kWidth ? size - i : kWidth);
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class Next>
+VLLM_LITE_INLINE float sum_of_squares(int64_t size, const Next& next) {
+  return sum_over(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Vec x = next(i, count);
+    return x * x;
+  });
 }
 
 template <class T>
@@ -117,36 +65,39 @@ void add_rms_norm_rows(const AddRmsNorm& op, int64_t first, int64_t last) {
   }
 }
 
-// x / (1 + e^-y). Where e^-y would overflow it is infinity: finite x become 0 and -infinity becomes NaN.
-VLLM_LITE_INLINE Vec gate(Vec x, Vec y) {
-  const Vec power = exp(max(-y, splat(-88)));
-  return x / (1 + (y < -88.0f ? splat(INFINITY) : power));
+// Nothing is rounded before the end; x - mean is computed again for each sum rather than kept.
+template <class T>
+VLLM_LITE_INLINE void wide_norm_row(const WideWeights& norm, const T* x, T* out, int64_t size) {
+  const float elements = static_cast<float>(size);
+  const auto next = [&](int64_t i, int64_t count) __attribute__((always_inline)) { return load_at(x, i, count); };
+  const Vec mean = splat(norm.centered ? sum_over(size, next) / elements : 0);
+  const float squares = sum_of_squares(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    return first_of(load_at(x, i, count) - mean, count);
+  });
+  const Vec scale = splat(1 / std::sqrt(squares / elements + norm.eps));
+  each_vector(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Vec shift = norm.bias == nullptr ? Vec{} : load_at(norm.bias, i, count);
+    store_at(out, i, (load_at(x, i, count) - mean) * scale * load_at(norm.weight, i, count) + shift, count);
+  });
 }
 
-template <Activation kActivation>
-VLLM_LITE_INLINE Vec activate(Vec x) {
-  if (kActivation == kSilu) return gate(x, x);
-  // 0.5 (1 + tanh(z)) = 1 / (1 + e^-2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-  return gate(x, 1.5957691216f * x * (1 + 0.044715f * (x * x)));
-}
-
-template <class T, Activation kActivation>
-void activate_rows(const GatedActivation& op, int64_t first, int64_t last) {
+template <class T>
+void wide_norm_rows(const WideNorm& op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
-    const T* gate = static_cast<const T*>(op.gate_up) + i * op.in_stride;
-    const T* up = gate + op.size;
-    T* out = static_cast<T*>(op.out) + i * op.out_stride;
-    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-      const Vec activated = rounded(activate<kActivation>(load_at(gate, k, count)), T());
-      store_at(out, k, activated * load_at(up, k, count), count);
-    });
+    for (int64_t j = 0; j < op.num_inner; ++j) {
+      const T* x = static_cast<const T*>(op.x) + i * op.x_outer + j * op.x_inner;
+      wide_norm_row(op.norm, x, static_cast<T*>(op.out) + i * op.out_outer + j * op.out_inner, op.size);
+    }
   }
 }
 
 template <class T>
-void gated_activation_rows(const GatedActivation& op, int64_t first, int64_t last) {
-  if (op.activation == kSilu) return activate_rows<T, kSilu>(op, first, last);
-  activate_rows<T, kGelu>(op, first, last);
+void add_wide_norm_rows(const AddWideNorm& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    T* residual = static_cast<T*>(op.residual) + i * op.residual_stride;
+    add_row(residual, static_cast<const T*>(op.x) + i * op.x_stride, op.size);
+    wide_norm_row(op.norm, residual, static_cast<T*>(op.out) + i * op.out_stride, op.size);
+  }
 }
 
 template <class T>
@@ -185,16 +136,10 @@ void select_rotation_tokens(const SelectRotation& op, int64_t first, int64_t las
 
 }  // namespace
 
-// Each picks the element type. The caller has seen to it that there is one.
-#define VLLM_LITE_BY_DTYPE(name, function, Op)                      \
-  void name(const Op& op, int64_t first, int64_t last) {            \
-    if (op.dtype == kFloat32) function<float>(op, first, last);     \
-    if (op.dtype == kBFloat16) function<BFloat16>(op, first, last); \
-    if (op.dtype == kFloat16) function<Float16>(op, first, last);   \
-  }
 VLLM_LITE_BY_DTYPE(rms_norm, rms_norm_rows, RmsNorm)
 VLLM_LITE_BY_DTYPE(add_rms_norm, add_rms_norm_rows, AddRmsNorm)
-VLLM_LITE_BY_DTYPE(gated_activation, gated_activation_rows, GatedActivation)
+VLLM_LITE_BY_DTYPE(wide_norm, wide_norm_rows, WideNorm)
+VLLM_LITE_BY_DTYPE(add_wide_norm, add_wide_norm_rows, AddWideNorm)
 VLLM_LITE_BY_DTYPE(rotate, rotate_tokens, Rotate)
 VLLM_LITE_BY_DTYPE(select_rotation, select_rotation_tokens, SelectRotation)
 

@@ -245,5 +245,31 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
   return x < -87.33f ? splat(0) : power;
 }
 
+// The chance that a normal variable exceeds x >= 0, erfc(x / sqrt(2)) / 2, to (2 + x^2 / 2) 1.2e-7 relative. It is
+// e^(-x^2 / 2) times what falls slowly: a polynomial of 1 / (1 + 0.35 x), times that.
+VLLM_LITE_INLINE Vec normal_tail(Vec x) {
+  const Vec t = 1 / (1 + 0.35f * x), y = 2 * t - 1;
+  Vec p = splat(-1.1385137e-4f);
+  constexpr float kTerms[] = {2.1396868e-4f, 6.9008092e-4f, -1.7543346e-3f, -5.1087597e-3f,
+                              1.0233851e-2f, 7.1098946e-2f, 1.7149581e-1f,  2.5324428e-1f};
+  for (const float term : kTerms) p = p * y + term;
+  return exp(-0.5f * x * x) * t * p;
+}
+
+// To 5e-7 relative; NaN stays NaN.
+VLLM_LITE_INLINE Vec tanh(Vec x) {
+  const Vec size = reinterpret_cast<Vec>(reinterpret_cast<VecI>(x) & INT32_MAX);
+  const Vec e = exp<true>((size > 20.0f ? splat(20.0f) : size) * 2.0f);
+  const Vec large = 1.0f - 2.0f / (e + 1.0f);
+  const Vec square = x * x;
+  Vec series = splat(62.0f / 2835);
+  series = series * square - 17.0f / 315;
+  series = series * square + 2.0f / 15;
+  series = series * square - 1.0f / 3;
+  series = series * square + 1.0f;
+  const VecI signed_large = reinterpret_cast<VecI>(large) | (reinterpret_cast<VecI>(x) & INT32_MIN);
+  return size >= 0.25f ? reinterpret_cast<Vec>(signed_large) : x * series;
+}
+
 }  // namespace
 }  // namespace VLLM_LITE_ISA

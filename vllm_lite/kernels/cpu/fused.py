@@ -1,40 +1,65 @@
-"""`CpuOps`: the small operations between matrix products, natively. Kernels: csrc/cpu/fused.cpp and isa/fused.cpp."""
+"""`CpuOps`: the small operations between matrix products, natively. Kernels: csrc/cpu/fused.cpp, elementwise.cpp."""
+
+from typing import NamedTuple
 
 import torch
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
-from vllm_lite.kernels.ops import Rotation, TorchOps
+from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
 
-_KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+"""The same numbers as Activation in csrc/cpu/elementwise.h."""
+
+_FLOAT32 = DTYPES[torch.float32]
 
 _RMS_NORM = (int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, int64, int64)
 _ADD_RMS_NORM = (int32, int64, int64, float32, pointer, int64, pointer, int64, pointer, pointer, int64)
-_ACTIVATION = (int32, int32, int64, int64, pointer, int64, pointer, int64)
+_WIDE_NORM = (
+    int32, int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, pointer, int64, int64
+)  # fmt: skip
+_ADD_WIDE_NORM = (
+    int32, int32, int64, int64, float32, pointer, int64, pointer, int64, pointer, pointer, pointer, int64
+)  # fmt: skip
+_ACTIVATE = (int32, int32, int64, int64, pointer, int64)
+_GATED_ACTIVATION = (int32, int32, int64, int64, pointer, int64, pointer, int64)
+_ADD = (int32, int64, int64, pointer, int64, pointer, int64)
+_ADD_ROWS = (int32, int64, int64, pointer, int64, pointer, int64, int64, pointer)
+_SCALE = (int32, int64, int64, pointer, int64, float32)
+_SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
+_SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
 
 class CpuOps(TorchOps):
-    """What the kernels do not take, such as float64 or rows of more axes, is computed by TorchOps."""
+    """What the kernels do not take, such as float64 or rows of more axes, is computed by TorchOps.
+
+    IndexError for a position that is not in a table.
+    """
 
     def __init__(self) -> None:
         self._rms_norm = function("vllm_lite_rms_norm", _RMS_NORM)
         self._add_rms_norm = function("vllm_lite_add_rms_norm", _ADD_RMS_NORM)
-        self._activation = function("vllm_lite_gated_activation", _ACTIVATION)
+        self._wide_norm = function("vllm_lite_wide_norm", _WIDE_NORM)
+        self._add_wide_norm = function("vllm_lite_add_wide_norm", _ADD_WIDE_NORM)
+        self._activate = function("vllm_lite_activate", _ACTIVATE)
+        self._gated_activation = function("vllm_lite_gated_activation", _GATED_ACTIVATION)
+        self._add = function("vllm_lite_add", _ADD)
+        self._add_rows = function("vllm_lite_add_rows", _ADD_ROWS, int64)
+        self._scale = function("vllm_lite_scale", _SCALE)
+        self._scale_rows = function("vllm_lite_scale_rows", _SCALE_ROWS, int64)
+        self._scale_and_cap = function("vllm_lite_scale_and_cap", _SCALE_AND_CAP)
         self._rotate = function("vllm_lite_rotate", _ROTATE)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        shape, steps, out_steps = x.shape, x.stride(), out.stride()
-        code = _code(x, weight, out)
-        rows = len(shape) == 2
-        if code is None or not (rows or len(shape) == 3) or out.shape != shape or weight.shape != shape[-1:]:
+        code, rows = _code(x, weight, out), _norm_rows(x, out)
+        if code is None or rows is None or weight.shape != x.shape[-1:]:
             return super().rms_norm(x, weight, eps, out)
-        inner, x_inner, out_inner = (1, 0, 0) if rows else (shape[1], steps[1], out_steps[1])
         self._rms_norm(
-            code, shape[0], inner, shape[-1], eps,
-            x.data_ptr(), steps[0], x_inner, weight.data_ptr(), out.data_ptr(), out_steps[0], out_inner,
+            code, rows.outer, rows.inner, rows.size, eps,
+            x.data_ptr(), *rows.x_steps, weight.data_ptr(), out.data_ptr(), *rows.out_steps,
         )  # fmt: skip
         return None
 
@@ -51,6 +76,27 @@ class CpuOps(TorchOps):
         )  # fmt: skip
         return None
 
+    def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        code, rows, weights = _code(x, out), _norm_rows(x, out), _wide_weights(norm, x.shape[-1])
+        if code is None or rows is None or weights is None:
+            return super().wide_norm(x, norm, out)
+        self._wide_norm(
+            code, norm.centered, rows.outer, rows.inner, rows.size, norm.eps,
+            x.data_ptr(), *rows.x_steps, *weights, out.data_ptr(), *rows.out_steps,
+        )  # fmt: skip
+        return None
+
+    def add_wide_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
+        shape = residual.shape
+        code, weights = _code(residual, x, out), _wide_weights(norm, shape[-1])
+        if code is None or weights is None or len(shape) != 2 or not x.shape == out.shape == shape:
+            return super().add_wide_norm(residual, x, norm, out)
+        self._add_wide_norm(
+            code, norm.centered, shape[0], shape[1], norm.eps, residual.data_ptr(), residual.stride(0),
+            x.data_ptr(), x.stride(0), *weights, out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return None
+
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
         cos, sin = rotation
         code = _code(heads, cos, sin)
@@ -63,21 +109,63 @@ class CpuOps(TorchOps):
         )  # fmt: skip
         return None
 
-    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        if kind not in _KINDS or not self._gated(_KINDS[kind], gate_up, out):
-            super().activate_and_mul(kind, gate_up, out)
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        shape, code = residual.shape, _code(residual, x)
+        if code is None or len(shape) != 2 or x.shape != shape:
+            return super().add(residual, x)
+        self._add(code, *shape, residual.data_ptr(), residual.stride(0), x.data_ptr(), x.stride(0))
+        return None
 
-    def _gated(self, activation: int, gate_up: torch.Tensor, out: torch.Tensor) -> bool:
-        code = _code(gate_up, out)
-        if code is None or gate_up.dim() != 2 or out.dim() != 2:
-            return False
-        num_tokens, size = out.shape
-        if gate_up.shape != (num_tokens, 2 * size):
-            return False
-        self._activation(
-            code, activation, num_tokens, size, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0)
+    def scale(self, x: torch.Tensor, factor: float) -> None:
+        code = _code(x)
+        if code is None or x.dim() != 2:
+            return super().scale(x, factor)
+        self._scale(code, *x.shape, x.data_ptr(), x.stride(0), factor)
+        return None
+
+    def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        code, wide = _code(heads), _code(table)
+        if code is None or wide != _FLOAT32 or table.dim() != 1 or not _are_positions(positions, heads, 3):
+            return super().scale_rows(heads, table, positions)
+        bad = self._scale_rows(
+            code, *heads.shape, heads.data_ptr(), heads.stride(0), heads.stride(1),
+            table.data_ptr(), len(table), positions.data_ptr(),
+        )  # fmt: skip
+        _check_positions(bad, positions, table)
+        return None
+
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+        code = _code(x, table)
+        if code is None or table.dim() != 2 or table.shape[1:] != x.shape[1:] or not _are_positions(positions, x, 2):
+            return super().add_rows(x, table, positions)
+        bad = self._add_rows(
+            code, *x.shape, x.data_ptr(), x.stride(0), table.data_ptr(), table.stride(0), len(table),
+            positions.data_ptr(),
+        )  # fmt: skip
+        _check_positions(bad, positions, table)
+        return None
+
+    def activate(self, kind: Activation, x: torch.Tensor) -> None:
+        code = _code(x)
+        if code is None or x.dim() != 2:
+            return super().activate(kind, x)
+        self._activate(code, KINDS[kind], *x.shape, x.data_ptr(), x.stride(0))
+        return None
+
+    def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        code, shape = _code(gate_up, out), out.shape
+        if code is None or len(shape) != 2 or gate_up.shape != (shape[0], 2 * shape[1]):
+            return super().activate_and_mul(kind, gate_up, out)
+        self._gated_activation(
+            code, KINDS[kind], *shape, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0)
         )
-        return True
+        return None
+
+    def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
+        if _code(logits) != _FLOAT32 or logits.dim() != 2:
+            return super().scale_and_cap(logits, factor, cap)
+        self._scale_and_cap(*logits.shape, logits.data_ptr(), logits.stride(0), factor, cap)
+        return None
 
 
 def select_rotation(
@@ -97,9 +185,55 @@ def select_rotation(
         code, len(positions), half, table.data_ptr(), max_position, positions.data_ptr(),
         cos.data_ptr(), sin.data_ptr(), cos.stride(0),
     )  # fmt: skip
-    if bad >= 0:
-        raise IndexError(f"position {int(positions[bad])} is outside of the model's {max_position}")
+    _check_positions(bad, positions, table)
     return True
+
+
+class _NormRows(NamedTuple):
+    """The rows of two tensors of one shape, [outer, size] or [outer, inner, size]."""
+
+    outer: int
+    inner: int
+    size: int
+    x_steps: tuple[int, ...]  # strides of the outer and the inner axis
+    out_steps: tuple[int, ...]
+
+
+def _norm_rows(x: torch.Tensor, out: torch.Tensor) -> _NormRows | None:
+    """None for other shapes."""
+    shape, steps, out_steps = x.shape, x.stride(), out.stride()
+    if out.shape != shape:
+        return None
+    if len(shape) == 2:
+        return _NormRows(shape[0], 1, shape[1], (steps[0], 0), (out_steps[0], 0))
+    if len(shape) == 3:
+        return _NormRows(shape[0], shape[1], shape[2], steps[:2], out_steps[:2])
+    return None
+
+
+def _wide_weights(norm: WideNormWeights, size: int) -> tuple[int, int | None] | None:
+    """Where weight and bias lie, null for no bias; None if one is not float32 [size]."""
+    weight, bias = norm.weight, norm.bias
+    for tensor in (weight,) if bias is None else (weight, bias):
+        if tensor.shape != (size,) or _code(tensor) != _FLOAT32:
+            return None
+    return weight.data_ptr(), None if bias is None else bias.data_ptr()
+
+
+def _are_positions(positions: torch.Tensor, x: torch.Tensor, axes: int) -> bool:
+    """Whether `positions` can be the rows of a table for those of x, which has so many axes."""
+    return (
+        positions.dtype == torch.int64
+        and positions.is_contiguous()
+        and x.dim() == axes
+        and positions.shape == x.shape[:1]
+    )
+
+
+def _check_positions(bad: int, positions: torch.Tensor, table: torch.Tensor) -> None:
+    """Raise IndexError if a kernel has found one, whose index is `bad`, that is not in the table."""
+    if bad >= 0:
+        raise IndexError(f"position {int(positions[bad])} is outside of the model's {len(table)}")
 
 
 def _code(*tensors: torch.Tensor) -> int | None:

@@ -13,7 +13,7 @@ import torch
 
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.kernels.cpu.fused import CpuOps
-from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
+from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, WideNormWeights
 from vllm_lite.layers.rope import RotaryEmbedding
 from vllm_lite.tools.bench.kernels_timing import Row, best_times, name_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
@@ -38,6 +38,7 @@ def measure() -> Iterator[Row]:
     """Measure everything; `ratio` is torch's time over ours."""
     yield from _ops()
     yield from _rotations()
+    yield from _caps()
     yield from _sampler()
 
 
@@ -60,6 +61,9 @@ def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callabl
     gate_up = torch.randn(num_rows, 2 * INTERMEDIATE).to(dtype)
     activated = torch.empty(num_rows, INTERMEDIATE, dtype=dtype)
     by_head = f"{NUM_HEADS} x {HEAD_SIZE}"
+    layer = WideNormWeights(torch.ones(HIDDEN), torch.ones(HIDDEN), 1e-6, centered=True)
+    rms = WideNormWeights(torch.ones(HIDDEN), None, 1e-6, centered=False)
+    positions, ones = torch.arange(num_rows), torch.ones(num_rows)
     return [
         # 0 + 0 stays 0, whatever the number of calls
         ("add + RMSNorm", str(HIDDEN), lambda ops: ops.add_rms_norm(zeros, zeros, weight, 1e-6, out)),
@@ -67,7 +71,14 @@ def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callabl
         ("RMSNorm of heads", by_head, lambda ops: ops.rms_norm(heads, weight[:HEAD_SIZE], 1e-6, heads)),
         ("RoPE", by_head, lambda ops: ops.rotate(heads, rotation)),
         ("silu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("silu", gate_up, activated)),
-        ("gelu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("gelu_tanh", gate_up, activated)),
+        ("gelu_tanh and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("gelu_tanh", gate_up, activated)),
+        ("gelu", str(INTERMEDIATE), lambda ops: ops.activate("gelu", activated)),
+        ("add + LayerNorm", str(HIDDEN), lambda ops: ops.add_wide_norm(zeros, zeros, layer, out)),
+        ("wide RMSNorm", str(HIDDEN), lambda ops: ops.wide_norm(x, rms, out)),
+        ("add", str(HIDDEN), lambda ops: ops.add(zeros, zeros)),
+        ("add rows", str(HIDDEN), lambda ops: ops.add_rows(zeros, zeros, positions)),
+        ("scale", str(HIDDEN), lambda ops: ops.scale(zeros, 0.22)),
+        ("scale rows", by_head, lambda ops: ops.scale_rows(heads, ones, positions)),
     ]
 
 
@@ -80,6 +91,13 @@ def _rotations() -> Iterator[Row]:
         shape = f"{num_rows} x {HEAD_SIZE} bfloat16"
         own, torchs = (partial(rotary.select, positions, out) for rotary in (native, plain))
         yield _row("rows of cos and sin", shape, own, torchs)
+
+
+def _caps() -> Iterator[Row]:
+    for num_rows, vocab_size in LOGITS:
+        logits, ops = torch.randn(num_rows, vocab_size) * 3, (CpuOps(), TorchOps())
+        own, plain = (partial(one.scale_and_cap, logits, 1.0, 30.0) for one in ops)
+        yield _row("soft cap of logits", f"{num_rows} x {vocab_size}", own, plain)
 
 
 def _sampler() -> Iterator[Row]:

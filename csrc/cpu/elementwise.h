@@ -1,0 +1,59 @@
+// Activations, sums and products on rows of elements; vllm_lite/kernels/ops.py says what each computes. All strides are
+// in elements. Sizes need not be multiples of a vector. `dtype` is a DType.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+
+struct Activate {
+  int32_t dtype, activation;
+  int64_t size;
+  void* x;
+  int64_t stride;
+};
+
+struct GatedActivation {
+  int32_t dtype, activation;
+  int64_t size;  // of the gate, behind which lies `up`
+  const void* gate_up;
+  void* out;
+  int64_t in_stride, out_stride;
+};
+
+// Row i of x gets row positions[i] of `added`, or row i where there are no positions.
+struct AddRows {
+  int32_t dtype;
+  int64_t size;
+  void* x;
+  const void* added;
+  const int64_t* positions;
+  int64_t x_stride, added_stride;
+};
+
+// Row (i, j) begins at x + i * x_outer + j * x_inner; its factor is table[positions[i]], or `factor` without a table.
+struct ScaleRows {
+  int32_t dtype;
+  float factor;
+  const float* table;
+  const int64_t* positions;
+  int64_t num_inner, size;
+  void* x;
+  int64_t x_outer, x_inner;
+};
+
+struct ScaleAndCap {
+  float factor, cap;
+  int64_t size;
+  float* logits;
+  int64_t stride;
+};
+
+// Each does rows [first, last) of its first axis.
+VLLM_LITE_DECLARE(void activate(const Activate& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void gated_activation(const GatedActivation& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void add_rows(const AddRows& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void scale_rows(const ScaleRows& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last))

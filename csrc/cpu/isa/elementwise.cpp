@@ -1,0 +1,100 @@
+// Activations, sums and products over rows.
+#include "../elementwise.h"
+
+#include <cmath>
+
+#include "row_vectors.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+// ---- activations
+
+// x / (1 + e^-y). Where e^-y would overflow it is infinity: finite x become 0 and -infinity becomes NaN.
+VLLM_LITE_INLINE Vec gate(Vec x, Vec y) {
+  const Vec power = exp(max(-y, splat(-88)));
+  return x / (1 + (y < -88.0f ? splat(INFINITY) : power));
+}
+
+template <Activation kActivation>
+VLLM_LITE_INLINE Vec activated(Vec x) {
+  if (kActivation == kSilu) return gate(x, x);
+  // 0.5 (1 + tanh(z)) = 1 / (1 + e^-2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+  if (kActivation == kGeluTanh) return gate(x, 1.5957691216f * x * (1 + 0.044715f * (x * x)));
+  if (kActivation == kRelu) return x < 0.0f ? Vec{} : x;
+  const Vec tail = normal_tail(x < 0.0f ? -x : x);
+  return x * (x < 0.0f ? tail : 1 - tail);
+}
+
+template <class T, Activation kActivation>
+void activate_rows(const Activate& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    T* x = static_cast<T*>(op.x) + i * op.stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      store_at(x, k, activated<kActivation>(load_at(x, k, count)), count);
+    });
+  }
+}
+
+template <class T, Activation kActivation>
+void activate_rows(const GatedActivation& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const T* gate = static_cast<const T*>(op.gate_up) + i * op.in_stride;
+    const T* up = gate + op.size;
+    T* out = static_cast<T*>(op.out) + i * op.out_stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Vec active = rounded(activated<kActivation>(load_at(gate, k, count)), T());
+      store_at(out, k, active * load_at(up, k, count), count);
+    });
+  }
+}
+
+template <class T, class Op>
+void activate_by_kind(const Op& op, int64_t first, int64_t last) {
+  if (op.activation == kSilu) activate_rows<T, kSilu>(op, first, last);
+  if (op.activation == kGeluTanh) activate_rows<T, kGeluTanh>(op, first, last);
+  if (op.activation == kGelu) activate_rows<T, kGelu>(op, first, last);
+  if (op.activation == kRelu) activate_rows<T, kRelu>(op, first, last);
+}
+
+// ---- sums and products
+
+template <class T>
+void add_rows_at(const AddRows& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t row = op.positions == nullptr ? i : op.positions[i];
+    add_row(static_cast<T*>(op.x) + i * op.x_stride, static_cast<const T*>(op.added) + row * op.added_stride, op.size);
+  }
+}
+
+template <class T>
+void scale_rows_at(const ScaleRows& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const Vec factor = splat(op.table == nullptr ? op.factor : op.table[op.positions[i]]);
+    for (int64_t j = 0; j < op.num_inner; ++j) {
+      T* x = static_cast<T*>(op.x) + i * op.x_outer + j * op.x_inner;
+      each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+        store_at(x, k, load_at(x, k, count) * factor, count);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+VLLM_LITE_BY_DTYPE(activate, activate_by_kind, Activate)
+VLLM_LITE_BY_DTYPE(gated_activation, activate_by_kind, GatedActivation)
+VLLM_LITE_BY_DTYPE(add_rows, add_rows_at, AddRows)
+VLLM_LITE_BY_DTYPE(scale_rows, scale_rows_at, ScaleRows)
+
+void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    float* row = op.logits + i * op.stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Vec scaled = load_at(row, k, count) * op.factor;
+      store_at(row, k, op.cap == 0 ? scaled : op.cap * tanh(scaled / op.cap), count);
+    });
+  }
+}
+
+}  // namespace VLLM_LITE_ISA

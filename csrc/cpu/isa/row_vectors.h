@@ -1,0 +1,88 @@
+// Rows of any length in vectors of simd.h: their parts, and how elements of one type become float32 and back.
+#pragma once
+
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+// The first `count` elements; the others of the vector are 0.
+template <class T>
+VLLM_LITE_INLINE Vec load_part(const T* from, int64_t count) {
+  T padded[kWidth] = {};
+  std::memcpy(padded, from, static_cast<size_t>(count) * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
+  T padded[kWidth];
+  store(padded, x);
+  std::memcpy(to, padded, static_cast<size_t>(count) * sizeof(T));
+}
+
+// x with zeros behind the first `count` elements.
+VLLM_LITE_INLINE Vec first_of(Vec x, int64_t count) {
+  if (count == kWidth) return x;
+  float elements[kWidth];
+  store(elements, x);
+  return load_part(elements, count);
+}
+
+// x as it comes back from a T.
+VLLM_LITE_INLINE Vec rounded(Vec x, float) {
+  return x;
+}
+VLLM_LITE_INLINE Vec rounded(Vec x, BFloat16) {
+#if defined(__AVX512BF16__)
+  const __m256i halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+  return reinterpret_cast<Vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#else
+  typedef uint32_t Bits __attribute__((vector_size(kWidth * 4)));
+  const Bits bits = reinterpret_cast<Bits>(x);
+  return x != x ? x : reinterpret_cast<Vec>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+#endif
+}
+VLLM_LITE_INLINE Vec rounded(Vec x, Float16) {
+  Float16 stored[kWidth];
+  store(stored, x);
+  return load(stored);
+}
+
+// body(i, count) for each vector of [0, size): count is kWidth, a constant, but for the last one.
+template <class Body>
+VLLM_LITE_INLINE void each_vector(int64_t size, const Body& body) {
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) body(i, kWidth);
+  if (i < size) body(i, size - i);
+}
+
+template <class T>
+VLLM_LITE_INLINE Vec load_at(const T* from, int64_t i, int64_t count) {
+  return count == kWidth ? load(from + i) : load_part(from + i, count);
+}
+
+template <class T>
+VLLM_LITE_INLINE void store_at(T* to, int64_t i, Vec x, int64_t count) {
+  if (count == kWidth) return store(to + i, x);
+  store_part(to + i, x, count);
+}
+
+// row += x, rounded.
+template <class T>
+VLLM_LITE_INLINE void add_row(T* row, const T* x, int64_t size) {
+  each_vector(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    store_at(row, i, load_at(row, i, count) + load_at(x, i, count), count);
+  });
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA
+
+// Each picks the element type. The caller has seen to it that there is one.
+#define VLLM_LITE_BY_DTYPE(name, function, Op)                      \
+  void name(const Op& op, int64_t first, int64_t last) {            \
+    if (op.dtype == kFloat32) function<float>(op, first, last);     \
+    if (op.dtype == kBFloat16) function<BFloat16>(op, first, last); \
+    if (op.dtype == kFloat16) function<Float16>(op, first, last);   \
+  }
