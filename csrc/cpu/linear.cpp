@@ -3,9 +3,9 @@
 
 #include <atomic>
 #include <cstring>
-#include <memory>
 
 #include "common.h"
+#include "pack.h"
 #include "program.h"
 #include "thread_pool.h"
 
@@ -21,32 +21,9 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-int64_t element_size(int32_t type) {
-  return type == kInt8Weight ? 1 : type == kFloat32 ? 4 : 2;
-}
-
 // One group of inputs of one output is one word: 4 int8, 2 bfloat16, 1 float32 or 1 float16.
 bool short_words(int32_t type) {
   return type == kFloat16;
-}
-
-// Copies rows [num_rows][row_bytes] into the columns of a block, word by word; a row's last word may be cut off.
-template <class Word>
-void pack_block(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes, char* block) {
-  constexpr int64_t kSize = sizeof(Word), kLine = 64 / kSize;
-  const int64_t num_words = row_bytes / kSize, rest = row_bytes % kSize;
-  for (int64_t first = 0; first < num_words; first += kLine) {  // a cache line of each row: read once, not once a word
-    const int64_t end = first + kLine < num_words ? first + kLine : num_words;
-    for (int64_t row = 0; row < num_rows; ++row) {
-      for (int64_t i = first; i < end; ++i) {
-        std::memcpy(block + (i * kBlock + row) * kSize, rows + row * stride + i * kSize, kSize);
-      }
-    }
-  }
-  for (int64_t row = 0; rest > 0 && row < num_rows; ++row) {
-    const char* last = rows + row * stride + num_words * kSize;
-    std::memcpy(block + (num_words * kBlock + row) * kSize, last, static_cast<size_t>(rest));
-  }
 }
 
 template <class Word>
@@ -56,22 +33,6 @@ void unpack_row(const char* column, int64_t row_bytes, char* row) {
   for (int64_t i = 0; i < num_words; ++i) std::memcpy(row + i * kSize, column + i * kBlock * kSize, kSize);
   std::memcpy(row + num_words * kSize, column + num_words * kBlock * kSize, static_cast<size_t>(row_bytes % kSize));
 }
-
-// Memory of one thread that grows to what its largest call needs and is kept for the next one.
-class Scratch {
- public:
-  char* get(int64_t num_bytes) {
-    if (num_bytes > size_) {
-      data_.reset(new char[static_cast<size_t>(num_bytes)]);
-      size_ = num_bytes;
-    }
-    return data_.get();
-  }
-
- private:
-  std::unique_ptr<char[]> data_;
-  int64_t size_ = 0;
-};
 
 // How rows are dealt to tasks; a panel of quantized rows belongs to one part.
 struct RowParts {
@@ -113,26 +74,13 @@ VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inp
 // kInt8Weight: then the rows are quantized, and `scales` [num_outputs] is filled.
 VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t row_type, int64_t num_outputs,
                                   int64_t num_inputs, int32_t type, void* packed, float* scales) {
-  const int64_t size = element_size(type), block_bytes = kBlock * padded_inputs(num_inputs, type) * size;
-  const auto quantize = VLLM_LITE_DISPATCH(quantize);
+  const int64_t block_bytes = packed_block_bytes(num_inputs, type);
   vllm_lite::parallel_for(ceil_div(num_outputs, kBlock), [=](int64_t number) {
-    static thread_local Scratch scratch;
     const int64_t first = number * kBlock, left = num_outputs - first, count = left < kBlock ? left : kBlock;
     const char* from = static_cast<const char*>(rows) + first * stride * element_size(row_type);
-    char* block = static_cast<char*>(packed) + number * block_bytes;
-    if (type == kInt8Weight) {
-      char* integers = scratch.get(kBlock * num_inputs);
-      for (int64_t row = 0; row < count; ++row) {
-        int8_t* to = reinterpret_cast<int8_t*>(integers + row * num_inputs);
-        quantize(from + row * stride * element_size(row_type), row_type, num_inputs, to, scales + first + row);
-        for (int64_t i = 0; i < num_inputs; ++i) to[i] = static_cast<int8_t>(to[i] ^ -128);
-      }
-      pack_block<uint32_t>(integers, num_inputs, count, num_inputs, block);
-    } else if (short_words(type)) {
-      pack_block<uint16_t>(from, stride * size, count, num_inputs * size, block);
-    } else {
-      pack_block<uint32_t>(from, stride * size, count, num_inputs * size, block);
-    }
+    const RowsToPack part = {from, stride, count, num_inputs, row_type};
+    pack_rows(part, type, static_cast<char*>(packed) + number * block_bytes,
+              scales == nullptr ? scales : scales + first);
   });
 }
 
@@ -145,7 +93,7 @@ VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, int64_t first
     if (ids[i] < 0 || ids[i] >= num_ids) return i;
   }
   const int64_t size = element_size(weight->type), row_bytes = weight->num_inputs * size;
-  const int64_t block_bytes = kBlock * padded_inputs(weight->num_inputs, weight->type) * size;
+  const int64_t block_bytes = packed_block_bytes(weight->num_inputs, weight->type);
   vllm_lite::parallel_for(count, [=](int64_t i) {
     const int64_t output = ids[i] - first_id;
     char* row = static_cast<char*>(rows) + i * stride * size;

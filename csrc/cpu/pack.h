@@ -1,0 +1,50 @@
+// What becomes of rows of weights on their way into the packed layout of linear.h.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "isa.h"
+
+// Memory of one thread that grows to what its largest call needs and is kept for the next one.
+class Scratch {
+ public:
+  char* get(int64_t num_bytes) {
+    if (num_bytes > size_) {
+      data_.reset(new char[static_cast<size_t>(num_bytes)]);
+      size_ = num_bytes;
+    }
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> data_;
+  int64_t size_ = 0;
+};
+
+// Up to kBlock rows of a weight, side by side at a distance of `stride` elements of DType `row_type`.
+struct RowsToPack {
+  const void* rows;
+  int64_t stride;
+  int64_t num_rows;
+  int64_t num_inputs;
+  int32_t row_type;
+};
+
+// The bytes of an element of a packed weight of `type`, which is a DType or kInt8Weight.
+int64_t element_size(int32_t type);
+
+// The bytes of one block of a packed weight.
+int64_t packed_block_bytes(int64_t num_inputs, int32_t type);
+
+// The rows into `block`, which must be zero. `type` is their own, or kInt8Weight: then they are quantized, and `scales`
+// [num_rows] is filled.
+void pack_rows(const RowsToPack& rows, int32_t type, char* block, float* scales);
+
+// Copies rows [num_rows][row_bytes] into the columns of a block, word by word of 2 or 4 bytes; a row's last word may be
+// cut off. `stride` counts bytes.
+VLLM_LITE_DECLARE(void pack_words(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes,
+                                  int64_t word_bytes, char* block))
+// Elements [count] of DType `from_type` into those of `to_type`; both are up to kFloat16. Rounds to nearest, ties to
+// even, denormals as well.
+VLLM_LITE_DECLARE(void convert(const void* from, int32_t from_type, void* to, int32_t to_type, int64_t count))
