@@ -7,7 +7,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -93,8 +92,8 @@ class Loading {
  private:
   static void* serve(void* loading) {
     Loading* self = static_cast<Loading*>(loading);
-    // Linux: of this thread alone. Where somebody imports or computes meanwhile, that goes first.
-    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), self->niceness_);
+    // On Linux it is this thread's own. Where somebody imports or computes meanwhile, that goes first.
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + self->niceness_);
     while (self->take()) {
     }
     return nullptr;
@@ -194,7 +193,8 @@ class Loading {
 
 }  // namespace
 
-// Begins to pack the jobs, in their order, on `num_threads` threads of that niceness; with none, whoever waits packs.
+// Begins to pack the jobs, in their order, on `num_threads` threads, which are nicer than their caller by `niceness`;
+// with none, whoever waits packs.
 // Returns what the other functions take, to be given to vllm_lite_load_end; nullptr without memory.
 VLLM_LITE_API void* vllm_lite_load_begin(const WeightJob* jobs, int64_t num_jobs, int32_t num_threads,
                                          int32_t niceness) {

@@ -10,7 +10,8 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, look_up, multiplies_bytes, quantize
-from vllm_lite.kernels.cpu.memory import HUGE_PAGE_BYTES, zeros
+from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

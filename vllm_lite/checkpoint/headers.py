@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -11,6 +12,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -23,6 +25,21 @@ class Tensor(msgspec.Struct, frozen=True):
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+
+class _Located(Tensor, frozen=True):
+    data_offsets: tuple[int, int]
+    """Its first byte and the one behind its last, counted from the end of the header."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    offset: int
+    """Its first byte in the file, in which it ends as well."""
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class _Index(msgspec.Struct):
@@ -63,10 +80,32 @@ def shards(index: Path) -> list[str]:
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
     """Read the headers of the checkpoint in `folder`: every tensor by its name, no weights. Raises ModelError."""
-    return {name: tensor for file in weight_files(folder) for name, tensor in _header(file).items()}
+    return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 
-def _header(file: Path) -> dict[str, Tensor]:
+def locate(folder: Path) -> dict[str, Place]:
+    """Where the floats of the checkpoint in `folder` lie, by their names; other types are left out. Raises ModelError
+    for a tensor that is not within its file."""
+    found = {}
+    for file in weight_files(folder):
+        tensors, start = _header(file, _Located)
+        size = file.stat().st_size
+        for name, tensor in tensors.items():
+            if tensor.dtype not in FLOAT_BYTES:
+                continue
+            begin, end = tensor.data_offsets
+            num_bytes = FLOAT_BYTES[tensor.dtype] * tensor.num_elements
+            if min(begin, *tensor.shape, end) < 0 or end - begin != num_bytes or start + end > size:
+                raise ModelError(f"{file}: tensor {name!r} is not within the file; it is truncated or damaged")
+            found[name] = Place(file, start + begin, tensor.dtype, tensor.shape)
+    return found
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def _header(file: Path, kind: type[T]) -> tuple[dict[str, T], int]:
+    """The tensors, and where the header ends."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -77,6 +116,6 @@ def _header(file: Path) -> dict[str, Tensor]:
                 )
             entries = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        return {name: msgspec.json.decode(entry, type=Tensor) for name, entry in entries.items()}
+        return {name: msgspec.json.decode(entry, type=kind) for name, entry in entries.items()}, 8 + length
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file}: not a valid safetensors file: {error}") from error

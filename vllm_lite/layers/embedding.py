@@ -5,7 +5,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul, packs
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.parallel.communicator import Communicator
 
@@ -102,7 +102,9 @@ class LMHead:
         """Ask for the checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
         table = self.embedding
         lent = copies(table.dtype, table.device) and not (self.tied and self.quantization)
-        return WeightGroup((WeightStack((table.slot(name),), table.dtype, table.device, lent),), self.load)
+        packed_as = packs(table.dtype, table.device, self.quantization) if lent else None
+        stack = WeightStack((table.slot(name),), table.dtype, table.device, lent, packed_as=packed_as)
+        return WeightGroup((stack,), self.load)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes this rank's columns alone."""

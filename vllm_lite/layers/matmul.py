@@ -12,6 +12,7 @@ import torch
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
 from vllm_lite.layers import onednn
 
@@ -89,10 +90,20 @@ def copies(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in FLOATS and cpu.available()
 
 
+def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
+    """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
+    if not copies(dtype, device):
+        return None
+    return quantization or str(dtype).removeprefix("torch.")
+
+
 def make_matmul(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+    weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, quantization: Quantization | None = None
 ) -> Matmul:
-    """The best product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them."""
+    """The best product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them. A
+    weight that is packed already is so as `packs` says."""
+    if isinstance(weight, Packed):
+        return NativeMatmul(PackedWeight(weight, bias))
     if copies(weight.dtype, weight.device):
         return NativeMatmul(PackedWeight(weight, bias, int8=quantization == "int8"))
     if quantization == "int8":

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.layers.matmul import Matmul, Quantization, copies, make_matmul
+from vllm_lite.layers.matmul import Matmul, Quantization, copies, make_matmul, packs
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
 
@@ -52,7 +52,8 @@ class DenseForm:
 
     def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
         slots = tuple(shape.slot(f"{name}.weight", rows) for name, rows in zip(names, shape.outputs, strict=True))
-        return (WeightStack(slots, shape.dtype, shape.device, lent=copies(shape.dtype, shape.device)),)
+        kind = shape.dtype, shape.device
+        return (WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization)),)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         return make_matmul(tensors[0], bias, self.quantization)

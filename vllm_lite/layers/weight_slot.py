@@ -1,7 +1,7 @@
 """Which parts of which checkpoint tensors make up a layer's tensors, where several are fused and ranks share them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,13 @@ class WeightStack(NamedTuple):
     lent: bool = False
     dim: int = 0
     """Along which the slots' boxes are put side by side; in all others they have one size."""
+    packed_as: str | None = None
+    """Where the layer also takes what `kernels.cpu.file_packer` has made of the slots: the name of the type in it."""
+
+    @property
+    def packing_key(self) -> tuple[Hashable, ...]:
+        """All that a packed weight depends on, in the words of models/ahead.py."""
+        return self.slots, str(self.dtype).removeprefix("torch."), self.packed_as
 
     @property
     def shape(self) -> tuple[int, ...]:

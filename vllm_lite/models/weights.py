@@ -23,6 +23,7 @@ from vllm_lite.checkpoint.headers import weight_files
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
+from vllm_lite.kernels.cpu.file_packer import FilePacker, Packed
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
 
@@ -39,12 +40,18 @@ Read = Callable[[WeightSlot], torch.Tensor]
 
 
 def load_weights(
-    model: Model, path: str | Path, load_format: str = "auto", seed: int = 0, progress: Progress | None = None
+    model: Model,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+    ahead: FilePacker | None = None,
 ) -> None:
     """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
 
     `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
-    `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal.
+    `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal. What `ahead`
+    packs of the same files is taken from there.
     Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
     unknown load format.
     """
@@ -56,23 +63,43 @@ def load_weights(
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-        done, total = 0, sum(num_bytes for group in groups for num_bytes in _sizes(group))
-        shows = progress is None and sys.stderr.isatty()
-        bar = stack.enter_context(
-            tqdm(desc="loading weights", total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not shows)
-        )
-        staging = _Staging()
+        if ahead is not None and not ahead.is_current():
+            ahead = None
+        report, staging = _Report(groups, progress, stack), _Staging()
         for group in groups:
-            loaded = {}
+            loaded: dict[int, torch.Tensor | Packed] = {}
             for index, part in sorted(enumerate(group.stacks), key=lambda part: part[1].lent):
-                loaded[index] = _load(part, read, staging)  # what is lent comes last: it lasts until the next is read
+                packed = None
+                if ahead is not None and part.packed_as is not None:
+                    packed = ahead.take(part.packing_key, report.say)
+                # What is lent comes last: it lasts until the next is read.
+                loaded[index] = _load(part, read, staging) if packed is None else packed
             group.take(*(loaded[index] for index in range(len(loaded))))
             del loaded
-            for num_bytes in _sizes(group):
-                done += num_bytes
-                bar.update(num_bytes)
-                if progress is not None:
-                    progress(done, total)
+            report.has_taken(group)
+
+
+class _Report:
+    """Says to `progress` how far it is, or shows a bar if there is none and stderr is a terminal."""
+
+    def __init__(self, groups: Sequence[WeightGroup], progress: Progress | None, stack: ExitStack) -> None:
+        self._done, self._total = 0, sum(num_bytes for group in groups for num_bytes in _sizes(group))
+        self._progress = progress
+        shows = progress is None and sys.stderr.isatty()
+        bar = tqdm(
+            desc="loading weights", total=self._total, unit="B", unit_scale=True, file=sys.stderr, disable=not shows
+        )
+        self._bar = stack.enter_context(bar)
+
+    def has_taken(self, group: WeightGroup) -> None:
+        for num_bytes in _sizes(group):
+            self._done += num_bytes
+            self._bar.update(num_bytes)
+            self.say()
+
+    def say(self) -> None:
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 def _sizes(group: WeightGroup) -> Iterator[int]:

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
+from vllm_lite.kernels.cpu.file_packer import FilePacker
+from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
@@ -32,6 +34,8 @@ from vllm_lite.worker.membership import Membership
 if TYPE_CHECKING:
     from vllm_lite.worker.worker import Worker
 
+FIRST_GENERATION = 1
+"""That of the group which an engine starts with: it is to load as soon as it can."""
 HEARTBEAT_EVERY_S = 0.5
 CHECK_ENGINE_EVERY_S = 1.0
 """How often a waiting worker checks that the engine is still connected."""
@@ -94,18 +98,28 @@ class WorkerLoop:
         settings = self.settings
         config, rank, generation = settings.config, settings.rank, settings.generation
         self.send(WorkerHello(PROTOCOL_VERSION, config.model, rank, generation, os.getpid()))
-        kind = _import_worker()
-        log.moment("worker", "imports torch")
-        message = self.receive()
-        if message is None:
-            return
-        if not isinstance(message, Load):
-            raise ProtocolError(f"expected Load, got {type(message).__name__}")
-        name_process(f"{WORKER_NAME}{rank}")
+        with _Ahead(settings) as ahead:
+            if generation == FIRST_GENERATION:  # any other takes no memory before it is to load
+                ahead.begin()
+            kind = _import_worker()
+            log.moment("worker", "imports torch")
+            message = self.receive()
+            if message is None:
+                return
+            if not isinstance(message, Load):
+                raise ProtocolError(f"expected Load, got {type(message).__name__}")
+            name_process(f"{WORKER_NAME}{rank}")
+            ahead.begin()
+            self.serve(kind, ahead)
+
+    def serve(self, kind: "type[Worker]", ahead: "_Ahead") -> None:
+        """From Load to the end."""
+        settings, rank = self.settings, self.settings.rank
         with _Heartbeat(settings, self.progress, self.member):
-            worker = kind(config, rank, self.progress, generation=generation)
+            worker = kind(settings.config, rank, self.progress, generation=settings.generation)
             communicator = self.member.connect(worker.device.torch, worker.max_logits_bytes())
-            self.send(worker.load(communicator))
+            self.send(worker.load(communicator, ahead.packer))
+            ahead.close()
             log.moment("worker", "loads the weights")
             message = self.receive(settings.config.ready_timeout_s)
             if message is None:
@@ -151,6 +165,34 @@ def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
     if isinstance(message, Steps):
         return StepOutputs([worker.execute(step) for step in message.steps])
     raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
+
+
+class _Ahead:
+    """Weights that native threads pack while this thread does something else."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.packer: FilePacker | None = None
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Once: begin, if it is known what will be wanted."""
+        if not self.has_begun:
+            self.has_begun = True
+            config = self.settings.config
+            num_threads = config.cpu_threads or threads_of_the_user() or len(os.sched_getaffinity(0))
+            self.packer = pack_ahead(config, self.settings.rank, num_threads)
+            log.moment("worker", "begins to pack weights")
+
+    def close(self) -> None:
+        if self.packer is not None:
+            self.packer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Heartbeat:

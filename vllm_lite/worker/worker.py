@@ -12,6 +12,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.kernels.cpu.file_packer import FilePacker
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -60,10 +61,11 @@ class Worker:
         """The most that a step's logits take, over the whole vocabulary."""
         return 4 * self.limits.max_num_tokens * self.spec.vocab_size
 
-    def load(self, communicator: Communicator | None = None) -> Ready:
+    def load(self, communicator: Communicator | None = None, ahead: FilePacker | None = None) -> Ready:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
 
-        `communicator`: the connection to the ranks that share the model; None if this one has it to itself.
+        `communicator`: the connection to the ranks that share the model; None if this one has it to itself. `ahead`
+        packs weights since before there was a model.
         """
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
@@ -78,7 +80,7 @@ class Worker:
         self.backend = select_backend(self._attention_shape(), self.config.attention_backend)
         self.graph_sizes = self._graph_sizes()
         started = time.monotonic()
-        weights_bytes = self._load_model()
+        weights_bytes = self._load_model(ahead)
         logger.info(
             "%s with %.1fM parameters in %s loaded on %s in %.2f s%s",
             self.spec.architecture,
@@ -104,7 +106,7 @@ class Worker:
             eos_token_ids=self.spec.eos_token_ids,
         )
 
-    def _load_model(self) -> int:
+    def _load_model(self, ahead: FilePacker | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits = self.device.memory, self.limits
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens)
@@ -117,6 +119,7 @@ class Worker:
             load_format=self.config.load_format,
             seed=self.config.seed,
             progress=_LoadReport(self.progress),
+            ahead=ahead,
         )
         if not memory:
             return 0

@@ -1,15 +1,16 @@
 """Linear layers on weights that are packed once; csrc/cpu/linear.h has the layout. The plain twin is F.linear."""
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
+from vllm_lite.kernels.cpu.file_packer import INT8, Packed
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 
-_INT8 = 100  # kInt8Weight
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 
@@ -40,39 +41,23 @@ class PackedWeight:
     machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows as well.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
-        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them."""
-        if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
-            raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"the bias must have {weight.shape[0]} elements, got {list(bias.shape)}")
-        self.num_outputs, self.num_inputs = weight.shape
-        self.dtype = torch.int8 if int8 else weight.dtype
-        self._code = _INT8 if int8 else dtype_code(weight.dtype)
+    def __init__(self, weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
+        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
+        is packed already; then `int8` says nothing."""
+        made = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
+        if bias is not None and bias.shape != (made.num_outputs,):
+            raise ValueError(f"the bias must have {made.num_outputs} elements, got {list(bias.shape)}")
+        self.num_outputs, self.num_inputs = made.num_outputs, made.num_inputs
+        self.dtype = made.data.dtype
+        self._data, self._scales = made.data, made.scales
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self._scales = torch.empty(self.num_outputs) if int8 else None
-        size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(
-            self.num_outputs, self.num_inputs, self._code
-        )
-        self._data = zeros(size, self.dtype)
-        rows = weight if weight.stride(1) == 1 else weight.contiguous()
-        function("vllm_lite_pack", _PACK_TYPES)(
-            rows.data_ptr(),
-            rows.stride(0),
-            dtype_code(rows.dtype),
-            self.num_outputs,
-            self.num_inputs,
-            self._code,
-            self._data.data_ptr(),
-            None if self._scales is None else self._scales.data_ptr(),
-        )
         self._record = _Record(
             self._data.data_ptr(),
             None if self._scales is None else self._scales.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.num_inputs,
             self.num_outputs,
-            self._code,
+            INT8 if self.dtype == torch.int8 else dtype_code(self.dtype),
         )
         self.address = ctypes.addressof(self._record)
 
@@ -93,6 +78,50 @@ class PackedWeight:
             self.address, held.start, held.total, wanted.data_ptr(), len(wanted), out.data_ptr(), out.stride(0)
         )
         _check_ids(wanted, bad, held)
+
+
+class _Made(NamedTuple):
+    """A packed weight's memory; `scales` is float32 [num_outputs], or None if it is not int8."""
+
+    num_outputs: int
+    num_inputs: int
+    data: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def _adopt(packed: Packed) -> _Made:
+    if packed.scales is None:
+        data, scales = torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), None
+    else:
+        data = torch.frombuffer(packed.data, dtype=torch.int8)
+        scales = torch.frombuffer(packed.scales, dtype=torch.float32)
+    return _Made(packed.num_outputs, packed.num_inputs, data, scales)
+
+
+def _pack(weight: torch.Tensor, *, int8: bool) -> _Made:
+    if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
+    num_outputs, num_inputs = weight.shape
+    code = INT8 if int8 else dtype_code(weight.dtype)
+    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(num_outputs, num_inputs, code)
+    made = _Made(
+        num_outputs,
+        num_inputs,
+        zeros(size, torch.int8 if int8 else weight.dtype),
+        torch.empty(num_outputs) if int8 else None,
+    )
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    function("vllm_lite_pack", _PACK_TYPES)(
+        rows.data_ptr(),
+        rows.stride(0),
+        dtype_code(rows.dtype),
+        num_outputs,
+        num_inputs,
+        code,
+        made.data.data_ptr(),
+        None if made.scales is None else made.scales.data_ptr(),
+    )
+    return made
 
 
 def int64_ids(ids: torch.Tensor) -> torch.Tensor:

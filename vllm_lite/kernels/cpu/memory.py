@@ -6,8 +6,8 @@ import mmap
 import torch
 
 from vllm_lite.kernels.cpu.library import function, int64, pointer
+from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES, Pages
 
-HUGE_PAGE_BYTES = 2 << 20
 _MADV_DONTNEED = 4
 _ALIGNMENT_BYTES = 64
 
@@ -23,11 +23,9 @@ def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
         whole = torch.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
         start = -whole.data_ptr() % _ALIGNMENT_BYTES
     else:
-        # The part before the first huge page is never touched, so it takes no memory.
-        pages = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE_BYTES
-        whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+        pages = Pages.zeros(num_bytes)
+        start = pages.start
+        whole = torch.frombuffer(pages.mapping, dtype=torch.uint8)  # keeps the mapping alive
     return whole[start : start + num_bytes].view(dtype)
 
 

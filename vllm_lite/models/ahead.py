@@ -1,0 +1,147 @@
+"""Which weights a rank will want packed, by the names of a checkpoint's tensors, before there is a model. No torch.
+
+A worker has native threads pack them while it imports torch. This knows the names that most families share. What it
+does not know, or a model wants otherwise, `weights.load_weights` packs as the model says: a weight counts only if its
+key is that of the model, which says everything that it depends on.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.headers import Place, locate
+from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec
+from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import VllmLiteError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
+from vllm_lite.layers.qkv_layout import Layout, QKVSplits, qkv_splits
+from vllm_lite.runtime import log
+
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""What safetensors calls the types that can be packed."""
+_LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp)\.)\w+\.weight")
+
+logger = log.get(__name__)
+
+
+class Slot(NamedTuple):
+    """Equal to the WeightSlot of the same fields, which comes with torch."""
+
+    name: str
+    shape: tuple[int, int]
+    start: tuple[int, int]
+    size: tuple[int, int]
+    order: tuple[int, ...] | None = None
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, name: str, rows: Split, inputs: Split) -> "Slot":
+        return cls(
+            f"{name}.weight",
+            (rows.total, inputs.total),
+            (rows.start, inputs.start),
+            (rows.size, inputs.size),
+            rows.order,
+        )
+
+
+class Wanted(NamedTuple):
+    """A weight: what of the checkpoint lies in it, and how. It is equal to the packing key of a WeightStack."""
+
+    slots: tuple[Slot, ...]
+    dtype: str
+    packed_as: str
+
+
+def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacker | None:
+    """Begin to pack what worker `rank` will want. None where nothing can be packed, or it is not known what; the loader
+    says what is wrong."""
+    if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
+        return None
+    try:
+        spec, places = load_spec(config.model), locate(Path(config.model))
+        stored = {canonical(name): place for name, place in places.items()}
+        shard = Shard(rank, config.tensor_parallel_size)
+        packed_as = config.quantization or config.dtype
+        wanted = (Wanted(slots, config.dtype, packed_as) for slots in _weights(stored, spec, shard))
+        if spec.tie_word_embeddings and config.quantization:  # the model keeps the embedding as it is, beside the head
+            wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
+        jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
+        return FilePacker(jobs, num_threads) if jobs else None
+    except (VllmLiteError, OSError, ValueError, LookupError) as error:
+        logger.debug("no weights are packed ahead: %s", error)
+        return None
+
+
+def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iterator[tuple[Slot, ...]]:
+    """In the order in which models load them."""
+    blocks = {found[1]: int(found[2]) for name in stored if (found := _LAYER.fullmatch(name))}
+    hidden = Split.whole(spec.hidden_size)
+    for prefix, layer in sorted(blocks.items(), key=lambda block: (block[1], block[0].endswith("mlp."))):
+        if layer >= spec.num_layers:
+            continue
+        parts = _mlp(prefix, stored, spec, shard)
+        if not prefix.endswith("mlp."):
+            parts = _attention(prefix, stored, spec, layer, shard)
+        for names, rows, inputs in parts:
+            slots = tuple(Slot.of(name, own, inputs or hidden) for name, own in zip(names, rows, strict=True))
+            if all(slot.name in stored for slot in slots):
+                yield slots
+    head = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    for name in stored:
+        if name == head or name.endswith(f".{head}"):
+            yield (Slot.of(name.removesuffix(".weight"), Split.vocabulary(spec.vocab_size, shard), hidden),)
+
+
+Parts = Iterator[tuple[tuple[str, ...], tuple[Split, ...], Split | None]]
+"""Names, the rows of each that this rank holds, and its inputs; None: all of the hidden state."""
+
+
+def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer: int, shard: Shard) -> Parts:
+    own = spec.layers[layer]
+    order = None if own.rope is None else own.rope.order(own.attention.head_size)
+    fused = f"{prefix}qkv_proj.weight" in stored
+    splits = _qkv(own.attention, shard, "stacked" if fused else "separate", order)
+    yield (
+        tuple(f"{prefix}{name}" for name in (("qkv_proj",) * 3 if fused else ("q_proj", "k_proj", "v_proj"))),
+        splits,
+        None,
+    )
+    query = own.attention.heads(shard).query.times(own.attention.head_size)
+    yield (f"{prefix}o_proj",), (Split.whole(spec.hidden_size),), query
+
+
+@cache
+def _qkv(spec: AttentionSpec, shard: Shard, layout: Layout, order: tuple[int, ...] | None) -> QKVSplits:
+    """The same for all layers that are alike: rows are counted one by one."""
+    return qkv_splits(spec, spec.heads(shard), layout, order)
+
+
+def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Parts:
+    inner = Split.even(spec.intermediate_size, shard)
+    if f"{prefix}gate_up_proj.weight" in stored:
+        total = 2 * inner.total
+        both = Split(total, inner.start, inner.size), Split(total, inner.total + inner.start, inner.size)
+        yield (f"{prefix}gate_up_proj",) * 2, both, None
+    else:
+        yield (f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), None
+    yield (f"{prefix}down_proj",), (Split.whole(spec.hidden_size),), inner
+
+
+def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:
+    """None if a tensor is not as the model will expect it."""
+    pieces = []
+    for slot in wanted.slots:
+        place = stored[slot.name]
+        if place.shape != slot.shape or place.dtype not in FLOATS:
+            return None
+        sizes = (slot.shape[1], slot.start[1], slot.start[0], slot.size[0])
+        pieces.append(Piece(place.file, place.offset, FLOATS[place.dtype], *sizes, slot.order))
+    int8 = wanted.packed_as == "int8"
+    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8)
