@@ -1,0 +1,250 @@
+"""Weights that are packed before there is a model: the same bytes as any other way, or none."""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.thread_group import ThreadGroup
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.headers import SINGLE_FILE, locate
+from vllm_lite.client.launch import resolve
+from vllm_lite.config import EngineConfig, ResolvedConfig
+from vllm_lite.errors import ModelError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
+from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.pages import Pages
+from vllm_lite.layers.matmul import NativeMatmul
+from vllm_lite.models.ahead import pack_ahead
+from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.process_settings import WorkerSettings
+from vllm_lite.worker import process
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def config_of(path: Path, **settings: Any) -> ResolvedConfig:
+    return resolve(EngineConfig(model=str(path), device="cpu", max_model_len=64, **settings))
+
+
+def model_of(config: ResolvedConfig, rank: int) -> Model:
+    communicator = ThreadGroup(config.tensor_parallel_size).communicators[rank]
+    sizes = Sizes(max_model_len=64, max_num_tokens=8)
+    return build(load_spec(config.model), config.dtype, "cpu", sizes, config.quantization, communicator)
+
+
+def packed_weights(root: object) -> Iterator[PackedWeight]:
+    """All of a model, in the order in which its parts were made."""
+    if isinstance(root, NativeMatmul):
+        yield root.packed
+    elif isinstance(root, list):
+        for part in root:
+            yield from packed_weights(part)
+    elif type(root).__module__.startswith(("vllm_lite.models", "vllm_lite.layers")) and hasattr(root, "__dict__"):
+        for part in vars(root).values():
+            yield from packed_weights(part)
+
+
+def bytes_of(packed: PackedWeight) -> tuple[bytes | None, ...]:
+    parts = (packed._data, packed._scales, packed._bias)
+    return tuple(None if part is None else part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def keys_of(model: Model) -> list[Any]:
+    return [part.packing_key for group in model.weight_groups() for part in group.stacks if part.packed_as is not None]
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"attention_bias": True}, {}),
+    ("llama", {"tie_word_embeddings": True, "max_shard_size": "100KB"}, {"dtype": "bfloat16"}),
+    ("llama", {"tie_word_embeddings": True}, {"quantization": "int8"}),
+    ("mistral", {}, {"dtype": "float16", "tensor_parallel_size": 2}),
+    ("qwen3", {}, {"quantization": "int8", "dtype": "bfloat16", "tensor_parallel_size": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "settings"), CASES)
+def test_a_model_takes_all_that_was_packed(
+    tmp_path: Path, family: str, overrides: dict[str, Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(make_checkpoint(tmp_path, family, dtype="bfloat16", **overrides), **settings)
+    for rank in range(config.tensor_parallel_size):
+        plain, model = model_of(config, rank), model_of(config, rank)
+        load_weights(plain, config.model)
+        ahead = pack_ahead(config, rank, num_threads=2)
+        assert ahead is not None
+        assert set(ahead._jobs) == set(keys_of(model))
+        with ahead, monkeypatch.context() as patch:
+            patch.setattr("vllm_lite.kernels.cpu.linear._pack", lambda *_, **__: pytest.fail("packed again"))
+            if config.quantization and overrides.get("tie_word_embeddings"):
+                patch.undo()  # the head is made of the embedding, which is kept
+            load_weights(model, config.model, ahead=ahead)
+        gc.collect()  # what was taken lasts
+        made = [bytes_of(weight) for weight in packed_weights(model)]
+        assert made == [bytes_of(weight) for weight in packed_weights(plain)]
+        assert len(made) >= 2 * 4 + 1
+
+
+@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
+def test_what_was_packed_for_another_model_is_not_taken(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path, dtype="bfloat16")
+    config = config_of(path, dtype="bfloat16")
+    plain, model = model_of(config, 0), model_of(config, 0)
+    load_weights(plain, path)
+    ahead = pack_ahead(config_of(path, **({"dtype": "bfloat16"} | other)), 0, num_threads=1)
+    assert ahead is not None
+    with ahead:
+        load_weights(model, path, ahead=ahead)
+        assert not {key for key in keys_of(model) if key in ahead._jobs} - {
+            key for key in keys_of(model) if key not in ahead._places
+        }
+    assert [bytes_of(one) for one in packed_weights(model)] == [bytes_of(one) for one in packed_weights(plain)]
+
+
+def test_a_file_that_is_another_by_now_is_not_taken_from(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    config = config_of(path)
+    ahead = pack_ahead(config, 0, num_threads=1)
+    assert ahead is not None
+    with ahead:
+        assert ahead.is_current()
+        tensors = {name: tensor + 1 for name, tensor in load_file(path / SINGLE_FILE).items()}
+        save_file(tensors, tmp_path / "new")
+        os.replace(tmp_path / "new", path / SINGLE_FILE)
+        assert not ahead.is_current()
+        model, plain = model_of(config, 0), model_of(config, 0)
+        load_weights(model, path, ahead=ahead)
+    load_weights(plain, path)
+    assert [bytes_of(one) for one in packed_weights(model)] == [bytes_of(one) for one in packed_weights(plain)]
+
+
+def test_damaged_files_get_the_error_of_the_loader(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    config, file = config_of(path), path / SINGLE_FILE
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert pack_ahead(config, 0, num_threads=1) is None
+    with pytest.raises(ModelError, match="truncated"):
+        locate(path)
+    with pytest.raises(ModelError, match="truncated"):
+        load_weights(model_of(config, 0), path)
+    file.write_bytes(whole)
+    ahead = pack_ahead(config, 0, num_threads=0)  # nothing is read before somebody waits
+    assert ahead is not None
+    with ahead:
+        file.write_bytes(whole[: len(whole) // 2])
+        assert all(ahead.take(key) is None for key in list(ahead._jobs)[-2:])
+        with pytest.raises(ModelError, match="truncated"):
+            load_weights(model_of(config, 0), path, ahead=ahead)
+
+
+def test_sizes_of_a_header_are_those_of_the_file(tmp_path: Path) -> None:
+    """Memory is taken by them before the file is read."""
+    for offsets, shape in (([0, 8], [1 << 40, 1 << 40]), ([0, 1 << 60], [1 << 59]), ([-8, 0], [4]), ([0, 8], [-2, -2])):
+        header = f'{{"x": {{"dtype": "BF16", "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
+        (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        with pytest.raises(ModelError, match="not within the file"):
+            locate(tmp_path)
+
+
+# ---- the packer itself
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("int8", [False, True])
+def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_threads: int, *, int8: bool) -> None:
+    """Rows of several tensors, in another order, parts of rows, of one type as another: as PackedWeight packs them."""
+    generator = torch.Generator().manual_seed(1)
+    files, tensors = [], []
+    for stored in FLOATS:
+        tensor = torch.randn(70, 45, generator=generator)
+        tensor[3, 4:9] = torch.tensor([float("inf"), 1e-40, -3e-6, 65519.0, 1.00390625])
+        file = tmp_path / NAMES[stored]
+        file.write_bytes(b"xyz" + tensor.to(stored).view(torch.uint8).numpy().tobytes())
+        files.append(file)
+        tensors.append(tensor.to(stored))
+    order = tuple(torch.randperm(70, generator=generator)[:37].tolist())
+    jobs, expected = {}, {}
+    for dtype in FLOATS:
+        for width, first in ((45, 0), (20, 7)):
+            pieces, rows = [], []
+            for file, tensor in zip(files, tensors, strict=True):
+                sizes = (file, 3, NAMES[tensor.dtype], 45, first)
+                pieces += [Piece(*sizes, 5, 40), Piece(*sizes, 0, len(order), order), Piece(*sizes, 3, 0)]
+                part = tensor[:, first : first + width].to(dtype)
+                rows += [part[5:45], part[list(order)]]
+            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], int8)
+            expected[dtype, width] = PackedWeight(torch.cat(rows), int8=int8)
+    with FilePacker(jobs, num_threads) as packer:
+        for key in (*reversed(jobs), *jobs):
+            packed = packer.take(key)
+            assert (packed is None) == (key not in expected), "each can be taken once"
+            if packed is not None:
+                assert bytes_of(PackedWeight(packed)) == bytes_of(expected.pop(key)), (each_isa, key)
+
+
+def test_a_closed_packer_gives_back_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(64 * 64 * 4))
+    job = Job((Piece(file, 0, "float32", 64, 0, 0, 64),), 64, "float32", int8=False)
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(Pages, "give_back", lambda _, start, size: given.append((start, size)))
+    packer = FilePacker({"first": job, "second": job, "third": job}, 2)
+    assert packer.take("second") is not None
+    assert packer.take("other") is None
+    packer.close()
+    packer.close()
+    assert given == [(0, 16384), (2 * 16384, 16384)]
+    assert packer.take("first") is None
+
+
+def test_given_back_pages_are_whole_ones() -> None:
+    pages = Pages.zeros(4 * 4096)
+    view = memoryview(pages.mapping)[pages.start : pages.start + 4 * 4096]
+    view[:] = b"x" * len(view)
+    pages.give_back(100, 2 * 4096)
+    assert bytes(view) == b"x" * 4096 + bytes(4096) + b"x" * 2 * 4096
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    job = Job((Piece(tmp_path / "none", 0, "float32", 64, 0, 0, 64),), 64, "float32", int8=False)
+    with pytest.raises(FileNotFoundError):
+        FilePacker({"one": job}, 1)
+
+
+# ---- the worker
+
+
+def test_it_is_imported_without_torch() -> None:
+    code = "import sys, vllm_lite.worker.process; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_only_the_first_group_packs_before_it_is_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: int
+) -> None:
+    """A group on standby waits beside one that has the memory."""
+    began = []
+    monkeypatch.setattr(process, "pack_ahead", lambda *_: began.append("packs"))
+    monkeypatch.setattr(process, "_import_worker", lambda: began.append("imports"))
+    settings = WorkerSettings(config_of(make_checkpoint(tmp_path)), "", 0, generation)
+    loop = process.WorkerLoop.__new__(process.WorkerLoop)
+    loop.settings = settings
+    monkeypatch.setattr(loop, "send", lambda _: None)
+    monkeypatch.setattr(loop, "receive", lambda: None)
+    loop.run()
+    assert began == ["packs", "imports"] if generation == 1 else began == ["imports"]
