@@ -278,7 +278,7 @@ def test_an_unknown_setting_is_refused() -> None:
     [
         ({"trust_remote_code": True}, "trust_remote_code can only be False, got True: no code of a checkpoint"),
         ({"enable_lora": True}, "enable_lora can only be False, got True: LoRA is not supported yet"),
-        ({"generation_config": "mine"}, "generation_config must be 'auto' or 'vllm', got 'mine'"),
+        ({"generation_config": "mine"}, "generation_config must be one of auto, vllm, or a folder .* got 'mine'"),
     ],
 )
 def test_settings_of_other_engines_have_one_value(settings: dict[str, Any], message: str) -> None:
@@ -340,6 +340,10 @@ def test_the_models_own_defaults(engine: FakeEngine, tmp_path: Path, monkeypatch
     assert [(one.temperature, one.max_tokens) for one in asked] == [(0.5, 7), (1.0, 3)]
     with LLM(tmp_path, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
+    with LLM(tmp_path, override_generation_config={"max_new_tokens": 3, "top_k": 4}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=4, max_tokens=3)
+    with pytest.raises(ConfigError, match="override_generation_config: top_p must be"):
+        LLM(tmp_path, override_generation_config={"top_p": 2})
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
     with pytest.raises(ModelError, match=r"generation_config.json: temperature must be .* got -1; correct it, or"):
         LLM(tmp_path)

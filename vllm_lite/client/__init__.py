@@ -10,7 +10,8 @@ engine_probe.py  the connection by which the supervisor watches it
 The road of a request:
 prompt.py        checks a prompt and its sampling params, tokenizes
 chat.py          messages to prompts, and the tokenizer object that scripts get
-sampling.py      sampling params: a checkpoint's defaults, the seed, the form on the wire
+sampling.py      sampling params: the seed, the form on the wire
+generation_config.py  sampling defaults of a checkpoint and of its user
 stream.py        one request: events in, RequestOutput out
 session.py       one connection to an engine, or to the next one, and the thread that owns it
 connection.py    the handshake, and the search for the engine that takes the place of one that died

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
+from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
 from vllm_lite.client.launch import launch
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
@@ -48,19 +48,25 @@ class LLM:
         model: str | Path = DEMO_MODEL,
         tokenizer: str | Path | None = None,
         *,
-        generation_config: Literal["auto", "vllm"] = "auto",
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """Start an engine and wait until it serves.
 
         `model` is a checkpoint's folder or its hub id. `settings` are fields of EngineConfig: tensor_parallel_size=1,
         dtype="auto", quantization=None, seed=0, gpu_memory_utilization=0.9, swap_space=None, max_model_len=None,
-        enforce_eager=False, single_process=False and the rest; the environment fills in what is not given. With
-        `generation_config` "auto" the checkpoint's generation_config.json says what get_default_sampling_params() are.
-        Raises ConfigError, ModelError or EngineError.
+        enforce_eager=False, single_process=False and the rest; the environment fills in what is not given.
+
+        get_default_sampling_params() are what the checkpoint's generation_config.json says, or the one in the folder
+        `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, stands
+        above the file. Raises ConfigError, ModelError or EngineError.
         """
-        if generation_config not in ("auto", "vllm"):
-            raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {generation_config!r}")
+        overrides = read_overrides(override_generation_config)
+        try:
+            check_source(generation_config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_variable(settings)}
         loaded: Tokenizer | None = None
         defaults: dict[str, Any] = {}
@@ -68,8 +74,7 @@ class LLM:
         def load_text_parts(config: ResolvedConfig) -> None:
             nonlocal loaded, defaults
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
-            if generation_config == "auto":
-                defaults = generation_defaults(config.model)
+            defaults = generation_defaults(config.model, generation_config, overrides).params
 
         self._launched = launch(EngineConfig.load(given), meanwhile=load_text_parts)
         self._defaults = defaults

@@ -208,13 +208,19 @@ class StreamFactory:
     """Makes streams of prompts for one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
 
     def __init__(
-        self, limits: Welcome, tokenizer: Tokenizer | None, thinking: Callable[[Prompt], Thinking | None] | None = None
+        self,
+        limits: Welcome,
+        tokenizer: Tokenizer | None,
+        thinking: Callable[[Prompt], Thinking | None] | None = None,
+        *,
+        most_tokens: int | None = None,
     ) -> None:
-        """`thinking` says how the output of a prompt thinks. Raises ModelError for a tokenizer whose text cannot be
-        streamed."""
+        """`thinking` says how the output of a prompt thinks; `most_tokens` bounds every output, whatever max_tokens
+        says. Raises ModelError for a tokenizer whose text cannot be streamed."""
         self.limits = limits
         self.tokenizer = tokenizer
         self._thinking = thinking
+        self._most_tokens = most_tokens
         self._vocabulary = None if tokenizer is None else vocabulary(tokenizer)
 
     @classmethod
@@ -256,11 +262,21 @@ class StreamFactory:
         return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Check the params and replace bad words by token ids. Raises RequestError."""
+        """Check the params, limit max_tokens and replace bad words by token ids. Raises RequestError."""
+        params = self._limited(params)
         check_params(params, self.tokenizer, self.limits)
         if params.bad_words and self.tokenizer is not None:
             return with_bad_word_ids(params, self.tokenizer)
         return params
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        most = self._most_tokens
+        if most is None or (params.max_tokens is not None and params.max_tokens <= most):
+            return params
+        try:
+            return params.clone(max_tokens=most)
+        except ValueError as error:
+            raise RequestError(f"{error}, which this server's max_new_tokens bounds") from error
 
     def _with_form(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Replace what a user asks of the output's form by what travels. Raises RequestError."""

@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -83,11 +83,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"{name}{within}: {what}, got {values[name]!r}" if name in values else what) from error
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
-    """Add one flag per field, in groups; an unset flag is None, so that file and environment show through."""
+def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Collection[str] | None = None) -> None:
+    """Add one flag per field, or per field in `only`, in groups; an unset flag is None, so that file and environment
+    show through."""
     hints = get_type_hints(kind, include_extras=True)
-    group: argparse._ActionsContainer = parser
+    group = parser
     for field in msgspec.structs.fields(kind):
+        if only is not None and field.name not in only:
+            continue
         hint = hints[field.name]
         for title in (extra for extra in get_args(hint)[1:] if isinstance(extra, Section)):
             group = parser.add_argument_group(title)

@@ -2,11 +2,12 @@
 
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.client.generation_config import GenerationOverrides, check_source
 from vllm_lite.config import Count, EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import Section
@@ -89,13 +90,20 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Meta(description="taken for vLLM's sake: it is always on where a format of calls is known")
     ] = False
     generation_config: Annotated[
-        Literal["auto", "vllm"],
-        Meta(description="where sampling defaults come from: auto is the model's generation_config.json"),
+        str,
+        Meta(
+            description="where sampling defaults come from: auto is the model's generation_config.json, vllm none, "
+            "else a folder with such a file"
+        ),
     ] = "auto"
+    override_generation_config: Annotated[
+        GenerationOverrides | None, Meta(description='JSON, e.g. {"temperature":0.5}: defaults above those of the file')
+    ] = None
     enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_source(self.generation_config)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile go together; give both")
         if self.single_process and self.api_server_count > 1:

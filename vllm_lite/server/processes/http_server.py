@@ -19,8 +19,8 @@ import uvicorn
 import uvloop
 
 from vllm_lite import transport
+from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.launch import Launched
-from vllm_lite.client.sampling import generation_defaults
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import StreamFactory, load_tokenizer
 from vllm_lite.client.text.chat_template import TemplateSource
@@ -75,7 +75,7 @@ class ModelFiles:
         self.formats = self._formats(config, resolved, None if template is None else template.source)
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
-        self.defaults = generation_defaults(resolved.model) if config.generation_config == "auto" else {}
+        self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
         """What /v1/models says of the model's template and formats."""
@@ -208,9 +208,9 @@ class HttpServer:
         calls = resumable.calls
         names = config.names or (engine.model,)
         model = ServedModel(
-            names, None if config.names else config.model, engine.max_model_len, files.defaults, files.card()
+            names, None if config.names else config.model, engine.max_model_len, files.defaults.params, files.card()
         )
-        factory = StreamFactory(engine, files.tokenizer)
+        factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
         api = ApiRoutes(config, model, factory, prompts, live, files.formats)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
+DEFAULTS = ("generation_config", "override_generation_config")
+"""The settings of its own server, beside an engine's, that change answers."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings of its own server")
     add_config_flags(parser, EngineConfig)
+    add_config_flags(parser.add_argument_group("answers"), ServeConfig, DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> ServeConfig:
-    flags = {name: getattr(arguments, name) for name in EngineConfig.__struct_fields__}
+    flags = {name: getattr(arguments, name) for name in (*EngineConfig.__struct_fields__, *DEFAULTS)}
     return ServeConfig.load(flags, file=arguments.config)
 
 

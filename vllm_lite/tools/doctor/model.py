@@ -1,4 +1,4 @@
-"""What the files of one model say of its chats: the template, and the formats of tool calls and reasoning."""
+"""What the files of one model say: its chat template, formats of tool calls and reasoning, sampling defaults."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ from vllm_lite.tools.doctor.checks import Line
 
 def chats(folder: str) -> Iterator[Line]:
     """Say what would be in force for the model in `folder` without flags."""
+    from vllm_lite.client.generation_config import generation_defaults
     from vllm_lite.client.text.chat_template import TemplateSource
     from vllm_lite.client.text.tokenizer import Tokenizer
     from vllm_lite.errors import ModelError
@@ -19,6 +20,7 @@ def chats(folder: str) -> Iterator[Line]:
     try:
         tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
         source = None if template is None else template.source
+        defaults = generation_defaults(folder)
         formats = Formats.of(folder, tokenizer, (None, None), source, architectures_of(folder))
     except ModelError as error:
         yield Line("FAIL", "model", str(error), "correct the file, or get it again")
@@ -34,3 +36,4 @@ def chats(folder: str) -> Iterator[Line]:
         advice = "" if found else f"name one with {flag} if the model has it"
         yield Line("OK", name, found or "no format is known; what a model writes of it is content", advice)
     yield Line("OK", "formats chosen", formats.choice.why)
+    yield Line("OK", "sampling defaults", str(defaults))

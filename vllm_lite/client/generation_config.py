@@ -1,0 +1,139 @@
+"""Sampling defaults: what a checkpoint's generation_config.json recommends, and what the user says instead.
+
+The names are those of transformers' GenerationConfig, and so is the file. `do_sample` is not followed, as in vLLM: many
+files say false, or nothing, beside a temperature that their authors recommend. A request without a temperature samples.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.runtime import log
+
+FILE = "generation_config.json"
+AUTO, NONE = "auto", "vllm"
+"""The sources that are no path: the checkpoint's own file, and no file."""
+MAX_FILE_BYTES = 1024 * 1024
+
+logger = log.get(__name__)
+
+
+class GenerationOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The entries of a generation_config.json that are followed. One that is None takes the file's value away."""
+
+    repetition_penalty: float | UnsetType | None = UNSET
+    temperature: float | UnsetType | None = UNSET
+    top_k: int | UnsetType | None = UNSET
+    top_p: float | UnsetType | None = UNSET
+    min_p: float | UnsetType | None = UNSET
+    max_new_tokens: int | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        _params(self.given())
+
+    def given(self) -> dict[str, Any]:
+        """The entries that are set, None included."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
+
+
+class GenerationDefaults(NamedTuple):
+    """What requests get that say nothing themselves.
+
+    `params` are fields of SamplingParams. `max_tokens` bounds every request, whatever it asks for; None is no bound: a
+    checkpoint's own max_new_tokens is a recommendation, one that the user sets is a limit. `because` says where all
+    that comes from.
+    """
+
+    params: dict[str, Any]
+    max_tokens: int | None
+    because: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {value:g}" for name, value in self.params.items()) or "none"
+        limit = "" if self.max_tokens is None else f"; no request gets more than {self.max_tokens} tokens"
+        return f"{shown} ({self.because}){limit}"
+
+
+def check_source(source: str) -> None:
+    """Raises ValueError for a `source` that is neither "auto" nor "vllm" nor a file or a folder with one."""
+    if source not in (AUTO, NONE) and not _file(source).is_file():
+        raise ValueError(
+            f"generation_config must be one of {AUTO}, {NONE}, or a folder with a {FILE}, got {source!r}, where there "
+            "is none"
+        )
+
+
+def read_overrides(given: Any) -> GenerationOverrides | None:
+    """Convert what a Python caller gives, a dict or None. Raises ConfigError."""
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"override_generation_config must be a dict, got {given!r}")
+    try:
+        return msgspec.convert(given, GenerationOverrides | None)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"override_generation_config: {error}, got {given!r}") from error
+
+
+def generation_defaults(
+    folder: str | Path, source: str = AUTO, overrides: GenerationOverrides | None = None
+) -> GenerationDefaults:
+    """The defaults for the checkpoint in `folder`: those of `source`, and `overrides` above them. Raises ModelError."""
+    path = None if source == NONE else Path(folder) / FILE if source == AUTO else _file(source)
+    given = {} if path is None else _read(path)
+    try:
+        params = _params(given)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path}: {error}; correct it, or ignore it with generation_config 'vllm'") from error
+    above = {} if overrides is None else overrides.given()
+    params = _params({**given, **above})
+    is_limit = "max_new_tokens" in above or source not in (AUTO, NONE)
+    parts = [str(path)] if given else []
+    parts += ["override_generation_config"] if above else []
+    found = GenerationDefaults(params, params.get("max_tokens") if is_limit else None, " and ".join(parts) or "vllm")
+    if params:
+        logger.info("sampling defaults: %s; generation_config 'vllm' ignores the model's", found)
+    _warn_of_greedy(given, params)
+    return found
+
+
+def _warn_of_greedy(given: dict[str, Any], params: dict[str, Any]) -> None:
+    if given.get("do_sample") is False and params.get("temperature", 1.0):
+        logger.warning(
+            "%s says do_sample false, which is not followed: requests without a temperature are sampled; "
+            "--override-generation-config '{\"temperature\": 0}' makes them greedy",
+            FILE,
+        )
+
+
+def _file(source: str) -> Path:
+    path = Path(source)
+    return path / FILE if path.is_dir() else path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The entries of a file that are followed, and do_sample; {} if there is no file. Raises ModelError."""
+    if not path.is_file():
+        return {}
+    try:
+        with path.open("rb") as file:
+            given = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: {error}; correct it, or ignore it with generation_config 'vllm'") from error
+    followed = (*GenerationOverrides.__struct_fields__, "do_sample")
+    return {name: given[name] for name in followed if given.get(name) is not None}
+
+
+def _params(given: dict[str, Any]) -> dict[str, Any]:
+    """The entries under the names of SamplingParams, which checks them: raises ValueError or TypeError."""
+    from vllm_lite.protocol.params import SamplingParams  # takes 20 ms, and a command that only reads settings has none
+
+    names = {name: name for name in GenerationOverrides.__struct_fields__} | {"max_new_tokens": "max_tokens"}
+    params = {names[name]: value for name, value in given.items() if name in names and value is not None}
+    try:
+        SamplingParams(**params)
+    except (ValueError, TypeError) as error:
+        raise type(error)(str(error).replace("max_tokens", "max_new_tokens")) from error
+    return params
