@@ -47,6 +47,24 @@ def byte_fallback(*, strip: int = 1, bos: bool = True) -> bytes:
     return _bytes_of(tokenizer)
 
 
+def byte_fallback_added() -> bytes:
+    """Gemma and Phi-3: no BOS, ordinary tokens beside the vocabulary, some of which take spaces around them along."""
+    tokenizer = Tokenizer.from_str(byte_fallback(strip=0, bos=False).decode())
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("▁▁▁", normalized=False)])
+    tokenizer.add_tokens([AddedToken("été", normalized=True), AddedToken("<0xE2>x", normalized=False, rstrip=True)])
+    tokenizer.add_special_tokens([AddedToken("<|end|>", rstrip=True), AddedToken("<turn>", lstrip=True)])
+    return _bytes_of(tokenizer)
+
+
+def byte_level_added() -> bytes:
+    """Byte level, with added tokens that are spelled in letters of its alphabet of bytes."""
+    tokenizer = Tokenizer.from_str(byte_level().decode())
+    tokenizer.add_tokens([AddedToken("é", normalized=False), AddedToken("Ġx", normalized=False), "<é猫>"])
+    tokenizer.add_special_tokens([AddedToken("<|é|>", rstrip=True)])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return _bytes_of(tokenizer)
+
+
 def metaspace(prepend: str = "always") -> bytes:
     """T5 and XLM-R: the decoder drops the space before the first token."""
     tokenizer = Tokenizer(models.Unigram([(name, -1.0) for name in [*SPECIALS, *WORDS]], unk_id=2))
@@ -94,6 +112,8 @@ KINDS = {
     "byte level, NFC": lambda: byte_level(nfc=True),
     "byte fallback, stripped": byte_fallback,
     "byte fallback": lambda: byte_fallback(strip=0, bos=False),
+    "byte fallback, added tokens": byte_fallback_added,
+    "byte level, added tokens": byte_level_added,
     "byte fallback, two stripped": lambda: byte_fallback(strip=2),
     "metaspace": metaspace,
     "metaspace, never": lambda: metaspace("never"),

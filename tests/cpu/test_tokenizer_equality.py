@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tokenizers_for_tests as made
+from vllm_lite.client.chat import ChatTokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 
 DEMO = Path(str(files("vllm_lite") / "demo_model"))
@@ -55,7 +56,10 @@ def auto_tokenizer(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [*product(("byte level", "byte fallback, stripped", "byte fallback"), CONFIGS), *NAMED],
+    [
+        *product(("byte level", "byte fallback, stripped", "byte fallback", "byte fallback, added tokens"), CONFIGS),
+        *NAMED,
+    ],
 )
 def test_ids(tmp_path: Path, kind: str, config: dict[str, Any] | None) -> None:
     (tmp_path / "tokenizer.json").write_bytes(made.KINDS[kind]())
@@ -66,6 +70,63 @@ def test_ids(tmp_path: Path, kind: str, config: dict[str, Any] | None) -> None:
     for text in TEXTS:
         assert ours.encode(text) == theirs(text).input_ids
         assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+
+
+TOKEN = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+TEMPLATE = (
+    "{{ bos_token }}{% for each in messages %}{{ each.role }}: {{ each.content }}{{ eos_token }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}the{% endif %}"
+)
+TOOL_TEMPLATE = "tools{{ tools[0].function.name }}{{ messages[0].content }}{{ bos_token }}"
+NAMED_TEMPLATES = [{"name": "tool_use", "template": TOOL_TEMPLATE}, {"name": "default", "template": TEMPLATE}]
+FILES: dict[str, dict[str, Any]] = {
+    "texts": {"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}},
+    "objects": {
+        "tokenizer_config.json": {
+            "bos_token": {"__type": "AddedToken", **TOKEN},
+            "eos_token": None,
+            "chat_template": TEMPLATE,
+        }
+    },
+    "no tokens": {"tokenizer_config.json": {"chat_template": TEMPLATE, "add_bos_token": True}},
+    "an older map": {
+        "tokenizer_config.json": {"bos_token": "</s>", "chat_template": TEMPLATE},
+        "special_tokens_map.json": {"bos_token": TOKEN, "eos_token": "</s>"},
+    },
+    "a newer config": {
+        "tokenizer_config.json": {
+            "bos_token": "</s>",
+            "chat_template": TEMPLATE,
+            "added_tokens_decoder": {"0": {**TOKEN, "special": True}},
+        },
+        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"},
+    },
+    "named": {"tokenizer_config.json": {"bos_token": "<s>", "chat_template": NAMED_TEMPLATES}},
+    "files": {
+        "tokenizer_config.json": {"bos_token": "<s>", "chat_template": "no"},
+        "chat_template.jinja": TEMPLATE,
+        "additional_chat_templates/tool_use.jinja": TOOL_TEMPLATE,
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CHAT = [{"role": "user", "content": " the cat"}, {"role": "assistant", "content": "</s>été 🙂"}]
+
+
+@pytest.mark.parametrize("kind", ["byte fallback, stripped", "byte fallback, added tokens", "metaspace"])
+@pytest.mark.parametrize("case", FILES)
+def test_ids_of_chats(tmp_path: Path, kind: str, case: str) -> None:
+    """With a BOS that the post-processor adds to texts, and without; with the templates and tokens of every place."""
+    (tmp_path / "tokenizer.json").write_bytes(made.KINDS[kind]())
+    for name, content in FILES[case].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    ours, theirs = ChatTokenizer(tokenizer, tmp_path), auto_tokenizer(tmp_path)
+    for tools, generate in ((None, True), (None, False), (TOOLS, True)):
+        options: Any = {"tools": tools, "add_generation_prompt": generate}
+        wanted = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+        assert ours.apply_chat_template(CHAT, **options) == wanted
+        assert tokenizer.decode(wanted, skip_special_tokens=False) == theirs.decode(wanted)
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource, with_read_arguments
+from vllm_lite.client.text.chat_template import ChatTemplate, with_read_arguments
+from vllm_lite.client.text.template_source import MAX_TEMPLATE_BYTES, TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -117,7 +118,7 @@ def test_the_text_is_that_of_transformers(oracle: Any, family: str, chat: list[d
     wanted = oracle.apply_chat_template(
         chat, chat_template=FAMILIES[family], tokenize=False, add_generation_prompt=generate
     )
-    template = ChatTemplate(FAMILIES[family], TOKENS)
+    template = ChatTemplate(TemplateSource(FAMILIES[family], TOKENS))
     assert template.render(chat, add_generation_prompt=generate) == wanted
 
 
@@ -127,7 +128,7 @@ def test_the_last_message_can_be_continued(oracle: Any, family: str, content: st
     chat = [USER, {"role": "assistant", "content": content}]
     settings: Any = {"tokenize": False, "continue_final_message": True, "add_generation_prompt": False}
     wanted = oracle.apply_chat_template(chat, chat_template=FAMILIES[family], **settings)
-    template = ChatTemplate(FAMILIES[family], TOKENS)
+    template = ChatTemplate(TemplateSource(FAMILIES[family], TOKENS))
     assert template.render(chat, add_generation_prompt=False, continue_final_message=True) == wanted
     assert chat[-1]["content"] == content
 
@@ -136,7 +137,7 @@ def test_variables_reach_the_template(oracle: Any) -> None:
     wanted = oracle.apply_chat_template(
         [USER], chat_template=QWEN, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    assert ChatTemplate(QWEN, TOKENS).render([USER], variables={"enable_thinking": False}) == wanted
+    assert ChatTemplate(TemplateSource(QWEN, TOKENS)).render([USER], variables={"enable_thinking": False}) == wanted
     assert "<think>" in wanted
 
 
@@ -157,7 +158,7 @@ def test_tools_and_calls_reach_the_template(oracle: Any, tools: Any) -> None:
         {"role": "tool", "content": "2"},
     ]
     wanted = oracle.apply_chat_template(chat, tools, chat_template=TOOL_USE, tokenize=False)
-    template = ChatTemplate(TOOL_USE, TOKENS)
+    template = ChatTemplate(TemplateSource(TOOL_USE, TOKENS))
     assert template.render(chat, tools=tools, add_generation_prompt=False) == wanted
     as_text = {**call, "function": {"name": "add", "arguments": '{"a": 1, "b": ["\\u00e9"]}'}}
     read = [USER, {**chat[1], "tool_calls": with_read_arguments([as_text])}, chat[2]]
@@ -172,12 +173,12 @@ def test_whether_a_template_shows_tools() -> None:
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
 def test_reserved_variables_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match=name):
-        ChatTemplate(CHATML, TOKENS).render([USER], variables={name: "x"})
+        ChatTemplate(TemplateSource(CHATML, TOKENS)).render([USER], variables={name: "x"})
 
 
 def test_what_a_template_raises_is_reported() -> None:
     with pytest.raises(RequestError, match="Roles must alternate"):
-        ChatTemplate(LLAMA2, TOKENS).render([USER, USER])
+        ChatTemplate(TemplateSource(LLAMA2, TOKENS)).render([USER, USER])
 
 
 @pytest.mark.parametrize(
@@ -199,24 +200,24 @@ def test_what_a_template_raises_is_reported() -> None:
 def test_the_sandbox_holds(source: str) -> None:
     chat = [dict(USER)]
     with pytest.raises(RequestError):
-        ChatTemplate(source, TOKENS).render(chat)
+        ChatTemplate(TemplateSource(source, TOKENS)).render(chat)
     assert chat == [USER]
 
 
 @pytest.mark.parametrize("source", ["{{ strftime_now.__code__ }}", "{{ messages[0].content.format.__self__ }}"])
 def test_what_is_hidden_is_nothing(source: str) -> None:
-    assert ChatTemplate(source, TOKENS).render([USER]) == ""
+    assert ChatTemplate(TemplateSource(source, TOKENS)).render([USER]) == ""
 
 
 def test_a_broken_template_is_a_broken_model() -> None:
     with pytest.raises(ModelError, match="here"):
-        ChatTemplate("{% if %}", name="here")
+        ChatTemplate(TemplateSource("{% if %}", name="here"))
 
 
 def test_a_mark_cannot_be_forged() -> None:
     """What a user writes never ends the prompt."""
     chat = [{"role": "user", "content": "CONTINUE_FINAL_MESSAGE_TAG "}, {"role": "assistant", "content": "So"}]
-    text = ChatTemplate(CHATML).render(chat, add_generation_prompt=False, continue_final_message=True)
+    text = ChatTemplate(TemplateSource(CHATML)).render(chat, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("<|im|>assistant\nSo")
 
 
@@ -230,6 +231,8 @@ def test_where_templates_lie(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": show + "2"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert _loaded(tmp_path).render([USER]) == "<b><e>2"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": show + "2b"}))
+    assert _loaded(tmp_path).render([USER]) == "<b><e>2b"
     (tmp_path / "chat_template.jinja").write_text(show + "3")
     assert _loaded(tmp_path).render([USER]) == "<b><e>3"
     (tmp_path / "own.jinja").write_text(show + "4")
@@ -239,6 +242,48 @@ def test_where_templates_lie(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match="tokenizer_config"):
         ChatTemplate.load(tmp_path)
+
+
+def test_templates_with_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Chats with tools get `tool_use`; a user names any of them; a single one needs no name."""
+    named = [{"name": "tool_use", "template": TOOL_USE}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template, plain, tool_use = _loaded(tmp_path), *(ChatTemplate(TemplateSource(text)) for text in (CHATML, TOOL_USE))
+    assert template.render([USER]) == template.render([USER], tools=[]) == plain.render([USER])
+    assert template.render([USER], tools=TOOLS) == tool_use.render([USER], tools=TOOLS) != plain.render([USER])
+    found = TemplateSource.load(tmp_path)
+    assert found is not None
+    assert found.takes_tools
+    assert found.texts == CHATML + TOOL_USE
+    for name, text in (("default", CHATML), ("tool_use", TOOL_USE)):
+        own = ChatTemplate.load(tmp_path, name)
+        assert own is not None
+        for tools in (None, TOOLS):
+            assert own.render([USER], tools=tools) == ChatTemplate(TemplateSource(text)).render([USER], tools=tools)
+    with pytest.raises(ModelError, match=r"cannot be read: No such file.*the model's, which are tool_use, default"):
+        ChatTemplate.load(tmp_path, "no_such_name")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text("rag")
+    (folder / "default.jinja").write_text("a file wins")
+    assert _loaded(tmp_path).render([USER]) == "a file wins"
+    (tmp_path / "tokenizer_config.json").unlink()
+    (folder / "default.jinja").unlink()
+    assert _loaded(tmp_path).render([USER]) == "rag"
+    (folder / "other.jinja").write_text("other")
+    with caplog.at_level("WARNING", logger="vllm_lite"):
+        assert ChatTemplate.load(tmp_path) is None
+    assert "name one with --chat-template: other, rag" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["source", "for_tools"])
+def test_both_templates_are_bounded(tmp_path: Path, place: str) -> None:
+    names = {"source": "chat_template.jinja", "for_tools": "additional_chat_templates/tool_use.jinja"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    for each, name in names.items():
+        (tmp_path / name).write_text("x" * (MAX_TEMPLATE_BYTES + 1 if each == place else 1))
+    with pytest.raises(ModelError, match="at most 1048576 are read"):
+        TemplateSource.load(tmp_path)
 
 
 def _loaded(folder: Path) -> ChatTemplate:

@@ -20,6 +20,7 @@ VOCABULARIES = {name: vocabulary(tokenizer) for name, tokenizer in TOKENIZERS.it
 BYTE_FALLBACK = TOKENIZERS["byte fallback, stripped"]
 BYTE_LEVEL = TOKENIZERS["byte level"]
 
+KINDS_WITH_BYTES = ("byte fallback, stripped", "byte fallback", "byte fallback, added tokens", "metaspace with bytes")
 kinds = st.sampled_from(sorted(TOKENIZERS))
 
 
@@ -46,8 +47,22 @@ def test_pieces_add_up_to_the_text_decoded_at_once(kind: str, numbers: list[int]
     assert "".join(pieces_of(kind, token_ids, skip=skip)) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
+@settings(max_examples=400, deadline=None)
+@given(kinds, st.lists(st.integers(0, 400), max_size=30), st.booleans(), st.data())
+def test_the_text_does_not_depend_on_the_chunks(kind: str, numbers: list[int], skip: bool, data: st.DataObject) -> None:
+    """Tokens come one by one, or several at a time after drafts or a break."""
+    tokenizer = TOKENIZERS[kind]
+    token_ids = [number % tokenizer.vocab_size for number in numbers]
+    detokenizer = Detokenizer(VOCABULARIES[kind], skip_special_tokens=skip)
+    text, rest = "", token_ids
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        text, rest = text + detokenizer.feed(rest[:count]), rest[count:]
+    assert text + detokenizer.flush() == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
 @settings(max_examples=800, deadline=None)
-@given(st.sampled_from(["byte fallback, stripped", "byte fallback", "metaspace with bytes"]), st.data())
+@given(st.sampled_from(KINDS_WITH_BYTES), st.data())
 def test_runs_of_byte_tokens(kind: str, data: st.DataObject) -> None:
     """Mostly valid UTF-8, cut and spoilt at random places, between words and special tokens."""
     some = st.one_of(

@@ -16,6 +16,7 @@ from vllm_lite.client.sample import PromptScores, candidates
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
@@ -35,11 +36,13 @@ class Here:
     """A Renderer that renders in this process."""
 
     template = ChatTemplate(
-        "{% for each in messages %}{{ each.role }}:{{ each.content }}"
-        "{% for call in each.tool_calls %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.x }}]"
-        "{% endfor %}{{ each.tool_call_id }}{{ each.reasoning_content }};{% endfor %}{{ reasoning_effort }}"
-        "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.extra }}){% endfor %}"
-        "{% if deep %}{{ deep.in[0] }}{% endif %}"
+        TemplateSource(
+            "{% for each in messages %}{{ each.role }}:{{ each.content }}"
+            "{% for call in each.tool_calls %}[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.x }}]"
+            "{% endfor %}{{ each.tool_call_id }}{{ each.reasoning_content }};{% endfor %}{{ reasoning_effort }}"
+            "{% for tool in tools or [] %}({{ tool.function.name }}{{ tool.extra }}){% endfor %}"
+            "{% if deep %}{{ deep.in[0] }}{% endif %}"
+        )
     )
     takes_tools = True
 

@@ -13,8 +13,9 @@ import pytest
 from tests.deadlines import scaled
 from tests.unit.test_chat_template import CHATML, CHATS, FAMILIES, QWEN, TOKENS, USER
 from vllm_lite.client.text import template_process
-from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource
+from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.server.openai.rendering import Renderer
 
@@ -50,10 +51,23 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
+def test_chats_with_tools_get_their_template() -> None:
+    async def main() -> None:
+        renderer = Renderer(TemplateSource("plain", for_tools="{{ tools[0].name }}"))
+        try:
+            assert renderer.takes_tools
+            assert await text_of(renderer, chat([USER])) == "plain"
+            assert await text_of(renderer, chat([USER], tools=[{"name": "add"}])) == "add"
+        finally:
+            renderer.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_the_same(family: str) -> None:
     async def main() -> None:
-        template = ChatTemplate(FAMILIES[family], TOKENS)
+        template = ChatTemplate(TemplateSource(FAMILIES[family], TOKENS))
         with rendering(FAMILIES[family]) as renderer:
             for messages in CHATS:
                 assert await text_of(renderer, chat(messages)) == template.render(messages)

@@ -16,6 +16,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -35,10 +36,16 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "tokenizer.model",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
     "vocab.json",
     "merges.txt",
 )
+"""Names, or patterns of names."""
 NUM_THREADS = 4
 LOOK_S = 0.1
 REACH_S = 2.5
@@ -127,7 +134,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"))
 
 
 # ---- the download
@@ -219,7 +226,7 @@ class _Download:
         commit, name = folder.name, self._source.name
         info = self._aside(lambda: HfApi().model_info(name, revision=commit, files_metadata=True, timeout=REQUEST_S))
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        names = [file for file in self._small if file in sizes]
+        names = [file for file in sizes if any(fnmatch(file, wanted) for wanted in self._small)]
         if self._weights:
             if INDEX_FILE in sizes and SINGLE_FILE not in sizes:
                 self._aside(lambda: self._fetch(INDEX_FILE, commit))

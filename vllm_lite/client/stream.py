@@ -13,6 +13,7 @@ from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOu
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
 from vllm_lite.client.sample import Cursor, PromptScores, Sample
 from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_form, with_seed
+from vllm_lite.client.text import conversion
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
@@ -301,7 +302,7 @@ class StreamFactory:
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, which may have none.
 
-    Raises ModelError.
+    Raises ModelError, also for a tokenizer in another format that cannot be converted.
     """
     if wanted is not None:
         name = str(wanted)
@@ -309,5 +310,7 @@ def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     try:
         return Tokenizer.load(default)
     except ModelError as error:
+        if conversion.find(default) is not None:
+            raise
         logger.warning("prompts must be token ids, and no text is made: %s", error)
         return None

@@ -77,7 +77,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 5.0
 
     chat_template: Annotated[
-        str | None, Section("answers"), Meta(description="file with a Jinja template (default: the model's)")
+        str | None,
+        Section("answers"),
+        Meta(description="one of the model's templates by its name, or a file with Jinja (default: the model's)"),
     ] = None
     tool_call_parser: Annotated[
         str | None,

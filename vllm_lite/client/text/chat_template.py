@@ -7,7 +7,6 @@ a process whose time is (template_process.py).
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,68 +19,37 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
-TOKENS_FILE = "special_tokens_map.json"
-MAX_FILE_BYTES = 64 * 1024 * 1024
-MAX_TEMPLATE_BYTES = 1024 * 1024
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables that the server sets, besides the names of special tokens."""
 
-_TOOLS = re.compile(r"\btools\b")
 Message = Mapping[str, Any]
 """{"role": ..., "content": text, ...}"""
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
 
 
-class TemplateSource(msgspec.Struct, frozen=True):
-    """A template's Jinja text, the special tokens that it may name, and what errors call it."""
-
-    source: str
-    special_tokens: dict[str, str] = {}
-    name: str = "template"
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether it names the variable `tools`, without which a model is not shown any."""
-        return _TOOLS.search(self.source) is not None
-
-    @classmethod
-    def load(cls, folder: str | Path, template: str | Path | None = None) -> "TemplateSource | None":
-        """Find the template of the checkpoint in `folder`, or take `template`, Jinja or a file with it. The special
-        tokens are the checkpoint's. None if there is no template. Raises ModelError."""
-        folder = Path(folder)
-        config = _read_json(folder / CONFIG_FILE)
-        tokens = _special_tokens(_read_json(folder / TOKENS_FILE)) | _special_tokens(config)
-        if isinstance(template, str) and any(mark in template for mark in ("{{", "{%")):
-            return _checked(cls(template, tokens))
-        path = folder / TEMPLATE_FILE if template is None else Path(template)
-        if template is not None or path.is_file():
-            return _checked(cls(_read(path).decode(errors="replace"), tokens, str(path)))
-        source = _default(config.get("chat_template"))
-        return None if source is None else _checked(cls(source, tokens, str(folder / CONFIG_FILE)))
-
-
 class ChatTemplate:
     """A compiled template and the special tokens that it may name. Rendering is safe in any thread."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None, name: str = "template") -> None:
-        """`source` is Jinja, `name` its name in errors. Raises ModelError."""
-        self.name = name
-        self.special_tokens = dict(special_tokens or {})
+    def __init__(self, found: TemplateSource) -> None:
+        """Raises ModelError for a text that is no Jinja."""
+        self.name = found.name
+        self.special_tokens = found.special_tokens
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._for_tools = _environment().from_string(found.source)
+            if found.for_tools is not None:
+                self._for_tools = _environment().from_string(found.for_tools)
         except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
-            raise ModelError(f"{name}: the chat template cannot be read: {error}") from error
+            raise ModelError(f"{self.name}: the chat template cannot be read: {error}") from error
 
     @classmethod
     def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
         """Compile the template that TemplateSource.load finds; None if there is none. Raises ModelError."""
         found = TemplateSource.load(folder, template)
-        return None if found is None else cls(found.source, found.special_tokens, found.name)
+        return None if found is None else cls(found)
 
     def render(
         self,
@@ -106,7 +74,7 @@ class ChatTemplate:
             mark = os.urandom(16).hex()  # random, so that no message contains it
             messages = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
         try:
-            text = self._template.render(
+            text = (self._for_tools if tools else self._template).render(
                 **self.special_tokens,
                 **variables,
                 messages=messages,
@@ -136,49 +104,6 @@ def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             function = {**function, "arguments": arguments}
         read.append({**call, "function": function})
     return read
-
-
-# ---- where it lies: in the checkpoint's folder, in a file, or in what the user wrote
-
-
-def _checked(found: TemplateSource) -> TemplateSource:
-    if len(found.source) > MAX_TEMPLATE_BYTES:
-        size, most = len(found.source), MAX_TEMPLATE_BYTES
-        raise ModelError(f"{found.name}: the chat template has {size} characters; at most {most} are read")
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} for a file that does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(_read(path), type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Select the entries of a tokenizer's config that are tokens: texts, or objects that hold one."""
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _default(template: Any) -> str | None:
-    """Select the template of a config, which has one, or several with names."""
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
 
 
 # ---- what it may use, and how it is rendered

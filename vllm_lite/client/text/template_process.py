@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.client.text.chat_template import ChatTemplate, TemplateSource
+from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
@@ -76,7 +77,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
         wanted = msgspec.msgpack.decode(read_frame(wire), type=TemplateSource)
         _limit_cpu(MAX_COMPILE_S)
         try:
-            template = ChatTemplate(wanted.source, wanted.special_tokens, wanted.name)
+            template = ChatTemplate(wanted)
         except ModelError as error:
             wire.sendall(frame(RenderRefused(str(error))))
             return 0

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from vllm_lite.client.text import conversion
+from vllm_lite.client.text.conversion import TOKENIZER_FILE
 from vllm_lite.errors import ModelError
 
-TOKENIZER_FILE = "tokenizer.json"
 LONG_TEXT_CHARS = 16_384
 """The library releases the GIL while it encodes longer texts."""
 SLICE_CHARS = 65_536
@@ -48,10 +49,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Load `path`, a checkpoint's folder or a tokenizer.json. Raises ModelError that says what to do."""
+        """Load `path`, a checkpoint's folder or a tokenizer.json. A folder that has a tokenizer in another format is
+        converted, which takes seconds the first time. Raises ModelError that says what to do."""
         file = Path(path)
         if file.is_dir():
-            file = file / TOKENIZER_FILE
+            file = conversion.folder_of(file) / TOKENIZER_FILE
         try:
             data = file.read_bytes()
         except OSError as error:

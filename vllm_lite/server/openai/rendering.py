@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from vllm_lite.client.text import template_process
-from vllm_lite.client.text.chat_template import TemplateSource
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 

@@ -23,7 +23,7 @@ from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.launch import Launched
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import StreamFactory, load_tokenizer
-from vllm_lite.client.text.chat_template import TemplateSource
+from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import log, supervise
@@ -72,7 +72,7 @@ class ModelFiles:
         """Raises ModelError."""
         self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
         template = TemplateSource.load(resolved.tokenizer, config.chat_template)
-        self.formats = self._formats(config, resolved, None if template is None else template.source)
+        self.formats = self._formats(config, resolved, None if template is None else template.texts)
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)

@@ -24,7 +24,8 @@ import msgspec
 import uvloop
 
 from vllm_lite.client.progress import TokenBar
-from vllm_lite.client.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from vllm_lite.client.text.conversion import TOKENIZER_FILE
+from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_requests

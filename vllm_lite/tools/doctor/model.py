@@ -9,7 +9,7 @@ from vllm_lite.tools.doctor.checks import Line
 def chats(folder: str) -> Iterator[Line]:
     """Say what would be in force for the model in `folder` without flags."""
     from vllm_lite.client.generation_config import generation_defaults
-    from vllm_lite.client.text.chat_template import TemplateSource
+    from vllm_lite.client.text.template_source import TemplateSource
     from vllm_lite.client.text.tokenizer import Tokenizer
     from vllm_lite.errors import ModelError
     from vllm_lite.server.openai.formats import Formats, architectures_of
@@ -19,7 +19,7 @@ def chats(folder: str) -> Iterator[Line]:
         return
     try:
         tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
-        source = None if template is None else template.source
+        source = None if template is None else template.texts
         defaults = generation_defaults(folder)
         formats = Formats.of(folder, tokenizer, (None, None), source, architectures_of(folder))
     except ModelError as error:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_lite.client.text.chat_template import CONFIG_FILE, MAX_FILE_BYTES
 from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.template import Format, read_template
+from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking

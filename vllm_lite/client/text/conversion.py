@@ -1,0 +1,195 @@
+"""Tokenizers that come as anything but a tokenizer.json: each is converted once, into a folder of the user's cache.
+
+The libraries that know these formats are large, and optional (the extras `hf` and `mistral`), so they work in a process
+that ends with the conversion: client and server never load them. What is made is kept under a digest of all files that
+it depends on, complete or not at all, and found there by the next start, which then needs no library.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import NamedTuple
+
+from vllm_lite.client.text import conversion_process
+from vllm_lite.client.text.conversion_process import ConversionSettings, Kind
+from vllm_lite.errors import ModelError
+from vllm_lite.runtime import log, supervise
+
+TOKENIZER_FILE = "tokenizer.json"
+CONVERT_S = 300.0
+"""How long a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
+MAX_FILE_BYTES = 256 * 1024 * 1024
+VERSION = 1
+"""Part of every digest: a release that converts differently raises it."""
+MODEL_FILES = ("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
+PARTS = (
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tekken.json", "*.tiktoken"),
+    *MODEL_FILES,
+)
+"""All files that a conversion may depend on."""
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+logger = log.get(__name__)
+
+
+class Needs(NamedTuple):
+    """The modules without which a kind of file cannot be converted, and the extra of this package that has them."""
+
+    modules: tuple[str, ...]
+    extra: str
+
+
+NEEDS: dict[Kind, Needs] = {
+    "sentencepiece": Needs(("transformers", "sentencepiece", "google.protobuf"), "hf"),
+    "tiktoken": Needs(("transformers", "tiktoken"), "hf"),
+    "vocabulary": Needs(("transformers",), "hf"),
+    "tekken": Needs(("transformers", "mistral_common"), "mistral"),
+}
+
+
+class Foreign(NamedTuple):
+    """A tokenizer in another format: its kind, and its main file."""
+
+    kind: Kind
+    file: Path
+
+
+def find(folder: str | Path) -> Foreign | None:
+    """The tokenizer in `folder` that would have to be converted; None if it has a tokenizer.json, or no tokenizer."""
+    folder = Path(folder)
+    if not folder.is_dir() or (folder / TOKENIZER_FILE).is_file():
+        return None
+    if (folder / "tekken.json").is_file():
+        return Foreign("tekken", folder / "tekken.json")
+    for file in _files(folder, MODEL_FILES):
+        return Foreign("tiktoken" if _is_tiktoken(file) else "sentencepiece", file)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return Foreign("vocabulary", folder / "vocab.json")
+    for file in _files(folder, ("*.tiktoken",)):
+        return Foreign("tiktoken", file)
+    return None
+
+
+def made(folder: str | Path) -> Sequence[Path]:
+    """The folder with what was made of the tokenizer in `folder`, as a sequence of one, or of none. Raises ModelError
+    for files that cannot be read."""
+    place = None if find(folder) is None else _place(Path(folder))
+    return [place] if place is not None and (place / TOKENIZER_FILE).is_file() else []
+
+
+def folder_of(folder: str | Path) -> Path:
+    """The folder whose tokenizer.json stands for `folder`: itself, or one in the cache, which is made now if it has to
+    be. Raises ModelError in one sentence."""
+    found = find(folder)
+    if found is None:
+        return Path(folder)
+    place = _place(Path(folder))
+    if not (place / TOKENIZER_FILE).is_file():
+        _check_installed(found)
+        with _draft(place) as draft:
+            logger.info("converting %s, once, into %s", found.file, place)
+            _convert(found, draft)
+            with suppress(OSError):  # another process was quicker: what it made is the same
+                draft.rename(place)
+    return place
+
+
+def _convert(found: Foreign, draft: Path) -> None:
+    """Have a process write tokenizer.json and its configuration into `draft`. Raises ModelError."""
+    ended = threading.Event()
+    settings = ConversionSettings(found.kind, str(found.file), str(draft))
+    child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())
+    try:
+        if not ended.wait(CONVERT_S):
+            raise ModelError(f"{found.file} cannot be converted within {CONVERT_S:g} s; {_ADVICE}")
+    finally:
+        child.stop(0.0)
+    error = draft / conversion_process.ERROR_FILE
+    reason = child.exited()
+    if error.is_file():
+        reason = error.read_text(errors="replace")
+    elif (draft / TOKENIZER_FILE).is_file() and reason == "exit status 0":
+        return
+    raise ModelError(f"{found.file} cannot be converted into a {TOKENIZER_FILE}: {reason}; {_ADVICE}")
+
+
+_ADVICE = f"get the checkpoint with a {TOKENIZER_FILE}, or give the folder of one as tokenizer"
+
+
+def _check_installed(found: Foreign) -> None:
+    needs = NEEDS[found.kind]
+    missing = [name for name in needs.modules if not _is_installed(name)]
+    if missing:
+        raise ModelError(
+            f"{found.file.parent} has no {TOKENIZER_FILE}, and converting its {found.file.name} needs "
+            f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'vllm-lite[{needs.extra}]', or {_ADVICE}"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package whose module is looked for
+        return False
+
+
+# ---- files
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Whether a file is text in tiktoken's way, of which two kinds of file have the name tokenizer.model."""
+    try:
+        with file.open("rb") as opened:
+            return _TIKTOKEN_LINE.match(opened.read(4096)) is not None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _place(folder: Path) -> Path:
+    """The folder in the cache for what is made of the files in `folder`. Raises ModelError."""
+    digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
+    for file in _files(folder, PARTS):
+        try:
+            if file.stat().st_size > MAX_FILE_BYTES:
+                raise ModelError(f"{file} has more than {MAX_FILE_BYTES >> 20} MiB, and is no file of a tokenizer")
+            content = file.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return _cache() / digest.hexdigest()
+
+
+def _cache() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "vllm-lite" / "tokenizers"
+
+
+@contextmanager
+def _draft(place: Path) -> Iterator[Path]:
+    """A private folder beside `place` on the same disk, which is gone at the end unless it was renamed."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = Path(mkdtemp(prefix=".", dir=place.parent))
+    except OSError as error:
+        raise ModelError(
+            f"a converted tokenizer cannot be kept in {place.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
