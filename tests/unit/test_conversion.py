@@ -17,6 +17,7 @@ from tests import tokenizers_for_tests as made
 from vllm_lite.client.stream import load_tokenizer
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings
+from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
@@ -126,7 +127,7 @@ def test_a_vocabulary_with_merges(tmp_path: Path, cache: Path, monkeypatch: pyte
     monkeypatch.setattr("vllm_lite.client.text.conversion.supervise.spawn", refused)
     monkeypatch.setattr("vllm_lite.client.text.conversion._is_installed", lambda _: False)
     assert Tokenizer.load(folder).encode("the") == ours.encode("the")
-    (folder / "added_tokens.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "opt"}')
     assert list(conversion.made(folder)) == []
     with pytest.raises(
         ModelError, match=r"converting its vocab\.json needs transformers, which is not installed: pip "
@@ -169,6 +170,8 @@ def test_sentencepiece(tmp_path: Path, case: str) -> None:
     for text in (*TEXTS, *MORE_TEXTS):
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
+        stream = Detokenizer(vocabulary(ours))
+        assert "".join([*(stream.feed([each]) for each in ours.encode(text)), stream.flush()]) == text
     assert (ours.encode("the")[0] == 1) is ("BOS" in case or case == "not declared")
     assert ours.special_ids >= {1, 2}
     assert ours.token_id("<|im|>") == ours.added_tokens["<|im|>"]
@@ -205,6 +208,24 @@ def test_tekken(tmp_path: Path) -> None:
 
 
 # ---- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"tokenizer_class": "GemmaTokenizer"}, "what transformers makes of it turns 'the cat sat on the mat' into '"),
+        (
+            {},
+            "no tokenizer_class in tokenizer_config.json says what kind of tokenizer it is; get the checkpoint with a",
+        ),
+    ],
+)
+def test_what_cannot_be_proved_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+    """Letters that stand for bytes, of which nothing or the wrong thing says how they are read."""
+    files = {**vocabulary_files(), "config__json": {"model_type": "unknown"}, "tokenizer_config__json": config}
+    folder = folder_with(tmp_path / "model", **files)
+    with pytest.raises(ModelError, match=says):
+        Tokenizer.load(folder)
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:

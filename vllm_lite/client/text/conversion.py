@@ -78,6 +78,11 @@ def find(folder: str | Path) -> Foreign | None:
     return None
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether `folder` has a tokenizer, in any format."""
+    return Path(folder, TOKENIZER_FILE).is_file() or find(folder) is not None
+
+
 def made(folder: str | Path) -> Sequence[Path]:
     """The folder with what was made of the tokenizer in `folder`, as a sequence of one, or of none. Raises ModelError
     for files that cannot be read."""

@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from vllm_lite.client.progress import TokenBar
-from vllm_lite.client.text.conversion import TOKENIZER_FILE
+from vllm_lite.client.text import conversion
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
@@ -119,7 +119,7 @@ def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
     """Load the tokenizer of --tokenizer, or of a model that is a local folder. Raises ModelError."""
     if options.tokenizer is not None:
         return Tokenizer.load(options.tokenizer)
-    if options.model is not None and Path(options.model, TOKENIZER_FILE).is_file():
+    if options.model is not None and conversion.has_tokenizer(options.model):
         return Tokenizer.load(options.model)
     return None
 
