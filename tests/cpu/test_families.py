@@ -1,5 +1,7 @@
 """Every family gives the logits of transformers at every position, however its prompt is cut up and shared out."""
 
+from collections import Counter
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 from tests.families.all import VARIANTS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
-from tests.thread_group import on_ranks
+from tests.thread_group import ThreadGroup, on_ranks
 from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
@@ -68,6 +72,17 @@ def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
     assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)
     planned = weights_bytes(Checkpoint(oracle.spec, read_headers(checkpoint)), 4)
     assert planned == 4 * oracle.spec.num_parameters()
+
+
+def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path) -> None:
+    shapes = {canonical(name): tensor.shape for name, tensor in read_headers(checkpoint).items()}
+    for communicator in ThreadGroup(2).communicators:
+        held = Counter[str]()
+        for group in build(oracle.spec, "float32", "cpu", Sizes(8, 8), None, communicator).weight_groups():
+            for slot in group.slots:  # of which several may take parts of one tensor
+                held[slot.name] += slot.num_elements
+        planned = {name: prod(rank_shape(name, shapes[name], oracle.spec, communicator.shard)) for name in held}
+        assert planned == held
 
 
 CONTROLS = [(variant, name) for variant in VARIANTS for name in variant.controls]

@@ -55,8 +55,7 @@ def _nested(**text: Any) -> Mapping[str, Any]:
         "image_size": 28,
         "patch_size": 14,
     }
-    usual = {"intermediate_size": 96, "max_position_embeddings": 512, **CALM, "bos_token_id": 1}
-    return {"text_config": usual | text, "vision_config": vision, "mm_tokens_per_image": 4, "tie_word_embeddings": True}
+    return {"text_config": CALM | text, "vision_config": vision, "mm_tokens_per_image": 4, "tie_word_embeddings": True}
 
 
 GEMMA = [
