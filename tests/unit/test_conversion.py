@@ -135,6 +135,24 @@ def test_a_vocabulary_with_merges(tmp_path: Path, cache: Path, monkeypatch: pyte
         Tokenizer.load(folder)
 
 
+def test_a_vocabulary_as_opt_has_it(tmp_path: Path) -> None:
+    """Here add_bos_token counts, as there is no post-processor yet; added tokens have a file of their own."""
+    token = {"__type": "AddedToken", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+    names = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    config = {name: {**token, "content": text} for name, text in names.items()}
+    files = vocabulary_files()
+    files["vocab__json"] |= {"</s>": len(files["vocab__json"]), "<pad>": len(files["vocab__json"]) + 1}
+    files["added_tokens__json"] = {"<mine>": len(files["vocab__json"])}
+    files["tokenizer_config__json"] = {**config, "add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"}
+    folder = folder_with(tmp_path / "model", **{**files, "config__json": {"model_type": "opt"}})
+    ours, theirs = Tokenizer.load(folder), oracle(folder)
+    for text in (*TEXTS, *MORE_TEXTS, "a<mine>b</s>"):
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
+    assert ours.encode("the")[0] == ours.added_tokens["</s>"]
+    assert ours.added_tokens["<mine>"] in ours.encode("a<mine>b")
+
+
 def test_a_tokenizer_model_of_tiktoken(tmp_path: Path) -> None:
     special = {"content": "<|b|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
     config = {"added_tokens_decoder": {"263": {**special, "single_word": False}}, "bos_token": "<|b|>"}

@@ -32,6 +32,7 @@ MAX_TERMS = 60
 
 NOT_OURS = {
     *("config.json", "tokenizer.json", "generation_config.json", "model.safetensors", "*.safetensors"),
+    *("vocab.json", "merges.txt", "tekken.json", "chat_template.json"),
     *("pytorch_model.bin", "server.key", "in.jsonl", "out.jsonl", "load.png", "libvllm_lite_cpu.so"),
     *("build/", "dist/", ".venv/", "modeling_*.py"),
     *("PEERS/runs", "FOLDER/for/NAME/client.key_secret"),

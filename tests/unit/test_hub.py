@@ -110,6 +110,21 @@ def test_only_what_is_needed_is_downloaded_once(stub: Hub, monkeypatch: pytest.M
     assert stub.requests == []
 
 
+def test_other_tokenizers_are_downloaded_where_there_is_no_tokenizer_json(stub: Hub) -> None:
+    others = dict.fromkeys(["tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "spiece.model"], b"x")
+    templates = {"additional_chat_templates/tool_use.jinja": b"x", "chat_template.jinja": b"x"}
+    stub.files |= others | templates | {"tokenizer.py": b"x", "model.bin": b"x"}
+    folder = Path(local_folder(SOURCE))
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
+    assert not names(folder) & others.keys()
+    shutil.rmtree(folder.parents[1])
+    stub.requests.clear()
+    del stub.files["tokenizer.json"]
+    assert names(local_folder(SOURCE)) >= {*others, "chat_template.jinja"}
+    assert not stub.fetched() & {"tokenizer.py", "model.bin"}
+    assert names(local_folder(SOURCE, what="config")) >= {"config.json"}
+
+
 def test_shards_are_those_of_the_index(stub: Hub) -> None:
     weights = stub.files.pop("model.safetensors")
     shards = {"model-1.safetensors": weights[:100], "model-2.safetensors": weights[100:]}

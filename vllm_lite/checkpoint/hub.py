@@ -37,6 +37,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+)
+"""Names, or patterns of names."""
+OTHER_TOKENIZERS = (
     "tokenizer.model*",
     "spiece.model",
     "sentencepiece.bpe.model",
@@ -45,7 +48,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Names, or patterns of names."""
+"""What is wanted as well of a repository that has no tokenizer.json."""
 NUM_THREADS = 4
 LOOK_S = 0.1
 REACH_S = 2.5
@@ -226,7 +229,8 @@ class _Download:
         commit, name = folder.name, self._source.name
         info = self._aside(lambda: HfApi().model_info(name, revision=commit, files_metadata=True, timeout=REQUEST_S))
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-        names = [file for file in sizes if any(fnmatch(file, wanted) for wanted in self._small)]
+        others = () if "tokenizer.json" in sizes or "tokenizer.json" not in self._small else OTHER_TOKENIZERS
+        names = [file for file in sizes if any(fnmatch(file, wanted) for wanted in (*self._small, *others))]
         if self._weights:
             if INDEX_FILE in sizes and SINGLE_FILE not in sizes:
                 self._aside(lambda: self._fetch(INDEX_FILE, commit))
