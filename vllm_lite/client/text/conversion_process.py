@@ -68,13 +68,15 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
         _converted(settings).save_pretrained(settings.out)
         return 0
     except Exception as error:  # whatever a library raises is about the file
-        Path(settings.out, ERROR_FILE).write_text(_sentence(error))
+        Path(settings.out, ERROR_FILE).write_text(_sentence(error, settings))
         return 1
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception, settings: ConversionSettings) -> str:
     if isinstance(error, _UnprovedError):
         return str(error)
+    if isinstance(error, MemoryError):
+        return f"it takes more than {settings.max_memory_bytes >> 20} MiB of memory"
     text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
