@@ -93,3 +93,14 @@ def test_a_dropped_switch_is_seen(variant: Variant, control: str, tmp_path: Path
     oracle = Oracle(variant.make(tmp_path / variant.name), max_model_len=variant.max_model_len)
     oracle.spec = variant.controls[control](oracle.spec)
     assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 1000)) > 0.05
+
+
+BFLOAT16 = ["qwen2-window", "ministral3", "granite-tied", "phi3-long-partial-tied"]
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.name in BFLOAT16], ids=lambda v: v.name)
+def test_bfloat16_is_no_further_from_the_truth_than_transformers(variant: Variant, tmp_path: Path) -> None:
+    path = variant.make(tmp_path / variant.name)
+    truth, rounded = (Oracle(path, dtype, variant.max_model_len) for dtype in ("float32", "bfloat16"))
+    ours = Paged(rounded).run(rounded.tokens, 1000).float()
+    assert (ours - truth.logits).abs().mean() < 1.2 * (rounded.logits - truth.logits).abs().mean()

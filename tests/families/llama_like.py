@@ -1,24 +1,221 @@
 """Checkpoints of the families that differ little from Llama."""
 
-from tests.families.variant import Variant, drop_in_layers, without_rope_scaling
+from typing import Any
 
-VARIANTS: list[Variant] = [
+import msgspec
+
+from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from vllm_lite.checkpoint.model_spec import LayerSpec
+from vllm_lite.checkpoint.rope import LongRope, Rope
+
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+
+
+def without_growth(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, query_growth=None)
+
+
+def with_other_factors(layer: LayerSpec) -> LayerSpec:
+    """Longrope of the other side of the original context."""
+    assert layer.rope is not None
+    assert isinstance(layer.rope.scaling, LongRope)
+    own = layer.rope.scaling
+    swapped = msgspec.structs.replace(own, short=own.long, long=own.short)
+    return msgspec.structs.replace(layer, rope=msgspec.structs.replace(layer.rope, scaling=swapped))
+
+
+def without_attention_factor(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, attention_factor=1.0))
+
+
+def other_pairs(layer: LayerSpec) -> LayerSpec:
+    """The part of each head that turns is taken for interleaved."""
+    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=True))
+
+
+def rotated_everywhere(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, rope=layer.rope or Rope(2e6))
+
+
+def usual_scale(layer: LayerSpec) -> LayerSpec:
+    own = layer.attention
+    return msgspec.structs.replace(layer, attention=msgspec.structs.replace(own, scale=own.head_size**-0.5))
+
+
+def llama(name: str, rope: dict[str, Any], max_model_len: int = 256, **settings: Any) -> Variant:
+    """A Llama with a kind of rope of its own."""
+    controls = {"scaling": drop_in_layers(without_rope_scaling)}
+    settings = SIX_HEADS | settings | {"rope_parameters": {"rope_theta": 10000.0} | rope}
+    return Variant(f"llama-{name}", "LlamaConfig", "LlamaForCausalLM", settings, controls, max_model_len)
+
+
+def longrope(pairs: int, original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + 0.5 * pair for pair in range(pairs)],
+        "original_max_position_embeddings": original,
+    }
+
+
+def phi3(name: str, settings: dict[str, Any], **controls: Any) -> Variant:
+    sizes = {"pad_token_id": 0, "vocab_size": 387}
+    return Variant(f"phi3-{name}", "Phi3Config", "Phi3ForCausalLM", sizes | settings, controls)
+
+
+def mistral3(name: str, text: dict[str, Any], *, tied: bool, **controls: Any) -> Variant:
+    """A model that also sees images."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = {
+        "text_config": {"vocab_size": 387} | text,
+        "vision_config": {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14} | vision,
+        "tie_word_embeddings": tied,
+    }
+    return Variant(f"mistral3-{name}", "Mistral3Config", "Mistral3ForConditionalGeneration", settings, controls)
+
+
+CALM = {"initializer_range": 0.15}
+"""For wide ones, in which the rounding of float32 would grow beyond what tests allow."""
+QWEN2 = [
+    Variant(
+        "qwen2-odd-tied",
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 387}
+        | CALM
+        | {"tie_word_embeddings": True},
+    ),
+    Variant(
+        "qwen2-window",
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 40},
+        {"window": drop_in_layers(without_window)},
+    ),
+    Variant("seed_oss", "SeedOssConfig", "SeedOssForCausalLM", SIX_HEADS | {"head_dim": 64, "vocab_size": 389}),
+]
+MISTRAL = [
+    Variant(
+        "mistral-head128",
+        "MistralConfig",
+        "MistralForCausalLM",
+        {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 387}
+        | {"sliding_window": 200},
+    ),
+    Variant(
+        "ministral-window",
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 387}
+        | {"sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"]},
+        {"window": drop_in_layers(without_window)},
+    ),
+    Variant(
+        "ministral3",
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        SIX_HEADS | {"rope_parameters": MINISTRAL_ROPE},
+        {"yarn": drop_in_layers(without_rope_scaling), "growth": drop_in_layers(without_growth)},
+    ),
+    mistral3(
+        "small",
+        {"model_type": "mistral", "hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
+        | {"head_dim": 80, "sliding_window": None},
+        tied=False,
+    ),
+    mistral3(
+        "ministral3-tied",
+        SIX_HEADS
+        | {"model_type": "ministral3", "head_dim": 96, "sliding_window": 50, "rope_parameters": MINISTRAL_ROPE},
+        tied=True,
+        window=drop_in_layers(without_window),
+        growth=drop_in_layers(without_growth),
+    ),
+]
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 2.5,
+}
+GRANITE = [
+    Variant(
+        "granite-tied",
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | GRANITE_FACTORS
+        | {"tie_word_embeddings": True, "vocab_size": 389},
+        {
+            "embedding": drop(embedding_scale=1.0),
+            "residual": drop(residual_scale=1.0),
+            "logits": drop(logits_scale=1.0),
+            "scale": drop_in_layers(usual_scale),
+        },
+    ),
+    Variant(
+        "granite-biases",
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        GRANITE_FACTORS
+        | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2}
+        | {"hidden_size": 160, "num_key_value_heads": 1}
+        | CALM,
+    ),
+]
+SMOLLM3 = [
+    Variant(
+        "smollm3-tied",
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0, "initializer_range": 0.2},
+        {"no rope": drop_in_layers(rotated_everywhere)},
+    ),
+    Variant(
+        "smollm3-window",
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 40, "pad_token_id": 0}
+        | {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 387},
+        {"window": drop_in_layers(without_window), "no rope": drop_in_layers(rotated_everywhere)},
+    ),
+]
+PHI3 = [
+    phi3(
+        "window",
+        {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 40} | CALM,
+        window=drop_in_layers(without_window),
+    ),
+    phi3(
+        "long-partial-tied",
+        {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "partial_rotary_factor": 0.75}
+        | {"original_max_position_embeddings": 64, "rope_parameters": longrope(6, 64), "tie_word_embeddings": True},
+        sides=drop_in_layers(with_other_factors),
+        magnitude=drop_in_layers(without_attention_factor),
+        pairs=drop_in_layers(other_pairs),
+    ),
+    phi3(
+        "short",
+        {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"original_max_position_embeddings": 256, "rope_parameters": longrope(40, 256)}
+        | CALM,
+        sides=drop_in_layers(with_other_factors),
+    ),
+]
+ROPES = [
     Variant(
         "llama-yarn",
         "LlamaConfig",
         "LlamaForCausalLM",
-        {
-            "hidden_size": 96,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 24,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        {"yarn": drop_in_layers(without_rope_scaling)},
+        SIX_HEADS | {"rope_parameters": YARN},
+        {"yarn": drop_in_layers(without_rope_scaling), "magnitude": drop_in_layers(without_attention_factor)},
     ),
+    llama("linear", {"rope_type": "linear", "factor": 4.0}),
+    llama("dynamic", {"rope_type": "dynamic", "factor": 3.0}, 150, max_position_embeddings=64),
+    llama("longrope", longrope(12, 64)),
 ]
+VARIANTS: list[Variant] = [*QWEN2, *MISTRAL, *GRANITE, *SMOLLM3, *PHI3, *ROPES]

@@ -23,16 +23,21 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm",
     "GlmForCausalLM": "glm",
     "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Olmo2ForCausalLM": "olmo",
-    "Olmo3ForCausalLM": "olmo",
-    "Qwen3ForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen",
+    "Qwen3ForCausalLM": "qwen",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "mistral",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+    "SeedOssForCausalLM": "llama",
 }
 """Architecture -> module of `families`."""
-OUTER_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
-"""What holds for the text part of a multimodal model, too, where that does not say it."""
-TIED = "tie_word_embeddings"
-"""The LM head belongs to the whole model, so what that says of it wins: its text part may say the opposite."""
+OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+"""What a multimodal model says for all of it. It wins over its text part, into which transformers writes defaults: an
+EOS id where the model has two, or that the head is not tied."""
 
 
 class _RawGenerationConfig(msgspec.Struct):
@@ -83,9 +88,7 @@ def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     inner = raw_json.get("text_config")
     if not isinstance(inner, dict):
         return raw_json
-    outer = {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
-    text = outer | {key: value for key, value in inner.items() if value is not None}
-    return text if raw_json.get(TIED) is None else text | {TIED: raw_json[TIED]}
+    return inner | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
 
 
 def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:

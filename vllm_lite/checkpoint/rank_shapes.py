@@ -8,7 +8,17 @@ a plan is never too small for it.
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 
-_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "embed_tokens", "lm_head")
+_BY_ROWS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "embed_tokens",
+    "lm_head",
+)
 """Ranks share out their outputs, the first axis of weight and bias."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -37,5 +47,7 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
         return Split.even(size, shard).size
     heads = spec.layers[int(path[path.index("layers") + 1])].attention.heads(shard)
-    share = heads.kv if layer in ("k_proj", "v_proj", "k_norm") else heads.query
+    if layer == "qkv_proj":
+        return size // (heads.query.total + 2 * heads.kv.total) * (heads.query.size + 2 * heads.kv.size)
+    share = heads.kv if layer in ("k_proj", "v_proj") else heads.query
     return size // share.total * share.size

@@ -94,6 +94,27 @@ class Rope(msgspec.Struct, frozen=True):
         """
         return _order(self.rotary_size or head_size, head_size, self.interleaved)
 
+    def reach(self, max_position_embeddings: int) -> int:
+        """How long a sequence may become, where config.json's number may be that before the context was extended."""
+        if isinstance(self.scaling, Dynamic | Yarn):
+            return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original))
+        return max_position_embeddings
+
+    def pinned(self, max_model_len: int) -> str | None:
+        """What follows for all requests from how long a sequence may become, in a few words; None: nothing."""
+        scaling = self.scaling
+        if not isinstance(scaling, Dynamic | LongRope):
+            return None
+        longer = max_model_len > scaling.original
+        if isinstance(scaling, LongRope):
+            chosen = "the long factors are used" if longer else "the short factors are used"
+        else:
+            chosen = f"theta is made for {max_model_len} positions" if longer else "theta is not changed"
+        return (
+            f"max_model_len {max_model_len} {'exceeds' if longer else 'fits'} the {scaling.original} of the model's "
+            f"original context, so {chosen} for every request"
+        )
+
 
 @lru_cache
 def _order(rotary_size: int, head_size: int, interleaved: bool) -> tuple[int, ...] | None:

@@ -62,7 +62,7 @@ def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.
             grown = factor * max(max_position, original) / original - (factor - 1)
             return 1.0 / (torch.tensor(rope.theta * grown ** (size / (size - 2))) ** exponents)
         case LongRope(short=short, long=long, original=original):
-            return frequencies / torch.tensor(long if max_position > original else short)
+            return 1.0 / (torch.tensor(long if max_position > original else short) * rope.theta**exponents)
         case Llama3() as llama3:
             return _llama3(frequencies, llama3)
         case Yarn() as yarn:
@@ -91,5 +91,5 @@ def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # else it would divide by 0
-    slow = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0.0, 1.0)
-    return frequencies / rope.factor * slow + frequencies * (1.0 - slow)
+    kept = 1.0 - ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0.0, 1.0)
+    return frequencies / rope.factor * (1.0 - kept) + frequencies * kept

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen3, which differ only by what ModelSpec says."""
+"""Llama, and the many that differ from it only by what ModelSpec says: Mistral, Qwen, SmolLM3 and others."""
 
 from vllm_lite.models.decoder import Decoder
 

@@ -25,10 +25,16 @@ MODELS = {
     "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
-    "MistralForCausalLM": "vllm_lite.models.llama:Llama",
-    "Olmo2ForCausalLM": "vllm_lite.models.olmo:Olmo",
-    "Olmo3ForCausalLM": "vllm_lite.models.olmo:Olmo",
+    "Qwen2ForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "MistralForCausalLM": "vllm_lite.models.llama:Llama",
+    "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
+    "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Mistral3ForConditionalGeneration": "vllm_lite.models.llama:Llama",
+    "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
+    "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
+    "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
 }
 
 

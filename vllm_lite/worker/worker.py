@@ -90,6 +90,9 @@ class Worker:
             time.monotonic() - started,
             f", threads: {num_threads}" if num_threads else "",
         )
+        ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
+        for line in filter(None, (rope.pinned(self.limits.max_model_len) for rope in ropes)):
+            logger.info("rope: %s", line)
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
             num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))

@@ -203,7 +203,10 @@ def decoder(
         "tie_word_embeddings": raw.tie_word_embeddings,
         "bos_token_id": raw.bos_token_id,
         "eos_token_ids": as_ids(raw.eos_token_id),
-        "max_position_embeddings": raw.max_position_embeddings,
+        "max_position_embeddings": max(
+            raw.max_position_embeddings if own.rope is None else own.rope.reach(raw.max_position_embeddings)
+            for own in layers
+        ),
     }
     return ModelSpec(
         architecture=architecture,

@@ -1,0 +1,23 @@
+"""Phi-3 and Phi-4: Llama whose Q, K and V are one tensor, and whose gate and up are one."""
+
+from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.decoder_layer import DecoderLayer
+from vllm_lite.layers.mlp import GatedMLP, GatedNames
+from vllm_lite.models.decoder import Decoder
+
+
+class Phi3Attention(AttentionBlock):
+    names = AttentionNames(qkv=("qkv_proj",) * 3, layout="stacked")
+
+
+class Phi3MLP(GatedMLP):
+    names = GatedNames(gate="gate_up_proj", up="gate_up_proj")
+
+
+class Phi3Layer(DecoderLayer):
+    attention_block = Phi3Attention
+    mlp_block = Phi3MLP
+
+
+class Phi3(Decoder):
+    layer = Phi3Layer
