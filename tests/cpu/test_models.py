@@ -11,9 +11,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import FAMILIES
-from vllm_lite.checkpoint.rope import Llama3, Rope
 from vllm_lite.errors import ModelError
-from vllm_lite.layers.rope import inverse_frequencies
 from vllm_lite.models.registry import MODELS, Sizes, build
 from vllm_lite.protocol.step import BlockOp
 
@@ -145,16 +143,6 @@ def test_more_tokens_than_the_buffers_hold_is_an_error(llama):
     paged = Paged(llama)
     with pytest.raises(ValueError, match="600 tokens exceeds the 512"):
         paged.step((paged.sequence(torch.zeros(600, dtype=torch.int64)), 600))
-
-
-def test_llama3_frequencies_are_those_of_transformers():
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    raw = LlamaConfig(rope_parameters=dict(LLAMA3), head_dim=128)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](raw, torch.device("cpu"))
-    ours = inverse_frequencies(Rope(10000.0, Llama3(8.0, 1.0, 4.0, 64)), 128, 512)
-    assert torch.allclose(ours, expected, rtol=1e-6, atol=0)
 
 
 def test_registry_and_spec_know_the_same_architectures(llama):
