@@ -1,11 +1,15 @@
 """Every kind of rope turns as in transformers, and the order of the kernels changes nothing that a checkpoint means."""
 
+import logging
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoints import make_checkpoint
+from tests.driver import Driver
 from vllm_lite.checkpoint.rope import Dynamic, LongRope, Rope, RopeContext, Yarn, read_rope
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import Rotation, TorchOps
@@ -132,3 +136,14 @@ def test_longrope_needs_a_factor_for_each_pair() -> None:
     values = LONG | {"short_factor": [1.0] * 12, "long_factor": [1.0] * 11}
     with pytest.raises(ModelError, match="12 and 11 numbers; they must have 12"):
         read_rope(values, "rope_scaling", RopeContext(24, max_position_embeddings=POSITIONS))
+
+
+@pytest.mark.parametrize(("max_model_len", "said"), [(64, "short factors"), (200, "long factors")])
+def test_a_worker_says_how_the_longest_sequence_decides(
+    tmp_path: Path, max_model_len: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    with caplog.at_level(logging.INFO, "vllm_lite"):
+        Driver(make_checkpoint(tmp_path, rope_parameters=values), max_model_len=max_model_len)
+    (line,) = [record.getMessage() for record in caplog.records if "factors are used" in record.getMessage()]
+    assert said in line

@@ -90,9 +90,7 @@ class Worker:
             time.monotonic() - started,
             f", threads: {num_threads}" if num_threads else "",
         )
-        ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
-        for line in filter(None, (rope.pinned(self.limits.max_model_len) for rope in ropes)):
-            logger.info("rope: %s", line)
+        _log_ropes(spec, self.limits.max_model_len)
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
             num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))
@@ -241,6 +239,13 @@ class _LoadReport:
         if time.monotonic() >= self.next_line_s:
             self.next_line_s = time.monotonic() + LOG_EVERY_S
             logger.info("loading weights: %.1f of %.1f GiB", done_bytes / GIB, total_bytes / GIB)
+
+
+def _log_ropes(spec: ModelSpec, max_model_len: int) -> None:
+    """Say what all requests get from how long one may become."""
+    for rope in dict.fromkeys(layer.rope for layer in spec.layers):
+        if rope is not None and (pinned := rope.pinned(max_model_len)) is not None:
+            logger.info("rope: %s", pinned)
 
 
 def _limits(config: ResolvedConfig, spec: ModelSpec) -> StepLimits:
