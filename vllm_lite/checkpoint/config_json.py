@@ -88,7 +88,8 @@ def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     inner = raw_json.get("text_config")
     if not isinstance(inner, dict):
         return raw_json
-    return inner | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
+    text = {key: value for key, value in inner.items() if value is not None}
+    return text | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
 
 
 def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.families.common import (
     windows_of,
 )
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
 
 TANH = "gelu_pytorch_tanh"
@@ -56,6 +56,8 @@ class Gemma3Config(Gemma2Config, kw_only=True):
     num_hidden_layers: Size = 26
     num_attention_heads: Size = 8
     max_position_embeddings: Size = 131_072
+    bos_token_id: TokenId | None = 2
+    eos_token_id: TokenId | list[TokenId] | None = 1
     final_logit_softcapping: Positive | None = None
     rope_local_base_freq: Positive | None = None
     sliding_window_pattern: Size = 6
