@@ -18,7 +18,7 @@ _TEXT = [
 def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "float32", **overrides: Any) -> Path:
     """Write a random checkpoint to the folder `path` and return it.
 
-    `family` is "llama", "mistral" or "qwen3"; the engine does not serve "olmo2", which only tests compose.
+    `family` is "llama", "mistral" or "qwen3"; tests/families has checkpoints of all others.
     `overrides` are arguments of the transformers config, and also `max_shard_size` (like "100KB") for a sharded one and
     `seed`. The weights are wide (initializer_range 0.3), so that every token depends visibly on its whole context.
     """
@@ -27,8 +27,6 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
-        Olmo2Config,
-        Olmo2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
     )
@@ -37,7 +35,6 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     }
     config_class, model_class = classes[family]
     settings: dict[str, Any] = {
