@@ -16,9 +16,11 @@ from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 from vllm_lite.models.gemma import Gemma
+from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 PUBLISHED = [name for name in dir(gemma_like_configs) if name.isupper()]
 
@@ -73,6 +75,14 @@ def test_a_nested_checkpoint_may_have_the_names_of_its_modules(tmp_path: Path) -
     renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"].clone()
     save_file(renamed, oracle.path / SINGLE_FILE)
     assert oracle.difference(Paged(oracle, model=oracle.load()).run(oracle.tokens, 1000)) < 3e-4
+
+
+def test_a_plan_knows_the_table_of_a_nested_checkpoint(tmp_path: Path) -> None:
+    """With int8 it is kept beside the head that is tied to it."""
+    path = variant("gemma3-nested").make(tmp_path / "nested")
+    spec, stored = load_spec(path), read_headers(path)
+    named = {canonical(name): tensor for name, tensor in stored.items()}
+    assert weights_bytes(Checkpoint(spec, stored), 4, "int8") == weights_bytes(Checkpoint(spec, named), 4, "int8")
 
 
 def test_olmo_needs_its_norms_over_all_heads(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.families.gemma_like_configs import (
     OLMO_3_7B,
 )
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.rope import Linear, Rope, Yarn
 from vllm_lite.errors import ModelError
 
@@ -87,6 +87,10 @@ def test_olmo_3_scales_the_rope_of_full_attention_alone(tmp_path: Path) -> None:
     assert full.rope.attention_factor == pytest.approx(1.2079441541679836)
     raw = {key: value for key, value in OLMO_3_7B.items() if key not in ("layer_types", "rope_theta")}
     assert load(tmp_path, raw) == spec, "its defaults"
+
+
+def test_olmo_rounds_its_norms_once(tmp_path: Path) -> None:
+    assert {load(tmp_path, raw).norm for raw in (OLMO_2_7B, OLMO_3_7B)} == {NormSpec(1e-6, "wide rms")}
 
 
 def test_cohere_2_rotates_sliding_layers_alone(tmp_path: Path) -> None:
