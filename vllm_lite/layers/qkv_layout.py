@@ -1,6 +1,7 @@
 """Where the rows of Q, K and V stand in the tensors of a checkpoint, for a rank's heads in the order of the kernels."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -19,11 +20,12 @@ class QKVSplits(NamedTuple):
     value: Split
 
 
+@lru_cache  # layers are alike, and rows are counted one by one
 def qkv_splits(
     spec: AttentionSpec,  # of the whole model
     heads: HeadSplit,
     layout: Layout,
-    order: Sequence[int] | None,  # of the elements of each head of Q and K, see Rope.order
+    order: tuple[int, ...] | None,  # of the elements of each head of Q and K, see Rope.order
 ) -> QKVSplits:
     """The rows of the heads that a rank holds. `heads` are numbered in the whole model."""
     size, num_query, num_kv = spec.head_size, spec.num_heads, spec.num_kv_heads

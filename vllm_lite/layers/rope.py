@@ -26,10 +26,14 @@ class RotaryEmbedding:
         frequencies = inverse_frequencies(rope, head_size, max_position)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = positions[:, None] * frequencies.to(device)
-        table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
-        self.table = torch.zeros(max_position, 2, self.half, device=device)
-        self.table[:, 0] = 1.0
-        self.table[:, :, : len(frequencies)] = table
+        self.table = torch.empty(max_position, 2, self.half, device=device)
+        turning = self.table[:, :, : len(frequencies)]
+        torch.cos(angles, out=turning[:, 0])
+        torch.sin(angles, out=turning[:, 1])
+        if rope.attention_factor != 1.0:
+            turning *= rope.attention_factor
+        self.table[:, 0, len(frequencies) :] = 1.0
+        self.table[:, 1, len(frequencies) :] = 0.0
 
     def select(self, positions: torch.Tensor, out: Rotation) -> None:
         """positions: int64 [num_tokens]. A position outside of the table is an IndexError on a CPU."""

@@ -7,20 +7,19 @@ key is that of the model, which says everything that it depends on.
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import Place, locate
-from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
-from vllm_lite.layers.qkv_layout import Layout, QKVSplits, qkv_splits
+from vllm_lite.layers.qkv_layout import qkv_splits
 from vllm_lite.runtime import log
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -107,20 +106,15 @@ def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer:
     own = spec.layers[layer]
     order = None if own.rope is None else own.rope.order(own.attention.head_size)
     fused = f"{prefix}qkv_proj.weight" in stored
-    splits = _qkv(own.attention, shard, "stacked" if fused else "separate", order)
+    heads = own.attention.heads(shard)
+    splits = qkv_splits(own.attention, heads, "stacked" if fused else "separate", order)
     yield (
         tuple(f"{prefix}{name}" for name in (("qkv_proj",) * 3 if fused else ("q_proj", "k_proj", "v_proj"))),
         splits,
         None,
     )
-    query = own.attention.heads(shard).query.times(own.attention.head_size)
+    query = heads.query.times(own.attention.head_size)
     yield (f"{prefix}o_proj",), (Split.whole(spec.hidden_size),), query
-
-
-@cache
-def _qkv(spec: AttentionSpec, shard: Shard, layout: Layout, order: tuple[int, ...] | None) -> QKVSplits:
-    """The same for all layers that are alike: rows are counted one by one."""
-    return qkv_splits(spec, spec.heads(shard), layout, order)
 
 
 def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Parts:

@@ -23,7 +23,7 @@ from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
-from vllm_lite.runtime import log
+from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import apply, plan_binding, threads_of_the_user
 from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
 from vllm_lite.runtime.wakeup import Wakeup
@@ -259,6 +259,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     log.setup(f"worker {rank}", *config.logging)
     if config.device == "cpu":
         num_threads = config.cpu_threads or threads_of_the_user()
+        torch_import.put_off()
         apply(plan_binding(config.cpu_bind, rank, config.tensor_parallel_size, num_threads))
     log.moment("worker", "python, imports")
     try:

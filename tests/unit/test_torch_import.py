@@ -1,0 +1,42 @@
+"""A part of torch is put off until somebody needs it; then it is there."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import inspect, sys
+from vllm_lite.runtime import torch_import
+torch_import.put_off()
+torch_import.put_off()
+import torch
+module = sys.modules[torch_import.PUT_OFF]
+is_put_off = lambda: "activate_meta" not in vars(module)
+assert sum(type(finder).__name__ == "_PutOff" for finder in sys.meta_path) == 1
+assert is_put_off() and "torch._meta_registrations" in repr(module)
+inspect.getmodule(sys._getframe())  # looks at all modules
+torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
+assert is_put_off(), "nobody has needed it"
+{use}
+assert not is_put_off() and type(module) is type(sys)
+torch.empty(2, 3, device="meta").cumsum(0)
+torch_import.complete()
+"""
+
+
+def run(use: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(use=use)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_runs_when_it_is_asked_for() -> None:
+    run("torch_import.complete()")
+
+
+def test_it_runs_when_something_in_it_is_used() -> None:
+    run("assert callable(torch._meta_registrations.register_meta)")
+
+
+def test_it_runs_before_transformers() -> None:
+    run("import transformers")
