@@ -29,7 +29,7 @@ def windows(spec: ModelSpec) -> set[int | None]:
 
 
 def test_qwen2_has_biases_that_its_config_does_not_mention(tmp_path: Path) -> None:
-    spec = load(tmp_path, "Qwen2ForCausalLM", {"attention_bias": False, "sliding_window": 4096}, ("head_dim",))
+    spec = load(tmp_path, "Qwen2ForCausalLM", {"attention_bias": True, "sliding_window": 4096}, ("head_dim",))
     assert (spec.qkv_bias, spec.output_bias, spec.qk_norm, windows(spec)) == (True, False, None, {None})
 
 
@@ -63,6 +63,13 @@ def test_smollm3_by_its_defaults(tmp_path: Path) -> None:
     assert (spec.layers[0].attention.num_kv_heads, windows(spec)) == (4, {None})
     assert [layer.rope is None for layer in spec.layers] == [False, False, False, True] * 8
     assert {layer.rope.theta for layer in spec.layers if layer.rope} == {2e6}
+
+
+def test_smollm3_may_have_a_window_where_it_does_not_rotate(tmp_path: Path) -> None:
+    spec = load(tmp_path, "SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 100})
+    assert [layer.attention.window for layer in spec.layers] == [None, None, None, 100] * 8
+    mixed = ["sliding_attention"] * 2 + ["full_attention"] * 30
+    assert windows(load(tmp_path, "SmolLM3ForCausalLM", {"sliding_window": 100, "layer_types": mixed})) == {None}
 
 
 def test_smollm3_with_too_few_layers_said(tmp_path: Path) -> None:
@@ -128,7 +135,12 @@ def test_another_text_model_within_mistral_small_is_refused(tmp_path: Path) -> N
 
 
 def test_seed_oss_has_biases_of_its_own(tmp_path: Path) -> None:
-    spec = load(tmp_path, "SeedOssForCausalLM", {"attention_out_bias": False}, ("attention_bias", "head_dim"))
+    spec = load(
+        tmp_path,
+        "SeedOssForCausalLM",
+        {"attention_out_bias": False, "hidden_size": 5120},
+        ("attention_bias", "head_dim"),
+    )
     assert (spec.qkv_bias, spec.output_bias, spec.layers[0].attention.head_size) == (True, False, 128)
 
 
