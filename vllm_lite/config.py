@@ -134,6 +134,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_model_len: Annotated[
         Count | None, about("longest prompt plus output, in tokens (default, or auto: the model's, or what fits)")
     ] = None
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        about("whose code computes the model (auto: native where there is some, else transformers')"),
+    ] = "auto"
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("'dummy' fills the weights at random")] = (
         "auto"
     )

@@ -51,7 +51,7 @@ ONLY_IN = {
     "tokenizers": {"client"},
     "llguidance": {"structured"},
     "regex": {"client"},
-    "transformers": {"worker", "client", "tools.bench"},
+    "transformers": {"models", "worker", "client", "tools.bench"},
 }
 """Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""
 

@@ -3,6 +3,7 @@
 What is not supported is refused here, by name, before any weight is opened.
 """
 
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.checkpoint.families.common import Family, as_ids
+from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
@@ -44,15 +46,20 @@ class _RawGenerationConfig(msgspec.Struct):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
-def load_spec(path: str | Path) -> ModelSpec:
+def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`.
+
+    `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
+    the latter does where there is no native one.
 
     Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
-    spec = read_json(folder / "config.json", _parse_config)
+    spec = read_json(folder / "config.json", partial(_parse_config, model_impl))
+    if spec.implementation == "transformers":
+        spec = msgspec.structs.replace(spec, folder=str(folder))
     if (folder / "generation_config.json").exists():
         eos = read_json(folder / "generation_config.json", _parse_generation_config)
         spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
@@ -71,12 +78,14 @@ def resolve_dtype(requested: str, spec: ModelSpec) -> str:
     return requested
 
 
-def _parse_config(raw_json: Any) -> ModelSpec:
+def _parse_config(model_impl: str, raw_json: Any) -> ModelSpec:
     """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report."""
     names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
     name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or (name not in FAMILIES and model_impl == "native"):
         raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if model_impl == "transformers" or name not in FAMILIES:
+        return read_generic(name, _text_part(raw_json))
     family: Family = resolve_name(f"vllm_lite.checkpoint.families.{FAMILIES[name]}:FAMILIES")[name]
     text = _text_part(raw_json)
     named = {family.aliases.get(key, key): value for key, value in text.items()}

@@ -143,6 +143,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: tuple[LayerGroup, ...]
     implementation: Literal["native", "transformers"] = "native"
     """Whether a class of `models` computes it, or transformers' own with the engine's attention and linear layers."""
+    folder: str = ""
+    """The checkpoint, from whose config.json transformers makes its model; empty for a native one."""
     activation: Activation = "silu"
     gated_mlp: bool = True
     """Whether the MLP is down(activation(gate(x)) * up(x)); else down(activation(up(x)))."""

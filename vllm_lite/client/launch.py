@@ -205,7 +205,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     if config.tokenizer is not None:
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
-    spec = load_spec(path)
+    spec = load_spec(path, config.model_impl)
     spec.check_tensor_parallel(config.tensor_parallel_size)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DenseForm
 from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 MODELS = {
@@ -36,6 +37,10 @@ MODELS = {
     "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
     "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
 }
+
+
+TRANSFORMERS = "vllm_lite.models.transformers.model:TransformersModel"
+"""What computes a model that has no class of its own."""
 
 
 class Model(Protocol):
@@ -90,12 +95,30 @@ def build(
     keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
     Raises ModelError for an architecture that is not in MODELS, ConfigError if so many ranks cannot share the model.
     """
-    if spec.architecture not in MODELS:
+    native = spec.implementation == "native"
+    if native and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
     communicator = communicator or SingleRank(torch.device(device))
     spec.check_tensor_parallel(communicator.shard.world)
-    model_class: type[Model] = resolve_name(MODELS[spec.architecture])
+    if not native:
+        load_library()  # says so where it is missing
+    model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = DenseForm(quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
     return model_class(parts, *sizes)
+
+
+def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:
+    """The model with what only its code says of its layers; a native one is known from its config.json.
+
+    A model of transformers takes a step without weights. Raises ModelError, by name, if it cannot be served, ConfigError
+    if transformers is not installed.
+    """
+    if spec.implementation == "native":
+        return spec
+    from vllm_lite.models.transformers.dry_run import as_observed
+
+    sizes = Sizes(max_model_len, 1)
+    model: Any = build(spec, dtype, "cpu", sizes)
+    return as_observed(spec, model.seen)

@@ -132,10 +132,10 @@ def load(config: EngineConfig) -> Checkpoint:
     """Read config.json and the headers of the weights, and of a hub id no more than these. Raises ModelError."""
     if config.model == DEMO_MODEL:
         folder = Path(demo_folder())
-        return Checkpoint(load_spec(folder), read_headers(folder))
+        return Checkpoint(load_spec(folder, config.model_impl), read_headers(folder))
     source = hub.Source(config.model, config.revision, config.download_dir)
     folder = Path(hub.local_folder(source, what="config"))
-    spec = load_spec(folder)
+    spec = load_spec(folder, config.model_impl)
     try:
         return Checkpoint(spec, read_headers(folder))
     except ModelError:

@@ -12,8 +12,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
-from vllm_lite.kernels.cpu.file_packer import FilePacker
-from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
@@ -47,8 +46,8 @@ class Worker:
         self.rank = rank
         self.generation = generation
         self.progress = progress
-        self.spec = load_spec(config.model)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.spec = examine(load_spec(config.model, config.model_impl), self.dtype, config.max_model_len)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
@@ -82,8 +81,9 @@ class Worker:
         started = time.monotonic()
         weights_bytes = self._load_model(ahead)
         logger.info(
-            "%s with %.1fM parameters in %s loaded on %s in %.2f s%s",
+            "%s (%s) with %.1fM parameters in %s loaded on %s in %.2f s%s",
             self.spec.architecture,
+            self.spec.implementation,
             self.spec.num_parameters() / 1e6,
             self.config.dtype,
             self.device.torch,
@@ -211,7 +211,7 @@ class Worker:
 
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture
-        if capture is None:
+        if capture is None or self.spec.implementation == "transformers":  # whose operations are torch's
             return ()
         for part in (self.backend, self.communicator):
             if not part.graph_safe:

@@ -1,0 +1,57 @@
+"""How ranks share the linear layers of a model of transformers: what its own plan for tensor parallelism says."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.errors import ConfigError
+from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.parts import Parts
+
+WHOLE = ("replicated_with_grad_allreduce",)
+"""Styles of what every rank has in full."""
+NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+class TensorPlan:
+    """Which linear layers ranks share by their outputs, and which by their inputs."""
+
+    def __init__(self, model: Any, parts: Parts) -> None:
+        """Raises ConfigError where there are several ranks and transformers has no plan for the model, or one that has
+        styles which are not supported."""
+        self._parts = parts
+        self._kind = model.config.model_type
+        plan = getattr(model.config, "base_model_tp_plan", None) or {}
+        self._styles = {f"{model.base_model_prefix}.{name}": style for name, style in plan.items()}
+        if parts.shard.world > 1:
+            self._check()
+
+    def linear(self, name: str, module: nn.Module, *, transposed: bool) -> Linear:
+        """The part that a rank holds of the linear layer `name`. Raises ConfigError if ranks cannot share it."""
+        rows, columns = module.weight.shape if not transposed else module.weight.shape[::-1]
+        inputs, outputs, parts = Split.whole(columns), Split.whole(rows), self._parts
+        options: dict[str, Any] = {"bias": module.bias is not None, "transposed": transposed}
+        style = self._styles.get(NUMBER.sub(".*", name)) if parts.shard.world > 1 else None
+        try:
+            if style == "colwise":
+                return parts.linear(inputs, Split.even(rows, parts.shard), **options)
+            if style == "rowwise":
+                return parts.row_parallel(Split.even(columns, parts.shard), outputs, **options)
+        except ValueError as error:
+            raise ConfigError(f"tensor_parallel_size {parts.shard.world} does not fit {name}: {error}") from error
+        return parts.linear(inputs, outputs, **options)
+
+    def _check(self) -> None:
+        world = self._parts.shard.world
+        if not self._styles:
+            raise ConfigError(
+                f"tensor_parallel_size {world}: transformers has no plan by which ranks share a {self._kind!r}; give 1"
+            )
+        others = {style for style in self._styles.values() if style not in ("colwise", "rowwise", *WHOLE)}
+        if others:
+            raise ConfigError(
+                f"tensor_parallel_size {world}: the plan by which ranks share a {self._kind!r} has styles that are not "
+                f"supported ({', '.join(sorted(others))}); give 1"
+            )
