@@ -73,6 +73,8 @@ class WeightStack(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         size = list(self.slots[0].size)
+        if not size:
+            return ()  # a number
         size[self.dim] = sum(slot.size[self.dim] for slot in self.slots)
         return tuple(size)
 

@@ -115,6 +115,8 @@ def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
             return tensor
         return staging.empty(part.shape, part.dtype).copy_(tensor)
     stacked = staging.empty(part.shape, part.dtype) if part.lent else part.empty()
+    if not part.shape:
+        return stacked.copy_(read(part.slots[0]))
     start = 0
     for slot in part.slots:
         stacked.narrow(part.dim, start, slot.size[part.dim]).copy_(read(slot))
@@ -165,7 +167,7 @@ class _Stored:
     def mapped(self) -> torch.Tensor:
         """The whole tensor, where it lies in the mapped file: nothing is read yet."""
         try:
-            whole: torch.Tensor = self.slice[:]
+            whole: torch.Tensor = self.slice[...]
         except SafetensorError as error:
             raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
         return whole

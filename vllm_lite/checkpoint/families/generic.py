@@ -78,6 +78,10 @@ def _check_kind(architecture: str, text: Mapping[str, Any]) -> None:
         raise ModelError(f"{kind} does not write text; its architecture must be one of *{', *'.join(ENDINGS)}")
     if text.get("kv_lora_rank") is not None:
         raise ModelError(f"{kind} has latent attention (kv_lora_rank), which is not supported")
+    types = text.get("layer_types")
+    others = sorted({str(name) for name in types} - {FULL, SLIDING}) if isinstance(types, list) else None
+    if others:
+        raise ModelError(f"{kind} has {', '.join(others)} layers; supported are {FULL} and {SLIDING}")
     for key in NEEDED:
         names = (key, *OTHER_NAMES.get(key, ()))
         if all(text.get(name) is None for name in names):

@@ -52,6 +52,7 @@ def make_skeleton(folder: str, dtype: torch.dtype, max_model_len: int) -> Any:
         raise ModelError(
             f"{folder}: transformers cannot make a {config.model_type!r} of config.json: {error}"
         ) from error
+    config.pad_token_id = None  # else each step would be searched for padding, to warn of it
     _make_buffers(model)
     _pin_ropes(model, max_model_len)
     return model.eval()

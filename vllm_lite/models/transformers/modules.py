@@ -1,7 +1,7 @@
 """Modules of transformers that become this engine's layers: linear layers, token vectors, the LM head.
 
-A module keeps its place and its class, whose `forward` finds ours behind `super()`; its weight is gone, so that code
-that would use it otherwise than by that `forward` fails in the dry run.
+A module keeps its place and its class, whose `forward` finds ours behind `super()`. Its weight becomes a tensor without
+elements, so that code that uses it otherwise than by that `forward`, or than to see its type, fails in the dry run.
 """
 
 from typing import Any
@@ -69,6 +69,8 @@ def become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
     base = type(module)
     original = kind.__bases__[0]
     module.__class__ = kind if base is original else type(base.__name__, (base, kind), {})
+    weight = module.weight
     del module.weight
+    module.weight = weight.new_empty(0)
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
