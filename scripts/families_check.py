@@ -5,7 +5,7 @@
 
 Each variant of `tests/families` is a tiny random checkpoint. Its greedy tokens in float32 have to be those of
 transformers in every row, but for ties (logits closer than 0.001), and the log-probabilities of the five best tokens
-within 1e-4. Exit status: 0 if all held, 1 if something did not.
+within 2e-4. Exit status: 0 if all held, 1 if something did not.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +29,14 @@ from tests.families.all import VARIANTS
 from tests.families.variant import Variant
 from vllm_lite import RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.rope import Dynamic, LongRope
 
 LENGTHS = (1, 7, 8, 16, 31, 48, 65, 100, 129, 160, 200)
 """Of the prompts: shorter and longer than windows, chunks and blocks."""
 NUM_TOKENS = 24
-MAX_LOGPROB_ERROR = 1e-4
+MAX_LOGPROB_ERROR = 2e-4
+"""Of single tokens. transformers in float32 is itself up to 1.3e-4 away from its own results in float64."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
 MAX_MODEL_LEN = max(LENGTHS) + NUM_TOKENS
@@ -40,28 +44,28 @@ MAX_MODEL_LEN = max(LENGTHS) + NUM_TOKENS
 
 @dataclass(frozen=True)
 class Row:
-    """One engine. Every counter in `must` may not be 0, or the row would show nothing."""
+    """One engine. `must`: what has to happen to some variant at least, or the row would show nothing."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     rounds: int = 1
     tiny_pool: bool = False
-    must: tuple[str, ...] = ()
+    must: str = ""
     logprobs: float = MAX_LOGPROB_ERROR
 
 
 ROWS = [
     Row("whole prompts"),
-    Row("prefix hits", {"block_size": 8}, rounds=2, must=("cached_tokens",)),
+    Row("prefix hits", {"block_size": 8}, rounds=2, must="cached_tokens"),
     Row("chunks of 7", {"max_num_batched_tokens": 7, "max_num_seqs": 7, "enable_prefix_caching": False}),
     Row("one step at a time", {"async_scheduling": False, "max_num_batched_tokens": 64}),
     Row("eager", {"enforce_eager": True}),
-    Row("preempted, recomputed", tiny_pool=True, must=("preemptions",)),
-    Row("preempted, swapped", {"swap_space": 1e-2, "preemption_mode": "swap"}, tiny_pool=True, must=("swaps",)),
-    Row("n-gram", NGRAM, must=("accepted_tokens",)),
-    Row("n-gram, preempted", NGRAM, tiny_pool=True, must=("preemptions",)),
-    Row("two ranks", {"tensor_parallel_size": 2}, logprobs=2e-4),
-    Row("two ranks, preempted", {"tensor_parallel_size": 2}, tiny_pool=True, must=("preemptions",), logprobs=2e-4),
+    Row("preempted, recomputed", tiny_pool=True, must="preemptions"),
+    Row("preempted, swapped", {"swap_space": 1e-2, "preemption_mode": "swap"}, tiny_pool=True, must="swaps"),
+    Row("n-gram", NGRAM, must="accepted_tokens"),
+    Row("n-gram, preempted", NGRAM, tiny_pool=True, must="preemptions"),
+    Row("two ranks", {"tensor_parallel_size": 2}, logprobs=4e-4),
+    Row("two ranks, preempted", {"tensor_parallel_size": 2}, tiny_pool=True, must="preemptions", logprobs=4e-4),
     Row("reference kernels", {"attention_backend": "reference", "enforce_eager": True}),
 ]
 
@@ -75,6 +79,17 @@ def prompts() -> list[list[int]]:
         tokens = [source.randrange(3, VOCAB_SIZE) for _ in range(length)]
         made.append((stem + tokens[120:])[:length] if place % 2 else tokens)
     return made
+
+
+def comparable(spec: ModelSpec, num_tokens: int) -> bool:
+    """Whether transformers turns the heads of so long a prompt as the engine does: by its own length it chooses what
+    the engine chooses by max_model_len."""
+    for scaling in {layer.rope.scaling for layer in spec.layers if layer.rope is not None}:
+        if isinstance(scaling, Dynamic):
+            return False
+        if isinstance(scaling, LongRope) and (num_tokens > scaling.original) != (scaling.original < MAX_MODEL_LEN):
+            return False
+    return True
 
 
 def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> float:
@@ -91,8 +106,8 @@ def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> fl
     return worst
 
 
-def check(path: Path, cases: Sequence[Case], row: Row) -> list[str]:
-    """What is wrong with a row, in sentences."""
+def check(path: Path, cases: Sequence[Case], row: Row, happened: Counter[str]) -> list[str]:
+    """What is wrong with a row, in sentences; `happened` counts what the rows must see."""
     faults = []
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 512} | row.settings
     if row.tiny_pool:  # room for the longest sequence in every group, and a little more
@@ -107,24 +122,28 @@ def check(path: Path, cases: Sequence[Case], row: Row) -> list[str]:
             error = logprob_error(cases, outputs)
             if error > row.logprobs:
                 faults.append(f"a log-probability differs by {error:.1e}")
-        stats = llm.stats()
-    faults += [f"{counter} is 0" for counter in row.must if not getattr(stats, counter)]
+        if row.must:
+            happened[row.name] += getattr(llm.stats(), row.must)
     return faults
 
 
-def check_variant(variant: Variant, rows: Sequence[Row]) -> int:
+def check_variant(variant: Variant, rows: Sequence[Row], happened: Counter[str]) -> int:
     """Run all rows; returns how many failed."""
     started, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="vl-family-") as folder:
         path = variant.make(Path(folder) / "model")
         reference = Reference(path)
         cases = []
-        for prompt in prompts():
+        spec = load_spec(path)
+        for prompt in (prompt for prompt in prompts() if comparable(spec, len(prompt))):
             case = reference.generate(prompt)
             cases.append(Case(prompt, case.tokens[:NUM_TOKENS], case.logits[:NUM_TOKENS]))
+        if not cases:
+            print(f"{variant.name:32} is left out: its rope in transformers depends on each request's length")
+            return 0
         for row in rows:
             try:
-                faults = check(path, cases, row)
+                faults = check(path, cases, row, happened)
             except Exception as error:
                 faults = [f"{type(error).__name__}: {error}"]
             for fault in faults:
@@ -147,7 +166,12 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     rows = [row for row in ROWS if args.rows in row.name]
     variants = [variant for variant in VARIANTS if args.only in variant.name]
-    failed = sum(check_variant(variant, rows) for variant in variants)
+    happened: Counter[str] = Counter()
+    failed = sum(check_variant(variant, rows, happened) for variant in variants)
+    for row in rows:
+        if row.must and not happened[row.name]:
+            print(f"    {row.name}: no variant had any {row.must}")
+            failed += 1
     print(f"{len(variants)} variants, {len(rows)} rows each: {failed} failed")
     return 1 if failed or not variants else 0
 

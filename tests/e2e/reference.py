@@ -12,6 +12,7 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.deadlines import scaled
 from vllm_lite import LLM, RequestOutput, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
 
 NUM_TOKENS = 32
 """Generated for each prompt."""
@@ -58,10 +59,10 @@ class Reference:
     """A checkpoint in transformers. Prompts run one by one, so that no padding has a part in it."""
 
     def __init__(self, path: Path, dtype: str = "float32") -> None:
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         self.path = path
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self.model = getattr(transformers, load_spec(path).architecture).from_pretrained(path, dtype=dtype).eval()
 
     def generate(self, prompt: list[int], **options: Any) -> Case:
         """The greedy continuation; no token ends it unless `options` say so."""
