@@ -2,7 +2,7 @@
 
 from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.decoder_layer import DecoderLayer
-from vllm_lite.layers.mlp import GatedMLP, GatedNames
+from vllm_lite.layers.mlp import FusedGatedMLP
 from vllm_lite.models.decoder import Decoder
 
 
@@ -10,13 +10,9 @@ class Phi3Attention(AttentionBlock):
     names = AttentionNames(qkv=("qkv_proj",) * 3, layout="stacked")
 
 
-class Phi3MLP(GatedMLP):
-    names = GatedNames(gate="gate_up_proj", up="gate_up_proj")
-
-
 class Phi3Layer(DecoderLayer):
     attention_block = Phi3Attention
-    mlp_block = Phi3MLP
+    mlp_block = FusedGatedMLP
 
 
 class Phi3(Decoder):
