@@ -1,7 +1,8 @@
 """Write what the documents count and list from the sources: make docs
 
 The table of folders in docs/architecture.md holds the first sentence of each folder's docstring, in the order of the
-layers; the README's reading list says how many files and lines it names. With --check nothing is written, and the exit
+layers; that of families in docs/models.md names each architecture with its files and its test checkpoints; the README's
+reading list says how many files and lines it names. With --check nothing is written, and the exit
 status is 1 if a document is out of date.
 """
 
@@ -16,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vllm_lite"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 README = ROOT / "README.md"
+MODELS = ROOT / "docs" / "models.md"
 FOLDERS = re.compile(r"(<!-- folders: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
+FAMILIES = re.compile(r"(<!-- families: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
 COUNT = re.compile(r"\*\*\d+ files, [\d,]+ lines\*\*")
 READING = re.compile(r"^\| [a-z][^|]* \| (`[^|]+`) \|$", re.MULTILINE)
 """A row of the reading list: where one is on the way, and the files to read there."""
@@ -54,6 +57,31 @@ def architecture(text: str) -> str:
     return FOLDERS.sub(lambda match: f"{match[1]}| | |\n| --- | --- |\n{rows}{match[2]}", text)
 
 
+def families() -> Iterator[str]:
+    """The rows of docs/models.md: architectures, their two files, and what the tests hold to transformers."""
+    sys.path.insert(0, str(ROOT))
+    from tests.families.all import VARIANTS
+    from vllm_lite.checkpoint.config_json import FAMILIES as READERS
+    from vllm_lite.models.registry import MODELS as CLASSES
+
+    def link(name: str) -> str:
+        lines = (PACKAGE / name).read_text().count("\n")
+        return f"[`{Path(name).name}`](../vllm_lite/{name}), {lines} lines"
+
+    for architecture in sorted(READERS):
+        module = CLASSES[architecture].split(":")[0].split(".")[-1]
+        names = [variant.name for variant in VARIANTS if variant.model == architecture]
+        files = f"{link(f'checkpoint/families/{READERS[architecture]}.py')} | {link(f'models/{module}.py')}"
+        yield f"| `{architecture}` | {files} | {', '.join(names) or 'the tests of the engine'} |\n"
+
+
+def models(text: str) -> str:
+    """docs/models.md with today's table of families."""
+    head = "| architecture | reads config.json | computes it | tiny checkpoints that are held to transformers |\n"
+    rows = head + "| --- | --- | --- | --- |\n" + "".join(families())
+    return FAMILIES.sub(lambda match: f"{match[1]}{rows}{match[2]}", text)
+
+
 def reading_list(text: str) -> list[Path]:
     """The files that the README's reading list names."""
     section = text.split("## A weekend's reading", 1)[1].split("\n## ", 1)[0]
@@ -75,7 +103,11 @@ def readme(text: str) -> str:
 
 def files() -> dict[Path, str]:
     """The documents and what should be in them."""
-    return {ARCHITECTURE: architecture(ARCHITECTURE.read_text()), README: readme(README.read_text())}
+    return {
+        ARCHITECTURE: architecture(ARCHITECTURE.read_text()),
+        README: readme(README.read_text()),
+        MODELS: models(MODELS.read_text()),
+    }
 
 
 def main() -> int:
