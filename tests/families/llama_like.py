@@ -8,7 +8,13 @@ from tests.families.variant import Variant, drop, drop_in_layers, without_rope_s
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.checkpoint.rope import LongRope, Rope
 
-SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}
+SIX_HEADS = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "initializer_range": 0.25,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 
@@ -33,6 +39,11 @@ def without_attention_factor(layer: LayerSpec) -> LayerSpec:
 def other_pairs(layer: LayerSpec) -> LayerSpec:
     """The part of each head that turns is taken for interleaved."""
     return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=True))
+
+
+def halves(layer: LayerSpec) -> LayerSpec:
+    """Neighbours are not what turns."""
+    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=False))
 
 
 def rotated_everywhere(layer: LayerSpec) -> LayerSpec:
@@ -77,9 +88,23 @@ def mistral3(name: str, text: dict[str, Any], *, tied: bool, **controls: Any) ->
     return Variant(f"mistral3-{name}", "Mistral3Config", "Mistral3ForConditionalGeneration", settings, controls)
 
 
+def qwen_vl(name: str, generation: str, vision: dict[str, Any], **text: Any) -> Variant:
+    """A Qwen that also sees images, whose marks are no tokens of the prompt."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+    heads = {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
+    marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    settings: dict[str, Any] = {
+        "text_config": {"vocab_size": 391, "rope_parameters": rope} | heads | text,
+        "vision_config": {"num_heads": 2, "depth": 1, "patch_size": 4} | vision,
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        **{mark: 385 + index for index, mark in enumerate(marks)},
+    }
+    return Variant(name, f"{generation}Config", f"{generation}ForConditionalGeneration", settings)
+
+
 CALM = {"initializer_range": 0.15}
 """For wide ones, in which the rounding of float32 would grow beyond what tests allow."""
-QWEN2 = [
+QWEN = [
     Variant(
         "qwen2-odd-tied",
         "Qwen2Config",
@@ -95,6 +120,22 @@ QWEN2 = [
         {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 40},
         {"window": drop_in_layers(without_window)},
     ),
+    qwen_vl("qwen2-vl", "Qwen2VL", {"embed_dim": 32, "hidden_size": 72, "mlp_ratio": 2}),
+    qwen_vl(
+        "qwen2_5-vl-tied",
+        "Qwen2_5_VL",
+        {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 72},
+        tie_word_embeddings=True,
+    ),
+    qwen_vl(
+        "qwen3-vl",
+        "Qwen3VL",
+        {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 72, "num_position_embeddings": 16}
+        | {"deepstack_visual_indexes": [0]},
+        head_dim=24,
+    ),
+]
+SEED_OSS = [
     Variant("seed_oss", "SeedOssConfig", "SeedOssForCausalLM", SIX_HEADS | {"head_dim": 64, "vocab_size": 389}),
 ]
 MISTRAL = [
@@ -206,6 +247,34 @@ PHI3 = [
         sides=drop_in_layers(with_other_factors),
     ),
 ]
+ERNIE = [
+    Variant(
+        "ernie-tied",
+        "Ernie4_5Config",
+        "Ernie4_5ForCausalLM",
+        SIX_HEADS | {"tie_word_embeddings": True, "vocab_size": 389},
+        {"neighbours": drop_in_layers(halves)},
+    ),
+    Variant(
+        "ernie-biases", "Ernie4_5Config", "Ernie4_5ForCausalLM", SIX_HEADS | CALM | {"head_dim": 80, "use_bias": True}
+    ),
+]
+EXAONE = [
+    Variant(
+        "exaone4-window",
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        SIX_HEADS | {"num_hidden_layers": 4, "sliding_window": 40, "initializer_range": 0.2},
+        {"window": drop_in_layers(without_window), "no rope": drop_in_layers(rotated_everywhere)},
+    ),
+    Variant(
+        "exaone4-full-tied",
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 387}
+        | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+]
 ROPES = [
     Variant(
         "llama-yarn",
@@ -218,4 +287,4 @@ ROPES = [
     llama("dynamic", {"rope_type": "dynamic", "factor": 3.0}, 150, max_position_embeddings=64),
     llama("longrope", longrope(12, 64)),
 ]
-VARIANTS: list[Variant] = [*QWEN2, *MISTRAL, *GRANITE, *SMOLLM3, *PHI3, *ROPES]
+VARIANTS: list[Variant] = [*QWEN, *SEED_OSS, *MISTRAL, *GRANITE, *SMOLLM3, *PHI3, *ERNIE, *EXAONE, *ROPES]

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_model_spec import config
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec, QueryGrowth
-from vllm_lite.checkpoint.rope import Dynamic, LongRope, Yarn
+from vllm_lite.checkpoint.rope import Dynamic, LongRope, Rope, Yarn
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError
 
@@ -142,6 +142,40 @@ def test_seed_oss_has_biases_of_its_own(tmp_path: Path) -> None:
         ("attention_bias", "head_dim"),
     )
     assert (spec.qkv_bias, spec.output_bias, spec.layers[0].attention.head_size) == (True, False, 128)
+
+
+def test_internlm3_calls_biases_otherwise(tmp_path: Path) -> None:
+    changes = {"qkv_bias": True, "bias": True, "hidden_size": 5120}
+    spec = load(tmp_path, "InternLM3ForCausalLM", changes, ("head_dim", "attention_bias", "mlp_bias"))
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.layers[0].attention.head_size) == (True,) * 3 + (128,)
+
+
+def test_ernie_by_its_defaults(tmp_path: Path) -> None:
+    missing = ("head_dim", "num_key_value_heads", "rope_parameters", "tie_word_embeddings")
+    spec = load(tmp_path, "Ernie4_5ForCausalLM", {"hidden_size": 5120}, missing)
+    (layer,) = set(spec.layers)
+    assert (layer.attention.head_size, layer.attention.num_kv_heads, spec.tie_word_embeddings) == (128, 2, True)
+    assert layer.rope == Rope(500000.0, interleaved=True)
+    assert (spec.qkv_bias, spec.mlp_bias) == (False, False)
+
+
+def test_exaone4_by_its_defaults(tmp_path: Path) -> None:
+    spec = load(tmp_path, "Exaone4ForCausalLM", {})
+    assert [layer.attention.window for layer in spec.layers] == [4096, 4096, 4096, None] * 8
+    assert [layer.rope is None for layer in spec.layers] == [False, False, False, True] * 8
+    full = load(tmp_path, "Exaone4ForCausalLM", {"sliding_window": None})
+    assert (windows(full), {layer.rope for layer in full.layers}) == ({None}, {Rope(10000.0)})
+    with pytest.raises(ModelError, match="sliding_window_pattern 'LLLG' is not supported without layer_types"):
+        load(tmp_path, "Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"})
+
+
+@pytest.mark.parametrize("kind", ["mrope", "default", None])
+def test_qwen_vl_turns_text_as_qwen_does(tmp_path: Path, kind: str | None) -> None:
+    """Flat, as its checkpoints are, and by the oldest name of its rope."""
+    changes = {"rope_theta": 1e6, "rope_scaling": {"type": kind, "mrope_section": [16, 24, 24]}}
+    spec = load(tmp_path, "Qwen2_5_VLForConditionalGeneration", changes, ("rope_parameters",))
+    assert {layer.rope for layer in spec.layers} == {Rope(1e6)}
+    assert spec.qkv_bias
 
 
 @pytest.mark.parametrize(

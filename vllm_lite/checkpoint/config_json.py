@@ -26,7 +26,10 @@ FAMILIES = {
     "GlmForCausalLM": "glm",
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen",
+    "Qwen2VLForConditionalGeneration": "qwen",
+    "Qwen2_5_VLForConditionalGeneration": "qwen",
     "Qwen3ForCausalLM": "qwen",
+    "Qwen3VLForConditionalGeneration": "qwen",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "Ministral3ForCausalLM": "mistral",
@@ -35,6 +38,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
     "SeedOssForCausalLM": "llama",
+    "InternLM3ForCausalLM": "llama",
+    "Ernie4_5ForCausalLM": "ernie",
+    "Exaone4ForCausalLM": "exaone",
 }
 """Architecture -> module of `families`."""
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")

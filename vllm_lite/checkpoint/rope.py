@@ -249,6 +249,8 @@ def _longrope(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | N
 
 _READERS = {
     "default": _default,
+    "mrope": _default,  # of images, along three axes; along all of them text has the same positions
+    "axial": _default,  # its other name
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -27,7 +27,10 @@ MODELS = {
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen2ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Qwen2VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
+    "Qwen2_5_VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Qwen3VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "MistralForCausalLM": "vllm_lite.models.llama:Llama",
     "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
     "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
@@ -36,6 +39,9 @@ MODELS = {
     "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",
     "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
     "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
+    "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Ernie4_5ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Exaone4ForCausalLM": "vllm_lite.models.exaone:Exaone4",
 }
 
 

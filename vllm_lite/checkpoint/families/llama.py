@@ -37,6 +37,10 @@ class SeedOssConfig(LlamaConfig, kw_only=True):
     attention_out_bias: bool = False
 
 
+class InternLM3Config(LlamaConfig, kw_only=True):
+    head_dim: Size | None = 128
+
+
 def llama_layers(
     raw: LlamaConfig, windows: Sequence[int | None], *, head_dim: int | None = None, **rope: Any
 ) -> tuple[LayerSpec, ...]:
@@ -80,4 +84,5 @@ def _seed_oss(architecture: str, raw: SeedOssConfig) -> ModelSpec:
 FAMILIES = {
     "LlamaForCausalLM": Family(LlamaConfig, _llama),
     "SeedOssForCausalLM": Family(SeedOssConfig, _seed_oss),
+    "InternLM3ForCausalLM": Family(InternLM3Config, _llama, {"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
 }

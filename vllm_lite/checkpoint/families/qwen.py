@@ -1,4 +1,7 @@
-"""Qwen2, Qwen2.5 and Qwen3: windows from some layer on, biases of Q, K and V or norms on Q and K."""
+"""Qwen2, Qwen2.5 and Qwen3: windows from some layer on, biases of Q, K and V or norms on Q and K.
+
+Of the models that also see images (VL) it is the text part. Their rope has three axes, along which text goes alike.
+"""
 
 from typing import Annotated
 
@@ -38,5 +41,8 @@ def _qwen3(architecture: str, raw: QwenConfig) -> ModelSpec:
 
 FAMILIES = {
     "Qwen2ForCausalLM": Family(QwenConfig, _qwen2),
+    "Qwen2VLForConditionalGeneration": Family(QwenConfig, _qwen2),
+    "Qwen2_5_VLForConditionalGeneration": Family(QwenConfig, _qwen2),
     "Qwen3ForCausalLM": Family(QwenConfig, _qwen3),
+    "Qwen3VLForConditionalGeneration": Family(QwenConfig, _qwen3),
 }
