@@ -15,10 +15,13 @@ from tests.families.gemma_like import VARIANTS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.models.gemma import Gemma
 from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
@@ -97,3 +100,25 @@ def test_norms_over_all_heads_count_a_shared_kv_head_once(name: str, world: int,
     oracle = Oracle(variant(name).make(tmp_path / name))
     for logits in on_ranks(world, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
         assert oracle.difference(logits) < 3e-4
+
+
+@pytest.mark.parametrize("name", ["gemma2", "glm4", "olmo3", "cohere2"])
+def test_a_decode_step_of_one_rank_is_recorded(name: str, tmp_path: Path) -> None:
+    paged = Paged(Oracle(variant(name).make(tmp_path / name)))
+    sequence, forward = paged.sequence(torch.arange(3, 12)), paged.model.forward
+    paged.step((sequence, 8))
+    programs: list[Program] = []
+
+    def recorded(batch: StepBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend) -> torch.Tensor:
+        hidden = forward(batch, kv_caches, backend)  # what is made once, like views, is made
+
+        def again() -> None:
+            forward(batch, kv_caches, backend)
+
+        programs.append(Program())
+        programs[0].record(again)
+        return hidden
+
+    paged.model.forward = recorded  # type: ignore[method-assign, assignment]
+    paged.step((sequence, 1))
+    assert len(programs[0]) > 5 * len(paged.kv)

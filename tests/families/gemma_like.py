@@ -191,7 +191,7 @@ OLMO = [
         "olmo2",
         "Olmo2Config",
         "Olmo2ForCausalLM",
-        {**ODD, "hidden_size": 120},
+        {**ODD, "hidden_size": 144},
     ),
     Variant(
         "olmo2-one-kv-head",
@@ -245,7 +245,7 @@ COHERE = [
         "Cohere2ForCausalLM",
         {
             **ODD,
-            "hidden_size": 120,
+            "hidden_size": 144,
             "num_hidden_layers": 4,
             "sliding_window": 24,
             "logit_scale": 0.25,

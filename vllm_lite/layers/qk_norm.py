@@ -62,7 +62,8 @@ class AllHeadsNorms:
         self.totals = torch.tensor(totals, device=parts.device) if world > 1 else None
 
     def forward(self, own: HeadRows) -> None:
-        query, key = own.qkv[:, : sum(self.sizes)].split(self.sizes, 1)
+        num_query, num_key = self.sizes
+        query, key = own.qkv[:, :num_query], own.qkv[:, num_query : num_query + num_key]
         if self.totals is None:
             self.ops.wide_norm(query, self.query.norm, query)
             self.ops.wide_norm(key, self.key.norm, key)
