@@ -11,7 +11,7 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.layers.matmul import Quantization
-from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.models.registry import Model, Sizes, build, examine
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.worker.memory.cache_engine import CacheEngine
@@ -22,9 +22,8 @@ BLOCK_SIZE = 8
 class Oracle:
     """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
 
-    def __init__(self, path: Path, dtype: str = "float32", max_model_len: int = 256) -> None:
-        """`max_model_len`: how long a sequence may become, by which some kinds of rope turn."""
-        import transformers
+    def __init__(self, path: Path, dtype: str = "float32", model_impl: str = "auto") -> None:
+        from transformers import AutoModelForCausalLM
 
         self.path = path
         self.max_model_len = max_model_len
@@ -33,6 +32,7 @@ class Oracle:
         reference = getattr(transformers, self.spec.architecture).from_pretrained(path, dtype=dtype)
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
+        self.spec = examine(load_spec(path, model_impl), getattr(torch, dtype), 256)
         self.dtype = dtype
         self.model = self.load()
 

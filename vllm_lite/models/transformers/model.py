@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
@@ -22,6 +23,7 @@ from vllm_lite.models.transformers.dry_run import observe
 from vllm_lite.models.transformers.library import make_skeleton
 from vllm_lite.models.transformers.modules import ConvModule, EmbeddingModule, HeadModule, LinearModule, become
 from vllm_lite.models.transformers.names import Names
+from vllm_lite.models.transformers.norms import replace_norms
 from vllm_lite.models.transformers.plan import TensorPlan
 
 
@@ -47,6 +49,7 @@ class TransformersModel:
         self._replace()
         self.paged = PagedAttention(spec)
         install(self.causal, self.paged)
+        replace_norms(self.causal, ops_for(parts.device), parts.dtype)
         self.seen: list[Seen] = observe(self.causal, self.paged, spec.per_rank(parts.shard))
         self.causal.to(parts.device) if parts.device.type != "cpu" else None
         self.body, self._head = self.causal.base_model, self.causal.get_output_embeddings()

@@ -1,0 +1,157 @@
+"""Models that transformers computes over our attention give its logits, however their prompts are cut up and shared
+out; those that cannot are refused by name before weights are loaded."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint, write_checkpoint
+from tests.cpu.test_families import MAX_DIFFERENCE, difference
+from tests.driver import Driver, expected, make_prompt, new_request
+from tests.families.through_transformers import FOREIGN, VARIANTS
+from tests.families.variant import Variant
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.models.registry import Sizes, build, examine
+from vllm_lite.models.weights import load_weights
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    variant: Variant = request.param
+    return Oracle(variant.make(tmp_path_factory.mktemp("model") / variant.name), model_impl="transformers")
+
+
+def refusal(path: Path) -> str:
+    """Why the checkpoint is not served through transformers."""
+    with pytest.raises(ModelError) as error:
+        examine(load_spec(path, "transformers"), torch.float32, 256)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+    logits = Paged(oracle).run(oracle.tokens, chunk)
+    assert difference(oracle, logits) < MAX_DIFFERENCE
+    assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
+
+
+def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
+    paged = Paged(oracle, seed=3)
+    long, short, late = (paged.sequence(oracle.tokens[:length]) for length in (150, 9, 33))
+    paged.step((long, 50), (short, 8))
+    paged.step((long, 1), (late, 33), (short, 1))
+    paged.step((long, 99))
+    for sequence in (long, short, late):
+        assert difference(oracle, torch.cat(sequence.logits)) < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", ["seed-oss", "exaone4"])
+def test_two_ranks_share_it(name: str, tmp_path: Path) -> None:
+    oracle = Oracle(BY_NAME[name].make(tmp_path / name), model_impl="transformers")
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
+        assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
+
+
+def test_ranks_cannot_share_what_has_no_plan(tmp_path: Path) -> None:
+    oracle = Oracle(BY_NAME["stablelm"].make(tmp_path / "model"), model_impl="transformers")
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: transformers has no plan .* 'stablelm'; give 1"):
+        on_ranks(2, oracle.load)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_both_implementations_agree(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / family, family, max_shard_size="100KB")
+    native, foreign = Oracle(path), Oracle(path, model_impl="transformers")
+    assert (native.spec.implementation, foreign.spec.implementation) == ("native", "transformers")
+    groups = [(group.layers, group.attention) for group in native.spec.kv_groups]
+    assert groups == [(group.layers, group.attention) for group in foreign.spec.kv_groups]
+    logits = Paged(foreign).run(foreign.tokens, 64)
+    assert difference(foreign, logits) < MAX_DIFFERENCE
+    models = [oracle.load(quantization="int8") for oracle in (native, foreign)]
+    int8 = [Paged(native, model=model).run(native.tokens, 64) for model in models]
+    assert 0 < float((int8[1] - logits).abs().max())
+    assert difference(native, int8[0]) > 0.01, "int8 is not seen"
+    torch.testing.assert_close(int8[1], int8[0], atol=1e-3, rtol=0)
+
+
+def test_a_worker_serves_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = BY_NAME["seed-oss"].make(tmp_path / "model")
+    driver = Driver(path, max_model_len=256)
+    prompt = make_prompt(40)
+    driver.run(new_request(0, prompt, [1, 2, 3, 4]))
+    driver.run(new_request(1, prompt[:32] + [9], [1, 2, 5, 6], num_computed=32, num_cached=32, num_tokens=1))
+    driver.decode(0, 1, count=15)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert driver.got[0] == expected(model, prompt, 16)
+    assert driver.got[1] == expected(model, [*prompt[:32], 9], 16)
+    assert driver.worker.graph_sizes == ()
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    variant, reason = FOREIGN[name]
+    text = refusal(variant.make(tmp_path / name))
+    assert name in text
+    assert reason in text
+
+
+def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    path = FOREIGN["diffllama"][0].make(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    assert "layer 0 attends 2 times" in refusal(path)
+
+
+def test_a_config_that_says_something_else_than_the_code_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "mistral", sliding_window=20)
+    config = msgspec.json.decode((path / "config.json").read_bytes())
+    (path / "config.json").write_bytes(msgspec.json.encode(config | {"use_sliding_window": False}))
+    assert "layer 0 has 20 as window, and by its config.json None" in refusal(path)
+
+
+def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
+    path = BY_NAME["helium"].make(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    spec = examine(load_spec(path), torch.float32, 256)
+    model = build(spec, "float32", "cpu", Sizes(256, 512))
+    with pytest.raises(ModelError, match=r"1 missing: model.layers.1.mlp.up_proj.weight. 1 unexpected: .*extra.weight"):
+        load_weights(model, path)
+
+
+def test_a_model_within_a_larger_one(tmp_path: Path) -> None:
+    """The names and the config of a wrapper: text_config, and weights under language_model."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    inner = {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    plain = write_checkpoint(tmp_path / "plain", Gemma3TextConfig, Gemma3ForCausalLM, dict(inner))
+    oracle = Oracle(plain, model_impl="transformers")
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    renamed["vision_tower.x.weight"] = torch.zeros(2, 2)
+    save_file(renamed, plain / "model.safetensors", {"format": "pt"})
+    config = msgspec.json.decode((plain / "config.json").read_bytes())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
+    (plain / "config.json").write_bytes(msgspec.json.encode(outer))
+    oracle.spec = examine(load_spec(plain, "transformers"), torch.float32, 256)
+    assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 64)) < MAX_DIFFERENCE
+
+
+def test_without_the_package_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(make_checkpoint(tmp_path / "model"), "transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ConfigError, match=r"this model needs transformers 5, .* pip install 'vllm_lite\[transformers\]'"
+    ):
+        examine(spec, torch.float32, 256)
