@@ -63,7 +63,7 @@ def test_two_ranks_share_it(name: str, tmp_path: Path) -> None:
 
 def test_ranks_cannot_share_what_has_no_plan(tmp_path: Path) -> None:
     oracle = Oracle(BY_NAME["stablelm"].make(tmp_path / "model"), model_impl="transformers")
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: transformers has no plan .* 'stablelm'; give 1"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: transformers has no plan .* 'stablelm'; give 1"):
         on_ranks(2, oracle.load)
 
 
@@ -76,11 +76,10 @@ def test_both_implementations_agree(family: str, tmp_path: Path) -> None:
     assert groups == [(group.layers, group.attention) for group in foreign.spec.kv_groups]
     logits = Paged(foreign).run(foreign.tokens, 64)
     assert difference(foreign, logits) < MAX_DIFFERENCE
-    models = [oracle.load(quantization="int8") for oracle in (native, foreign)]
-    int8 = [Paged(native, model=model).run(native.tokens, 64) for model in models]
-    assert 0 < float((int8[1] - logits).abs().max())
-    assert difference(native, int8[0]) > 0.01, "int8 is not seen"
-    torch.testing.assert_close(int8[1], int8[0], atol=1e-3, rtol=0)
+    loads = [oracle.load(quantization="int8") for oracle in (native, foreign)]
+    errors = [(Paged(native, model=model).run(native.tokens, 64) - logits).abs().mean() for model in loads]
+    assert 0.5 < errors[1] / errors[0] < 2, "int8 rounds weights and activations alike in both"
+    assert errors[0] > 0.001
 
 
 def test_a_worker_serves_it(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_worker_serves_it(tmp_path: Path) -> None:
     driver = Driver(path, max_model_len=256)
     prompt = make_prompt(40)
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
-    driver.run(new_request(1, prompt[:32] + [9], [1, 2, 5, 6], num_computed=32, num_cached=32, num_tokens=1))
+    driver.run(new_request(1, [*prompt[:32], 9], [1, 2, 5, 6], num_computed=32, num_cached=32, num_tokens=1))
     driver.decode(0, 1, count=15)
     model = AutoModelForCausalLM.from_pretrained(path)
     assert driver.got[0] == expected(model, prompt, 16)

@@ -206,6 +206,11 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     spec = load_spec(path, config.model_impl)
+    if config.deterministic and spec.implementation == "transformers":
+        raise ConfigError(
+            f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
+            "transformers: its operations may depend on what else is in a step"
+        )
     spec.check_tensor_parallel(config.tensor_parallel_size)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,

@@ -118,8 +118,8 @@ def build(
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:
     """The model with what only its code says of its layers; a native one is known from its config.json.
 
-    A model of transformers takes a step without weights. Raises ModelError, by name, if it cannot be served, ConfigError
-    if transformers is not installed.
+    A model of transformers takes a step without weights for it. Raises ModelError, by name, if it cannot be served, and
+    ConfigError if transformers is not installed.
     """
     if spec.implementation == "native":
         return spec

@@ -40,7 +40,7 @@ NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How the names of architectures end that write text."""
 MLP_RATIO = 4
-"""Of intermediate_size to hidden_size, where config.json has none."""
+"""The ratio of intermediate_size to hidden_size, where config.json has none."""
 
 
 class GenericConfig(RawConfig, kw_only=True):

@@ -60,11 +60,12 @@ class PagedAttention:
         out = torch.empty_like(heads.query)
         kv, group = step.kv_caches[layer], self.groups[layer]
         step.backend.write_kv(heads, kv, step.batch, group)
-        if sinks is None:
-            step.backend.attend(heads.query, kv, step.batch, group, out)
-        else:
-            wide = self._sinks.setdefault(layer, sinks.detach().float())
-            step.backend.attend(heads.query, kv, step.batch, group, out, wide)
+        given: dict[str, Any] = {}
+        if sinks is not None:
+            if layer not in self._sinks:
+                self._sinks[layer] = sinks.detach().float()
+            given["sinks"] = self._sinks[layer]
+        step.backend.attend(heads.query, kv, step.batch, group, out, **given)
         step.progress()
         return out
 

@@ -20,12 +20,12 @@ class Names:
         known = dict.fromkeys(parameters, True)
         transforms = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-        self._converters = [entry for entry in transforms if not isinstance(entry, WeightRenaming)]
+        self._converters: list[Any] = [entry for entry in transforms if not isinstance(entry, WeightRenaming)]
         self._prefix = model.base_model_prefix
         self._kind = model.config.model_type
         patterns = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001
         self._ignored = [re.compile(pattern) for pattern in patterns]
-        self._stored = {}
+        self._stored: dict[str, str] = {}
         for name in stored:
             parameter = self._parameter(name, known)
             if parameter is not None:

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from vllm_lite.kernels.ops import Ops, TorchOps
 
 SHARE = 0.05
-"""Of all elements, so many may differ by rounding in a trial; if the weight was multiplied before the quotient is
-rounded, it would be a third in bfloat16."""
+"""The share of elements that may differ by rounding in a trial. A norm that multiplies by its weight before it rounds
+differs in a third of them in bfloat16."""
 
 
 class NormModule(nn.Module):
@@ -33,11 +33,8 @@ def replace_norms(model: Any, ops: Ops, dtype: torch.dtype) -> int:
     found: dict[tuple[type, int, float], bool] = {}
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if (
-            "RMSNorm" not in type(module).__name__
-            or not isinstance(eps, float)
-            or list(module._parameters) != ["weight"]
-        ):  # noqa: SLF001
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or names != ["weight"]:
             continue
         key = type(module), module.weight.numel(), eps
         if key not in found:
@@ -48,10 +45,10 @@ def replace_norms(model: Any, ops: Ops, dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def _is_plain(module: nn.Module, eps: float, dtype: torch.dtype) -> bool:
+def _is_plain(module: Any, eps: float, dtype: torch.dtype) -> bool:
     """Whether the module computes what Ops.rms_norm does."""
     generator = torch.Generator().manual_seed(0)
-    size = module.weight.numel()  # type: ignore[union-attr]
+    size = module.weight.numel()
     weight = torch.randn(size, generator=generator).to(dtype)
     x = (torch.randn(8, size, generator=generator) * torch.logspace(-4, 2, 8)[:, None]).to(dtype)
     ours = torch.empty_like(x)

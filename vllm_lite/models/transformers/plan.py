@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-from torch import nn
-
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError
 from vllm_lite.layers.linear import Linear
@@ -28,7 +26,7 @@ class TensorPlan:
         if parts.shard.world > 1:
             self._check()
 
-    def linear(self, name: str, module: nn.Module, *, transposed: bool) -> Linear:
+    def linear(self, name: str, module: Any, *, transposed: bool) -> Linear:
         """The part that a rank holds of the linear layer `name`. Raises ConfigError if ranks cannot share it."""
         rows, columns = module.weight.shape if not transposed else module.weight.shape[::-1]
         inputs, outputs, parts = Split.whole(columns), Split.whole(rows), self._parts
