@@ -19,6 +19,8 @@ from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.models.registry import Sizes, build, examine
+from vllm_lite.models.transformers.mlps import GatedModule
+from vllm_lite.models.transformers.norms import NormModule
 from vllm_lite.models.weights import load_weights
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -95,6 +97,24 @@ def test_a_worker_serves_it(tmp_path: Path) -> None:
     assert driver.got[0] == expected(model, prompt, 16)
     assert driver.got[1] == expected(model, [*prompt[:32], 9], 16)
     assert driver.worker.graph_sizes == ()
+
+
+def test_usual_parts_become_ours(tmp_path: Path) -> None:
+    """Norms as a trial shows what they round, MLPs as their code is the usual line."""
+    for dtype, name, num_norms, num_mlps in [
+        ("bfloat16", "llama", 5, 2),
+        ("bfloat16", "helium", 0, 2),  # whose norms multiply before they round
+        ("float32", "helium", 5, 2),
+        ("float32", "nemotron", 0, 0),
+    ]:
+        folder = tmp_path / dtype / name
+        path = make_checkpoint(folder) if name == "llama" else BY_NAME[name].make(folder)
+        oracle = Oracle(path, dtype, "transformers")
+        modules = list(oracle.model.causal.modules()) + list(oracle.model.body.modules())  # type: ignore[attr-defined]
+        assert sum(isinstance(module, NormModule) for module in modules) == num_norms
+        assert sum(isinstance(module, GatedModule) for module in modules) == num_mlps
+        bfloat = dtype == "bfloat16"
+        assert oracle.difference(Paged(oracle).run(oracle.tokens, 64)) < (0.5 if bfloat else MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -21,6 +21,7 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, install, register
 from vllm_lite.models.transformers.dry_run import observe
 from vllm_lite.models.transformers.library import make_skeleton
+from vllm_lite.models.transformers.mlps import fuse_mlp
 from vllm_lite.models.transformers.modules import ConvModule, EmbeddingModule, HeadModule, LinearModule, become
 from vllm_lite.models.transformers.names import Names
 from vllm_lite.models.transformers.norms import replace_norms
@@ -46,10 +47,11 @@ class TransformersModel:
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
         self._names = Names(self.causal, self.causal.state_dict().keys(), stored)
         self._groups: list[WeightGroup] = []
+        self._ops = ops_for(parts.device)
         self._replace()
         self.paged = PagedAttention(spec)
         install(self.causal, self.paged)
-        replace_norms(self.causal, ops_for(parts.device), parts.dtype)
+        replace_norms(self.causal, self._ops, parts.dtype)
         self.seen: list[Seen] = observe(self.causal, self.paged, spec.per_rank(parts.shard))
         self.causal.to(parts.device) if parts.device.type != "cpu" else None
         self.body, self._head = self.causal.base_model, self.causal.get_output_embeddings()
@@ -115,6 +117,9 @@ class TransformersModel:
         if not isinstance(table, nn.Embedding) or not isinstance(head, nn.Linear):
             kind = self.causal.config.model_type
             raise ModelError(f"{kind!r} cannot be served through transformers: it has no plain token vectors and head")
+        for name, module in list(self.causal.named_modules()):
+            if (group := fuse_mlp(name, module, plan, self._ops, self._base)) is not None:
+                self._groups.append(group)
         for name, module in list(self.causal.named_modules()):
             if module is table:
                 self._embedding_name = self._base(f"{name}.weight")

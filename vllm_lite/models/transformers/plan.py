@@ -19,7 +19,7 @@ class TensorPlan:
     def __init__(self, model: Any, parts: Parts) -> None:
         """Raises ConfigError where there are several ranks and transformers has no plan for the model, or one that has
         styles which are not supported."""
-        self._parts = parts
+        self.parts = parts
         self._kind = model.config.model_type
         plan = getattr(model.config, "base_model_tp_plan", None) or {}
         self._styles = {f"{model.base_model_prefix}.{name}": style for name, style in plan.items()}
@@ -29,9 +29,9 @@ class TensorPlan:
     def linear(self, name: str, module: Any, *, transposed: bool) -> Linear:
         """The part that a rank holds of the linear layer `name`. Raises ConfigError if ranks cannot share it."""
         rows, columns = module.weight.shape if not transposed else module.weight.shape[::-1]
-        inputs, outputs, parts = Split.whole(columns), Split.whole(rows), self._parts
+        inputs, outputs, parts = Split.whole(columns), Split.whole(rows), self.parts
         options: dict[str, Any] = {"bias": module.bias is not None, "transposed": transposed}
-        style = self._styles.get(NUMBER.sub(".*", name)) if parts.shard.world > 1 else None
+        style = self.style(name)
         try:
             if style == "colwise":
                 return parts.linear(inputs, Split.even(rows, parts.shard), **options)
@@ -41,8 +41,12 @@ class TensorPlan:
             raise ConfigError(f"tensor_parallel_size {parts.shard.world} does not fit {name}: {error}") from error
         return parts.linear(inputs, outputs, **options)
 
+    def style(self, name: str) -> str | None:
+        """What the plan says of a linear layer; None where every rank has all of it."""
+        return self._styles.get(NUMBER.sub(".*", name)) if self.parts.shard.world > 1 else None
+
     def _check(self) -> None:
-        world = self._parts.shard.world
+        world = self.parts.shard.world
         if not self._styles:
             raise ConfigError(
                 f"tensor_parallel_size {world}: transformers has no plan by which ranks share a {self._kind!r}; give 1"
