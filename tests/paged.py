@@ -22,8 +22,9 @@ BLOCK_SIZE = 8
 class Oracle:
     """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
 
-    def __init__(self, path: Path, dtype: str = "float32", model_impl: str = "auto") -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, path: Path, dtype: str = "float32", max_model_len: int = 256, model_impl: str = "auto") -> None:
+        """`max_model_len`: how long a sequence may become, by which some kinds of rope turn."""
+        import transformers
 
         self.path = path
         self.max_model_len = max_model_len

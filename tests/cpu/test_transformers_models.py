@@ -109,7 +109,7 @@ def test_usual_parts_become_ours(tmp_path: Path) -> None:
     ]:
         folder = tmp_path / dtype / name
         path = make_checkpoint(folder) if name == "llama" else BY_NAME[name].make(folder)
-        oracle = Oracle(path, dtype, "transformers")
+        oracle = Oracle(path, dtype, model_impl="transformers")
         modules = list(oracle.model.causal.modules()) + list(oracle.model.body.modules())  # type: ignore[attr-defined]
         assert sum(isinstance(module, NormModule) for module in modules) == num_norms
         assert sum(isinstance(module, GatedModule) for module in modules) == num_mlps
