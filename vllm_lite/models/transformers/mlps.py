@@ -24,6 +24,7 @@ KINDS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu")
 class GatedModule(nn.Module):
     """The MLP; its `down_proj` is replaced as all linear layers are."""
 
+    down_proj: nn.Module
     gate_up: Linear
     ops: Ops
     kind: Activation
@@ -45,7 +46,7 @@ def fuse_mlp(name: str, module: Any, plan: TensorPlan, ops: Ops, base: Callable[
 
     `base`: the checkpoint's name of a matrix, without its ending.
     """
-    parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+    parts: list[Any] = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")]
     if any(type(part) is not nn.Linear for part in parts[:3]) or not _is_usual(module):
         return None
     gate, up, _, act = parts

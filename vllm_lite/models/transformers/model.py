@@ -22,7 +22,7 @@ from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, 
 from vllm_lite.models.transformers.dry_run import observe
 from vllm_lite.models.transformers.library import make_skeleton
 from vllm_lite.models.transformers.mlps import fuse_mlp
-from vllm_lite.models.transformers.modules import ConvModule, EmbeddingModule, HeadModule, LinearModule, become
+from vllm_lite.models.transformers.modules import ConvModule, EmbeddingModule, HeadModule, LinearModule, become, settle
 from vllm_lite.models.transformers.names import Names
 from vllm_lite.models.transformers.norms import replace_norms
 from vllm_lite.models.transformers.plan import TensorPlan
@@ -53,7 +53,7 @@ class TransformersModel:
         install(self.causal, self.paged)
         replace_norms(self.causal, self._ops, parts.dtype)
         self.seen: list[Seen] = observe(self.causal, self.paged, spec.per_rank(parts.shard))
-        self.causal.to(parts.device) if parts.device.type != "cpu" else None
+        settle(self.causal, parts.device)
         self.body, self._head = self.causal.base_model, self.causal.get_output_embeddings()
         setattr(self.causal, self.causal.base_model_prefix, _Given())
 

@@ -74,3 +74,13 @@ def become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
     module.weight = weight.new_empty(0)
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
+
+
+def settle(model: nn.Module, device: torch.device) -> None:
+    """Bring to the device what has values already: buffers, and the weights without elements, after the dry run."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)  # noqa: SLF001
+        if isinstance(module, (LinearModule, ConvModule, EmbeddingModule, HeadModule)):
+            module.weight = torch.empty(0, dtype=module.weight.dtype, device=device)
