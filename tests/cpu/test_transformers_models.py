@@ -87,7 +87,7 @@ def test_both_implementations_agree(family: str, tmp_path: Path) -> None:
 def test_a_worker_serves_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = BY_NAME["seed-oss"].make(tmp_path / "model")
+    path = BY_NAME["helium"].make(tmp_path / "model")
     driver = Driver(path, max_model_len=256)
     prompt = make_prompt(40)
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
@@ -96,6 +96,7 @@ def test_a_worker_serves_it(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
     assert driver.got[0] == expected(model, prompt, 16)
     assert driver.got[1] == expected(model, [*prompt[:32], 9], 16)
+    assert driver.worker.spec.implementation == "transformers", "auto takes it, as there is no native one"
     assert driver.worker.graph_sizes == ()
 
 
