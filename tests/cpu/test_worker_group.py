@@ -167,11 +167,11 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
 ) -> None:
     load = Worker.load
 
-    def failing(worker: Worker, communicator: ThreadCommunicator) -> Any:
+    def failing(worker: Worker, communicator: ThreadCommunicator, *others: Any) -> Any:
         if worker.rank == culprit:
             raise ModelError("a tensor is damaged")
         communicator.barrier()
-        return load(worker, communicator)
+        return load(worker, communicator, *others)
 
     monkeypatch.setattr(Worker, "load", failing)
     with pytest.raises(ModelError, match="a tensor is damaged"):

@@ -33,7 +33,7 @@ class LightWorker:
     def max_logits_bytes(self) -> int:
         return 0
 
-    def load(self, _: Any) -> Ready:
+    def load(self, *_: Any) -> Ready:
         groups, num_blocks = (KVGroupInfo("full", 2),), self.config.num_gpu_blocks_override or 64
         sizes = num_blocks, BLOCK_BYTES, groups, MAX_MODEL_LEN, VOCAB_SIZE
         return Ready(self.rank, self.generation, *sizes, (2,))

@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import Place, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
@@ -65,11 +65,16 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         return None
     try:
         spec, places = load_spec(config.model), locate(Path(config.model))
-        stored = {canonical(name): place for name, place in places.items()}
+        tied = spec.tie_word_embeddings
+        stored = {
+            name: place
+            for name, place in ((canonical(name), place) for name, place in places.items())
+            if not is_ignored(name, tied=tied)
+        }
         shard = Shard(rank, config.tensor_parallel_size)
         packed_as = config.quantization or config.dtype
         wanted = (Wanted(slots, config.dtype, packed_as) for slots in _weights(stored, spec, shard))
-        if spec.tie_word_embeddings and config.quantization:  # the model keeps the embedding as it is, beside the head
+        if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
         return FilePacker(jobs, num_threads) if jobs else None

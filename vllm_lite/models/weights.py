@@ -63,17 +63,18 @@ def load_weights(
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-        if ahead is not None and not ahead.is_current():
+        packed = {part.packing_key for group in groups for part in group.stacks if part.packed_as is not None}
+        if ahead is not None and not ahead.serves(packed):
             ahead = None
         report, staging = _Report(groups, progress, stack), _Staging()
         for group in groups:
             loaded: dict[int, torch.Tensor | Packed] = {}
             for index, part in sorted(enumerate(group.stacks), key=lambda part: part[1].lent):
-                packed = None
+                taken = None
                 if ahead is not None and part.packed_as is not None:
-                    packed = ahead.take(part.packing_key, report.say)
+                    taken = ahead.take(part.packing_key, report.say)
                 # What is lent comes last: it lasts until the next is read.
-                loaded[index] = _load(part, read, staging) if packed is None else packed
+                loaded[index] = _load(part, read, staging) if taken is None else taken
             group.take(*(loaded[index] for index in range(len(loaded))))
             del loaded
             report.has_taken(group)

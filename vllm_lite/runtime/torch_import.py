@@ -62,7 +62,7 @@ def complete() -> None:
         _run(module)
 
 
-def _run(module: _Later) -> None:
+def _run(module: ModuleType) -> None:
     spec = module.__spec__
     if spec is not None and isinstance(spec.loader, _LoadLater):
         module.__class__ = ModuleType

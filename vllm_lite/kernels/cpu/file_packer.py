@@ -6,7 +6,7 @@ there. So packing too much or something else costs time, and is never wrong.
 
 import ctypes
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -124,7 +124,7 @@ class FilePacker:
 
     def __init__(self, jobs: Mapping[K, Job], num_threads: int) -> None:
         """`num_threads` beside the caller's. Raises OSError if a file cannot be opened or there is no memory."""
-        self._jobs: dict[Hashable, Job] = dict(jobs)
+        self._jobs: dict[Hashable, Job] = dict(jobs.items())
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
         self._identities: dict[Path, tuple[int, ...]] = {}
@@ -149,10 +149,16 @@ class FilePacker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def is_current(self) -> bool:
-        """Whether the files are still those that it reads."""
+    def serves(self, wanted: Collection[Hashable]) -> bool:
+        """Whether all that it packs is among what is `wanted`, from files that are still those that it reads.
+
+        If not, it is closed at once: what nobody takes would stand in memory beside what is packed instead.
+        """
         with suppress(OSError):
-            return all(_identity(file.stat()) == known for file, known in self._identities.items())
+            unchanged = all(_identity(file.stat()) == known for file, known in self._identities.items())
+            if unchanged and self._places.keys() <= set(wanted):
+                return True
+        self.close()
         return False
 
     def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
