@@ -72,7 +72,7 @@ def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callabl
         ("RoPE", by_head, lambda ops: ops.rotate(heads, rotation)),
         ("silu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("silu", gate_up, activated)),
         ("gelu_tanh and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("gelu_tanh", gate_up, activated)),
-        ("gelu", str(INTERMEDIATE), lambda ops: ops.activate("gelu", activated)),
+        ("gelu", str(INTERMEDIATE), lambda ops: ops.activate("gelu", large)),  # which stay as they are
         ("add + LayerNorm", str(HIDDEN), lambda ops: ops.add_wide_norm(zeros, zeros, layer, out)),
         ("wide RMSNorm", str(HIDDEN), lambda ops: ops.wide_norm(x, rms, out)),
         ("add", str(HIDDEN), lambda ops: ops.add(zeros, zeros)),
