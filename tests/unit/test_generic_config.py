@@ -125,7 +125,8 @@ def test_which_implementation(tmp_path: Path) -> None:
     llama |= {"rope_scaling": None, "num_attention_heads": 4}
     for chosen, expected in (("auto", "native"), ("native", "native"), ("transformers", "transformers")):
         assert read(tmp_path, chosen, **llama).implementation == expected
-    with pytest.raises(ModelError, match=r"architectures .'NovelForCausalLM'. is not supported; supported: .*LlamaForCausalLM"):
+    refusal = r"architectures .'NovelForCausalLM'. is not supported; supported: .*LlamaForCausalLM"
+    with pytest.raises(ModelError, match=refusal):
         read(tmp_path, "native")
 
 
