@@ -17,7 +17,13 @@ from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
 
 FAMILIES = {
+    "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere",
+    "Ernie4_5ForCausalLM": "ernie",
+    "Exaone4ForCausalLM": "exaone",
+    "FalconForCausalLM": "bloom",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "bloom",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
     "Gemma3ForConditionalGeneration": "gemma",
@@ -25,6 +31,14 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm",
     "GlmForCausalLM": "glm",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral",
+    "MinistralForCausalLM": "mistral",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
+    "OPTForCausalLM": "gpt2",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen",
     "Qwen2VLForConditionalGeneration": "qwen",
     "Qwen2_5_VLForConditionalGeneration": "qwen",
@@ -36,11 +50,7 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": "mistral",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
-    "Phi3ForCausalLM": "phi3",
-    "SeedOssForCausalLM": "llama",
-    "InternLM3ForCausalLM": "llama",
-    "Ernie4_5ForCausalLM": "ernie",
-    "Exaone4ForCausalLM": "exaone",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 """Architecture -> module of `families`."""
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")

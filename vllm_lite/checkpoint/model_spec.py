@@ -155,6 +155,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: Literal["head", "all heads"] | None = None
     """Whether Q and K are normed before they are rotated: each head by itself, or all heads of a token together."""
     norms_per_layer: int = 2
+    parallel_blocks: bool = False
+    """Whether attention and MLP read the same residual stream, in families of which some models do and some do not."""
     embedding_scale: float = 1.0
     """Token vectors are multiplied by it."""
     residual_scale: float = 1.0

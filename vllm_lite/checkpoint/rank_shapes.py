@@ -8,6 +8,12 @@ a plan is never too small for it.
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 
+_FUSED = ("qkv_proj", "c_attn", "query_key_value")
+"""Q, K and V in one tensor."""
+_UP, _DOWN = ("c_fc", "fc1", "dense_h_to_4h"), ("c_proj", "fc2", "dense_4h_to_h")
+"""MLPs without a gate; GPT-2's attention has a c_proj, too."""
+_TRANSPOSED = {"GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj")}
+"""What is stored as [inputs, outputs]."""
 _BY_ROWS = (
     "q_proj",
     "k_proj",
@@ -18,19 +24,25 @@ _BY_ROWS = (
     "gate_up_proj",
     "embed_tokens",
     "lm_head",
+    "c_attn",
+    "query_key_value",
+    *_UP,
 )
 """Ranks share out their outputs, the first axis of weight and bias."""
 _QK_NORMS = ("q_norm", "k_norm")
-_BY_COLUMNS = ("o_proj", "down_proj")
+_BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
 
 
 def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
     """The shape of this rank's part of the tensor `name`, which has `shape`; the same for a tensor that all hold.
+    A matrix is given as [outputs, inputs], however it is stored.
 
     Raises ConfigError if so many ranks cannot share the model's heads.
     """
     *path, layer, kind = ("", *name.split("."))
+    if kind == "weight" and layer in _TRANSPOSED.get(spec.architecture, ()):
+        shape = shape[::-1]
     if layer in _BY_ROWS or (layer in _QK_NORMS and spec.qk_norm == "all heads"):
         return (_part(layer, path, shape[0], spec, shard), *shape[1:])
     if layer in _BY_COLUMNS and kind == "bias":
@@ -44,10 +56,10 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     """How much of an axis of `size` is this rank's."""
     if layer in ("embed_tokens", "lm_head"):
         return Split.vocabulary(size, shard).size
-    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"):
+    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP) or (layer in _DOWN and path[-1] != "attn"):
         return Split.even(size, shard).size
-    heads = spec.layers[int(path[path.index("layers") + 1])].attention.heads(shard)
-    if layer == "qkv_proj":
+    heads = spec.layers[next(int(part) for part in path if part.isdecimal())].attention.heads(shard)
+    if layer in _FUSED:
         return size // (heads.query.total + 2 * heads.kv.total) * (heads.query.size + 2 * heads.kv.size)
     share = heads.kv if layer in ("k_proj", "v_proj") else heads.query
     return size // share.total * share.size

@@ -28,6 +28,7 @@ class LayerNames(NamedTuple):
     """The norm on what attention gives, where there is one."""
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    """Empty where the matrices of the MLP are called as those of the layer."""
     after_mlp: str = ""
 
 
@@ -74,7 +75,7 @@ class DecoderLayer:
         yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
         yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")
-        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")
+        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}." if self.names.mlp else prefix)
 
 
 class SandwichLayer(DecoderLayer):

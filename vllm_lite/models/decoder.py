@@ -63,10 +63,14 @@ class Decoder:
         self.own_columns = slice(own.start, own.end)
         self._widths = tuple(part.size for part in held)
         self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
-        self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
+        self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
+
+    def make_layer(self, parts: Parts, index: int) -> Layer:
+        """Make layer `index`. A family whose layers differ by the model's numbers chooses here."""
+        return self.layer(parts, index)
 
     @torch.inference_mode()
     def forward(

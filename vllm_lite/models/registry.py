@@ -18,7 +18,13 @@ from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 MODELS = {
+    "BloomForCausalLM": "vllm_lite.models.bloom:Bloom",
     "Cohere2ForCausalLM": "vllm_lite.models.cohere:Cohere2",
+    "Ernie4_5ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Exaone4ForCausalLM": "vllm_lite.models.exaone:Exaone4",
+    "FalconForCausalLM": "vllm_lite.models.bloom:Falcon",
+    "GPT2LMHeadModel": "vllm_lite.models.gpt2:GPT2",
+    "GPTNeoXForCausalLM": "vllm_lite.models.bloom:GPTNeoX",
     "Gemma2ForCausalLM": "vllm_lite.models.gemma:Gemma2",
     "Gemma3ForCausalLM": "vllm_lite.models.gemma:Gemma2",
     "Gemma3ForConditionalGeneration": "vllm_lite.models.gemma:Gemma2",
@@ -26,6 +32,14 @@ MODELS = {
     "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
+    "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
+    "Mistral3ForConditionalGeneration": "vllm_lite.models.llama:Llama",
+    "MistralForCausalLM": "vllm_lite.models.llama:Llama",
+    "Olmo2ForCausalLM": "vllm_lite.models.olmo:Olmo",
+    "Olmo3ForCausalLM": "vllm_lite.models.olmo:Olmo",
+    "OPTForCausalLM": "vllm_lite.models.gpt2:OPT",
+    "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
     "Qwen2ForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen2VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen2_5_VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
@@ -37,11 +51,7 @@ MODELS = {
     "Mistral3ForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
     "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",
-    "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
-    "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
-    "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",
-    "Ernie4_5ForCausalLM": "vllm_lite.models.llama:Llama",
-    "Exaone4ForCausalLM": "vllm_lite.models.exaone:Exaone4",
+    "Starcoder2ForCausalLM": "vllm_lite.models.starcoder2:Starcoder2",
 }
 
 

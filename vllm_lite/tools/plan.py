@@ -358,7 +358,7 @@ def weights_bytes(
             continue
         shape = rank_shape(name, tensor.shape, spec, shard)
         count, embeds = prod(shape), name == "model.embed_tokens.weight"
-        if quantization == "int8" and len(shape) == 2:
+        if quantization == "int8" and len(shape) == 2 and name != "model.embed_positions.weight":
             quantized = count + 4 * shape[0]
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
             total += kept + (quantized if not embeds or spec.tie_word_embeddings else 0)

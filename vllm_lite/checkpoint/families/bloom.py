@@ -1,0 +1,146 @@
+"""BLOOM, Falcon and GPT-NeoX (Pythia): Q, K and V in one tensor, LayerNorms with biases, MLPs without a gate."""
+
+import msgspec
+
+from vllm_lite.checkpoint.alibi import alibi_slopes
+from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, layers_of, rope_of
+from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
+from vllm_lite.errors import ModelError
+
+NEOX_PARTIAL_ROTARY_FACTOR = 0.25
+
+
+class BloomConfig(RawConfig, kw_only=True):
+    max_position_embeddings: Size = 2048
+    """ALiBi has no end; this is the length that it was trained with, which checkpoints call seq_length."""
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+    bos_token_id: TokenId | None = 1
+    eos_token_id: TokenId | list[TokenId] | None = 2
+    apply_residual_connection_post_layernorm: bool = False
+
+
+class FalconConfig(RawConfig, kw_only=True):
+    max_position_embeddings: Size = 2048
+    ffn_hidden_size: Size | None = None
+    hidden_act: str = "gelu"
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+    bos_token_id: TokenId | None = 11
+    eos_token_id: TokenId | list[TokenId] | None = 11
+    alibi: bool = False
+    bias: bool = False
+    multi_query: bool = True
+    new_decoder_architecture: bool = False
+    parallel_attn: bool = True
+    num_ln_in_parallel_attn: Size | None = None
+
+
+class GPTNeoXConfig(RawConfig, kw_only=True):
+    intermediate_size: Size
+    max_position_embeddings: Size = 2048
+    hidden_act: str = "gelu"
+    layer_norm_eps: Positive = 1e-5
+    attention_bias: bool = True
+    bos_token_id: TokenId | None = 0
+    eos_token_id: TokenId | list[TokenId] | None = 2
+    use_parallel_residual: bool = True
+
+
+def _with_alibi(attention: AttentionSpec, factor: float = 1.0) -> AttentionSpec:
+    slopes = tuple(factor * slope for slope in alibi_slopes(attention.num_heads))
+    return msgspec.structs.replace(attention, alibi_slopes=slopes)
+
+
+def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
+    if raw.apply_residual_connection_post_layernorm:
+        raise ModelError("apply_residual_connection_post_layernorm true is not supported; it must be false")
+    num_layers = raw.num_hidden_layers
+    return decoder(
+        architecture,
+        raw,
+        layers_of(_with_alibi(attention_of(raw)), [None] * num_layers, [None] * num_layers),
+        NormSpec(raw.layer_norm_epsilon, "layer", bias=True),
+        4 * raw.hidden_size,
+        activation="gelu_tanh",
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        extra_parameters=2 * raw.hidden_size,  # of the norm on token vectors
+    )
+
+
+def _falcon(architecture: str, raw: FalconConfig) -> ModelSpec:
+    """ALiBi is added before scores are scaled."""
+    newer, num_layers = raw.new_decoder_architecture, raw.num_hidden_layers
+    if raw.num_ln_in_parallel_attn not in (None, 1, 2):
+        raise ModelError(f"num_ln_in_parallel_attn {raw.num_ln_in_parallel_attn} is not supported; it must be 1 or 2")
+    if not newer:
+        raw.num_key_value_heads = 1 if raw.multi_query else None
+    attention = attention_of(raw)
+    rope = None if raw.alibi else rope_of(raw, attention.head_size)
+    if raw.alibi:
+        attention = _with_alibi(attention, attention.scale)
+    parallel = newer or raw.parallel_attn
+    one_norm = parallel and not (newer and raw.num_ln_in_parallel_attn != 1)
+    return decoder(
+        architecture,
+        raw,
+        layers_of(attention, [None] * num_layers, [rope] * num_layers),
+        NormSpec(raw.layer_norm_epsilon, "layer", bias=True),
+        raw.ffn_hidden_size or 4 * raw.hidden_size,
+        gated_mlp=False,
+        qkv_bias=raw.bias,
+        output_bias=raw.bias,
+        mlp_bias=raw.bias,
+        parallel_blocks=parallel,
+        norms_per_layer=1 if one_norm else 2,
+    )
+
+
+def _neox(architecture: str, raw: GPTNeoXConfig) -> ModelSpec:
+    attention = attention_of(raw)
+    rope = rope_of(raw, attention.head_size, partial_rotary_factor=NEOX_PARTIAL_ROTARY_FACTOR)
+    return decoder(
+        architecture,
+        raw,
+        layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers),
+        NormSpec(raw.layer_norm_eps, "layer", bias=True),
+        raw.intermediate_size,
+        gated_mlp=False,
+        qkv_bias=raw.attention_bias,
+        output_bias=raw.attention_bias,
+        mlp_bias=True,
+        parallel_blocks=raw.use_parallel_residual,
+    )
+
+
+FAMILIES = {
+    "BloomForCausalLM": Family(
+        BloomConfig,
+        _bloom,
+        {
+            "n_embed": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "seq_length": "max_position_embeddings",
+        },
+    ),
+    "FalconForCausalLM": Family(
+        FalconConfig,
+        _falcon,
+        {
+            "n_embed": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_head_kv": "num_key_value_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "activation": "hidden_act",
+        },
+    ),
+    "GPTNeoXForCausalLM": Family(
+        GPTNeoXConfig, _neox, {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    ),
+}

@@ -1,0 +1,97 @@
+"""GPT-2 and OPT: positions are learned, so that there are no more than the table has; every layer has biases."""
+
+import msgspec
+
+from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, layers_of
+from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
+from vllm_lite.errors import ModelError
+
+OPT_POSITION_OFFSET = 2
+"""So many rows of OPT's table of positions stand before that of position 0."""
+OPT_NORM_EPS = 1e-5
+
+
+class GPT2Config(RawConfig, kw_only=True):
+    max_position_embeddings: Size = 1024
+    n_inner: Size | None = None
+    hidden_act: str = "gelu_new"
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+    bos_token_id: TokenId | None = 50256
+    eos_token_id: TokenId | list[TokenId] | None = 50256
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    add_cross_attention: bool = False
+
+
+class OPTConfig(RawConfig, kw_only=True):
+    ffn_dim: Size
+    max_position_embeddings: Size = 2048
+    hidden_act: str = "relu"
+    tie_word_embeddings: bool = True
+    bos_token_id: TokenId | None = 2
+    eos_token_id: TokenId | list[TokenId] | None = 2
+    word_embed_proj_dim: Size | None = None
+    enable_bias: bool = True
+    do_layer_norm_before: bool = True
+    layer_norm_elementwise_affine: bool = True
+    remove_final_layer_norm: bool = msgspec.field(default=False, name="_remove_final_layer_norm")
+
+
+def _learned(architecture: str, raw: RawConfig, eps: float, inner: int, *, offset: int, scaled: bool) -> ModelSpec:
+    attention = attention_of(raw)
+    if not scaled:
+        attention = msgspec.structs.replace(attention, scale=1.0)
+    num_layers = raw.num_hidden_layers
+    return decoder(
+        architecture,
+        raw,
+        layers_of(attention, [None] * num_layers, [None] * num_layers),
+        NormSpec(eps, "layer", bias=True),
+        inner,
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        extra_parameters=(raw.max_position_embeddings + offset) * raw.hidden_size,
+    )
+
+
+def _gpt2(architecture: str, raw: GPT2Config) -> ModelSpec:
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if getattr(raw, key):
+            raise ModelError(f"{key} true is not supported; it must be false")
+    inner = raw.n_inner or 4 * raw.hidden_size
+    return _learned(architecture, raw, raw.layer_norm_epsilon, inner, offset=0, scaled=raw.scale_attn_weights)
+
+
+def _opt(architecture: str, raw: OPTConfig) -> ModelSpec:
+    if not raw.do_layer_norm_before or raw.remove_final_layer_norm:
+        key = "_remove_final_layer_norm true" if raw.do_layer_norm_before else "do_layer_norm_before false"
+        raise ModelError(f"{key} is not supported; norms must stand before each block and behind the last")
+    if not raw.layer_norm_elementwise_affine:
+        raise ModelError("layer_norm_elementwise_affine false is not supported; norms must have weights")
+    if raw.word_embed_proj_dim not in (None, raw.hidden_size):
+        raise ModelError(
+            f"word_embed_proj_dim {raw.word_embed_proj_dim} is not supported; it must be hidden_size {raw.hidden_size}"
+        )
+    spec = _learned(architecture, raw, OPT_NORM_EPS, raw.ffn_dim, offset=OPT_POSITION_OFFSET, scaled=True)
+    biases = raw.enable_bias
+    return msgspec.structs.replace(spec, qkv_bias=biases, output_bias=biases, mlp_bias=biases)
+
+
+FAMILIES = {
+    "GPT2LMHeadModel": Family(
+        GPT2Config,
+        _gpt2,
+        {
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "activation_function": "hidden_act",
+        },
+    ),
+    "OPTForCausalLM": Family(OPTConfig, _opt, {"activation_function": "hidden_act"}),
+}
