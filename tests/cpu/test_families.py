@@ -11,9 +11,11 @@ from tests.families.all import VARIANTS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.errors import ConfigError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
@@ -95,7 +97,7 @@ def test_a_dropped_switch_is_seen(variant: Variant, control: str, tmp_path: Path
     assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 1000)) > 0.05
 
 
-BFLOAT16 = ["qwen2-window", "ministral3", "granite-tied", "phi3-long-partial-tied"]
+BFLOAT16 = ["qwen2-window", "ministral3", "granite-tied", "phi3-long-partial-tied", "gpt2", "falcon-two-norms"]
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.name in BFLOAT16], ids=lambda v: v.name)
@@ -104,3 +106,9 @@ def test_bfloat16_is_no_further_from_the_truth_than_transformers(variant: Varian
     truth, rounded = (Oracle(path, dtype, variant.max_model_len) for dtype in ("float32", "bfloat16"))
     ours = Paged(rounded).run(rounded.tokens, 1000).float()
     assert (ours - truth.logits).abs().mean() < 1.2 * (rounded.logits - truth.logits).abs().mean()
+
+
+def test_learned_positions_end_with_their_table(tmp_path: Path) -> None:
+    spec = load_spec(next(one for one in VARIANTS if one.name == "gpt2-unscaled").make(tmp_path / "gpt2"))
+    with pytest.raises(ConfigError, match="max_model_len must be at most the 256 positions .* got 257"):
+        build(spec, "float32", "cpu", Sizes(257, 8))
