@@ -110,5 +110,5 @@ def test_bfloat16_is_no_further_from_the_truth_than_transformers(variant: Varian
 
 def test_learned_positions_end_with_their_table(tmp_path: Path) -> None:
     spec = load_spec(next(one for one in VARIANTS if one.name == "gpt2-unscaled").make(tmp_path / "gpt2"))
-    with pytest.raises(ConfigError, match="max_model_len must be at most the 256 positions .* got 257"):
+    with pytest.raises(ConfigError, match=r"max_model_len must be at most the 256 positions .* got 257"):
         build(spec, "float32", "cpu", Sizes(257, 8))

@@ -50,7 +50,12 @@ VARIANTS: list[Variant] = [
     _variant("gpt2-inner", {"n_inner": 100, "num_attention_heads": 4, "activation_function": "relu"}),
     _variant(
         "gpt2-unscaled",
-        {"num_attention_heads": 2, "scale_attn_weights": False, "n_positions": 256, "initializer_range": 0.2},
+        {
+            "num_attention_heads": 2,
+            "scale_attn_weights": False,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+        },
         {"no scale": _attention(scale=32**-0.5)},
     ),
     _variant(

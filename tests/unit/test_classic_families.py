@@ -55,6 +55,13 @@ def test_pythia_turns_a_quarter_of_each_head(tmp_path: Path) -> None:
     assert rope.rotary_size == 4
 
 
+def test_starcoder2_says_little_of_itself(tmp_path: Path) -> None:
+    spec = load(tmp_path, "Starcoder2ForCausalLM", **SIZES, intermediate_size=96)
+    own = spec.layers[0].attention
+    assert (own.num_kv_heads, own.window, spec.activation, spec.tie_word_embeddings) == (2, None, "gelu_tanh", True)
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (True, True, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

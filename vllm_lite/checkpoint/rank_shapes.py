@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.shard import Shard, Split
 _FUSED = ("qkv_proj", "c_attn", "query_key_value")
 """Q, K and V in one tensor."""
 _UP, _DOWN = ("c_fc", "fc1", "dense_h_to_4h"), ("c_proj", "fc2", "dense_4h_to_h")
-"""MLPs without a gate; GPT-2's attention has a c_proj, too."""
+"""MLPs without a gate. GPT-2's attention has a c_proj, too, whose heads are shared out evenly like an MLP's inputs."""
 _TRANSPOSED = {"GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj")}
 """What is stored as [inputs, outputs]."""
 _BY_ROWS = (
@@ -56,7 +56,7 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     """How much of an axis of `size` is this rank's."""
     if layer in ("embed_tokens", "lm_head"):
         return Split.vocabulary(size, shard).size
-    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP) or (layer in _DOWN and path[-1] != "attn"):
+    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN):
         return Split.even(size, shard).size
     heads = spec.layers[next(int(part) for part in path if part.isdecimal())].attention.heads(shard)
     if layer in _FUSED:
