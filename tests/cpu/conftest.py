@@ -12,6 +12,7 @@ from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
+from vllm_lite.kernels.cpu.linear import multiplies_bytes
 from vllm_lite.kernels.ops import TorchOps
 
 
@@ -37,6 +38,21 @@ def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if not set_isa(ISAS.index(request.param)):
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
+    set_isa(before)
+
+
+@pytest.fixture
+def float_products() -> Iterator[None]:
+    """On an instruction set that multiplies int8 weights by floats, not by rows that it rounds as well."""
+    if not cpu.available():
+        yield
+        return
+    set_isa = function("vllm_lite_set_isa", (int32,), int32)
+    before = ISAS.index(cpu.isa())
+    for isa in range(before, -1, -1):
+        if set_isa(isa) and not multiplies_bytes():
+            break
+    yield
     set_isa(before)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from tests.families.all import VARIANTS
 from tests.families.variant import Variant
@@ -15,7 +16,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.tensor_names import canonical
-from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
@@ -39,9 +40,9 @@ def oracle(variant: Variant, checkpoint: Path) -> Oracle:
     return Oracle(checkpoint, max_model_len=variant.max_model_len)
 
 
-def difference(oracle: Oracle, logits: torch.Tensor) -> float:
-    """The largest of the log-probabilities of the five best tokens at every position."""
-    theirs = oracle.logits[: len(logits)].log_softmax(-1)
+def difference(oracle: Oracle, logits: torch.Tensor, expected: torch.Tensor | None = None) -> float:
+    """The largest of the log-probabilities of the five best tokens at every position; by default to `oracle.logits`."""
+    theirs = (oracle.logits if expected is None else expected)[: len(logits)].log_softmax(-1)
     best = theirs.topk(5).indices
     ours = logits.float().log_softmax(-1)
     return float((ours.gather(1, best) - theirs.gather(1, best)).abs().max())
@@ -85,6 +86,36 @@ def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path) -> 
                 held[slot.name] += slot.num_elements
         planned = {name: prod(rank_shape(name, shapes[name], oracle.spec, communicator.shard)) for name in held}
         assert planned == held
+
+
+def test_int8_is_transformers_with_rounded_weights(oracle: Oracle, checkpoint: Path, float_products: None) -> None:
+    model = oracle.load(quantization="int8")
+    ours, theirs = Paged(oracle, model=model).run(oracle.tokens, 1000), rounded_logits(oracle, checkpoint)
+    assert difference(oracle, ours, theirs) < 1e-3
+    assert difference(oracle, ours) > 1e-2, "rounding is seen"
+
+
+def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
+    """Those of transformers with every matrix as int8 has it; a head that was tied has one of its own then."""
+    reference = getattr(transformers, oracle.spec.architecture).from_pretrained(checkpoint, dtype="float32")
+    head = reference.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for name, module in reference.named_modules():
+        if any(part in name for part in ("visual", "vision", "multi_modal")):
+            continue
+        with torch.no_grad():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(rounded(module.weight))
+            elif isinstance(module, transformers.pytorch_utils.Conv1D):
+                module.weight.copy_(rounded(module.weight.t()).t())
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(oracle.tokens[None]).logits[0]
+    return logits
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    integers, scales = quantize(weight)
+    return integers * scales[:, None]
 
 
 CONTROLS = [(variant, name) for variant in VARIANTS for name in variant.controls]
