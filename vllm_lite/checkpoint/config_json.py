@@ -13,6 +13,7 @@ import msgspec
 from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
 
@@ -63,7 +64,8 @@ class _RawGenerationConfig(msgspec.Struct):
 
 
 def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
-    """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`.
+    """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`. A head that it
+    calls tied is not if the files hold another.
 
     `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
     the latter does where there is no native one.
@@ -74,6 +76,8 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / "config.json", partial(_parse_config, model_impl))
+    if spec.tie_word_embeddings and has_own_head(folder):
+        spec = msgspec.structs.replace(spec, tie_word_embeddings=False)
     if spec.implementation == "transformers":
         spec = msgspec.structs.replace(spec, folder=str(folder))
     if (folder / "generation_config.json").exists():
@@ -111,10 +115,11 @@ def _parse_config(model_impl: str, raw_json: Any) -> ModelSpec:
 def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of the model that writes text: `text_config` where the model is more than that."""
     inner = raw_json.get("text_config")
-    if not isinstance(inner, dict):
+    if inner is None:
         return raw_json
-    text = {key: value for key, value in inner.items() if value is not None}
-    return text | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
+    if not isinstance(inner, dict):
+        raise ModelError(f"text_config {inner!r} is not an object; it must be what config.json is for a model of text")
+    return inner | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
 
 
 def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:

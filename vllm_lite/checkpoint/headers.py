@@ -41,6 +41,10 @@ class Place(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return FLOAT_BYTES[self.dtype] * math.prod(self.shape)
+
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]

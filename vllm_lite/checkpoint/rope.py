@@ -135,7 +135,7 @@ class RawRope(msgspec.Struct):
     type: str | None = None
     rope_theta: Positive | None = None
     partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)] | None = None
-    factor: Positive | None = None
+    factor: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     original_max_position_embeddings: Size | None = None
     attention_factor: Positive | None = None
     low_freq_factor: Positive | None = None

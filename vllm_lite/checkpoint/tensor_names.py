@@ -5,6 +5,7 @@ under a prefix of the wrapper's. `canonical` takes these away, for the loader an
 positions are called alike in all families, as they are treated alike.
 """
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -50,6 +51,6 @@ def is_ignored(name: str, *, tied: bool) -> bool:
     head, old RoPE tables and masks, what sees images."""
     if name.endswith((".rotary_emb.inv_freq", *OLD_MASKS)):
         return True
-    if tied and name == "lm_head.weight":
+    if tied and name == HEAD:
         return True
     return name.removeprefix("model.").startswith(OTHER_PARTS)

@@ -14,6 +14,8 @@ T = TypeVar("T")
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0)]
+MAX_MESSAGE = 2000
+"""Characters of an error, which shows a value that may be as long as the file."""
 
 
 def read_json(source: Path, parse: Callable[[Any], T]) -> T:
@@ -25,9 +27,15 @@ def read_json(source: Path, parse: Callable[[Any], T]) -> T:
     except OSError as error:
         raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
     except ModelError as error:
-        raise ModelError(f"{source}: {error}") from None
+        raise ModelError(f"{source}: {_bounded(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{source}: not valid JSON ({error})") from error
+
+
+def _bounded(message: str) -> str:
+    """Without the middle of a long message: what is wrong stands before it, and often what would be right behind."""
+    half = MAX_MESSAGE // 2
+    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} [...] {message[-half:]}"
 
 
 def convert(raw: Any, kind: type[T], within: str = "") -> T:

@@ -13,6 +13,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
+from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -41,7 +42,7 @@ class TransformersModel:
         self._widths = tuple(part.size for part in held)
         register()
         self.causal = make_skeleton(spec.folder, parts.dtype, max_model_len)
-        tied = bool(self.causal.config.tie_word_embeddings)
+        tied = bool(self.causal.config.tie_word_embeddings) and not has_own_head(Path(spec.folder))
         self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
         self.lm_head = LMHead(self.embedding, tied=tied, quantization=parts.head_quantization)
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
