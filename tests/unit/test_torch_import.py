@@ -3,8 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
-import inspect, sys
+import importlib, inspect, sys
 from vllm_lite.runtime import torch_import
 torch_import.put_off()
 torch_import.put_off()
@@ -36,6 +38,23 @@ def test_it_runs_when_it_is_asked_for() -> None:
 
 def test_it_runs_when_something_in_it_is_used() -> None:
     run("assert callable(torch._meta_registrations.register_meta)")
+
+
+@pytest.mark.parametrize("name", ["torch._decomp", "torch.utils._content_store"])
+def test_it_runs_before_more_of_torch_is_imported(name: str) -> None:
+    """It imports these itself, while they wait for it; they run once all the same."""
+    run(
+        f"imported = importlib.import_module({name!r})\n"
+        f"assert imported is sys.modules[{name!r}]\n"
+        f"assert type(imported.__spec__.loader).__module__ != torch_import.__name__"
+    )
+
+
+def test_tracing_and_profiling_work() -> None:
+    run(
+        "with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):\n"
+        "    torch.compile(lambda x: x.cumsum(0), backend='eager')(torch.ones(2, 2))"
+    )
 
 
 def test_it_runs_before_transformers() -> None:

@@ -1,13 +1,17 @@
 """Importing torch is the slowest second of a start; a fifth of it is put off until somebody needs it.
 
 torch._meta_registrations says what operations do to tensors without memory, for tracing, and brings the decompositions
-of most operations along. A worker whose models are native never needs it; transformers does.
+of most operations along. A worker whose models are native never needs it; transformers does, and whatever traces.
+Modules of torch count on it: torch._dynamo, which torch.profiler and torch.compile load, cannot even be imported
+without. So it runs before anything is imported that `import torch` did not bring, and all of that finds torch as it
+always is. Only who computes on the "meta" device without importing anything has to call `complete`.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -37,10 +41,27 @@ class _LoadLater(Loader):
         """Nothing yet."""
 
 
+class _Loaded(Loader):
+    """For a module that was imported while its own import was looking for it: it must not run twice."""
+
+    def __init__(self, spec: ModuleSpec | None) -> None:
+        self.spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
 class _PutOff(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == NEEDS_IT:
+        if name == NEEDS_IT or (name.startswith("torch.") and not _is_being_imported("torch")):
             complete()
+            if name in sys.modules:
+                module = sys.modules[name]
+                module.__spec__ = spec_from_loader(name, _Loaded(module.__spec__))  # importlib prefers it to an answer
+                return module.__spec__
         if name != PUT_OFF:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -60,6 +81,11 @@ def complete() -> None:
     module = sys.modules.get(PUT_OFF)
     if isinstance(module, _Later):
         _run(module)
+
+
+def _is_being_imported(name: str) -> bool:
+    """False also where Python does not tell: then nothing stays put off for longer than that import."""
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def _run(module: ModuleType) -> None:
