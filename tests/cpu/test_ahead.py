@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE, locate
+from vllm_lite.checkpoint.headers import SINGLE_FILE, Place, locate
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ModelError
@@ -127,6 +127,26 @@ def test_a_file_that_is_another_by_now_is_not_taken_from(tmp_path: Path) -> None
         assert ahead._loading is None
     load_weights(plain, path)
     assert [bytes_of(one) for one in packed_weights(model)] == [bytes_of(one) for one in packed_weights(plain)]
+
+
+def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other file has all tensors elsewhere."""
+    path = make_checkpoint(tmp_path)
+    tensors = dict(reversed(load_file(path / SINGLE_FILE).items()))
+
+    def replaced(folder: Path) -> dict[str, Place]:
+        places = locate(folder)
+        save_file(tensors, tmp_path / "new")
+        os.replace(tmp_path / "new", path / SINGLE_FILE)
+        return places
+
+    monkeypatch.setattr("vllm_lite.models.ahead.locate", replaced)
+    assert pack_ahead(config_of(path), 0, num_threads=1) is None
+
+
+def test_nothing_is_packed_for_what_transformers_computes(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    assert pack_ahead(config_of(path, model_impl="transformers"), 0, num_threads=1) is None
 
 
 def test_damaged_files_get_the_error_of_the_loader(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The safetensors files of a checkpoint folder: which they are, and what their headers contain. No torch."""
 
 import math
+import os
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -40,6 +41,8 @@ class Place(NamedTuple):
     """Its first byte in the file, in which it ends as well."""
     dtype: str
     shape: tuple[int, ...]
+    identity: tuple[int, ...]
+    """The file's `identity` from before its header was read."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,17 +95,22 @@ def locate(folder: Path) -> dict[str, Place]:
     for a tensor that is not within its file."""
     found = {}
     for file in weight_files(folder):
+        stat = file.stat()
         tensors, start = _header(file, _Located)
-        size = file.stat().st_size
         for name, tensor in tensors.items():
             if tensor.dtype not in FLOAT_BYTES:
                 continue
             begin, end = tensor.data_offsets
             num_bytes = FLOAT_BYTES[tensor.dtype] * tensor.num_elements
-            if min(begin, *tensor.shape, end) < 0 or end - begin != num_bytes or start + end > size:
+            if min(begin, *tensor.shape, end) < 0 or end - begin != num_bytes or start + end > stat.st_size:
                 raise ModelError(f"{file}: tensor {name!r} is not within the file; it is truncated or damaged")
-            found[name] = Place(file, start + begin, tensor.dtype, tensor.shape)
+            found[name] = Place(file, start + begin, tensor.dtype, tensor.shape, identity(stat))
     return found
+
+
+def identity(stat: os.stat_result) -> tuple[int, ...]:
+    """What is another as soon as a file is replaced, or written."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 T = TypeVar("T", bound=Tensor)

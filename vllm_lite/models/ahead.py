@@ -64,7 +64,10 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
         return None
     try:
-        spec, places = load_spec(config.model), locate(Path(config.model))
+        spec = load_spec(config.model, config.model_impl)
+        if spec.implementation == "transformers":  # what its modules want is known once they are made
+            return None
+        places = locate(Path(config.model))
         tied = spec.tie_word_embeddings
         stored = {
             name: place
@@ -77,10 +80,20 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
-        return FilePacker(jobs, num_threads) if jobs else None
+        return _begin(jobs, stored, num_threads) if jobs else None
     except (VllmLiteError, OSError, ValueError, LookupError) as error:
         logger.debug("no weights are packed ahead: %s", error)
         return None
+
+
+def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, Place], num_threads: int) -> FilePacker | None:
+    """None if a file was replaced since its header was read: tensors of another file lie elsewhere."""
+    packer = FilePacker(jobs, num_threads)
+    places = (stored[slot.name] for wanted in jobs for slot in wanted.slots)
+    if all(packer.reads(place.file, place.identity) for place in places):
+        return packer
+    packer.close()
+    return None
 
 
 def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iterator[tuple[Slot, ...]]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
+from vllm_lite.checkpoint.headers import identity
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.pages import Pages
 from vllm_lite.runtime import log
@@ -133,7 +134,7 @@ class FilePacker:
         try:
             for file in dict.fromkeys(piece.file for job in jobs.values() for piece in job.pieces):
                 self._files[file] = self._open.enter_context(file.open("rb", buffering=0)).fileno()
-                self._identities[file] = _identity(os.fstat(self._files[file]))
+                self._identities[file] = identity(os.fstat(self._files[file]))
             self._places = self._lay_out()
             self._pages = Pages.zeros(max((place.end for place in self._places.values()), default=0))
             records = (_Job * len(jobs))(*(self._record(job, self._places[key]) for key, job in jobs.items()))
@@ -149,13 +150,17 @@ class FilePacker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def reads(self, file: Path, known: tuple[int, ...]) -> bool:
+        """Whether the file that it has open is the one whose `headers.identity` is `known`."""
+        return self._identities[file] == known
+
     def serves(self, wanted: Collection[Hashable]) -> bool:
         """Whether all that it packs is among what is `wanted`, from files that are still those that it reads.
 
         If not, it is closed at once: what nobody takes would stand in memory beside what is packed instead.
         """
         with suppress(OSError):
-            unchanged = all(_identity(file.stat()) == known for file, known in self._identities.items())
+            unchanged = all(identity(file.stat()) == known for file, known in self._identities.items())
             if unchanged and self._places.keys() <= set(wanted):
                 return True
         self.close()
@@ -233,7 +238,3 @@ class FilePacker:
 
 def _type(job: Job) -> int:
     return INT8 if job.int8 else FLOATS[job.dtype]
-
-
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
