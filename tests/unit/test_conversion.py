@@ -6,6 +6,7 @@ The conversions run in real processes; those whose libraries are not installed a
 import base64
 import io
 import json
+import os
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -329,6 +330,45 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         ModelError, match=r"cannot be kept in .*file/vllm-lite/tokenizers \(Not a directory\); set XDG_"
     ):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("part", [".", "..", "tokenizer.json"])
+@pytest.mark.parametrize("whose", ["another user's", "everybody's"])
+def test_what_another_user_made_is_not_taken(
+    tmp_path: Path, part: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with(tmp_path / "model", **vocabulary_files())
+    place = conversion._place(folder)
+    place.mkdir(parents=True, mode=0o700)
+    place.parent.chmod(0o700)
+    (place / "tokenizer.json").write_bytes(made.byte_level())
+    assert conversion.folder_of(folder) == place
+    if whose == "everybody's":
+        (place / part).chmod(0o777)
+    else:
+        stat = Path.stat
+        theirs = (place / part).stat()
+
+        def stat_as_theirs(path: Path, **options: Any) -> Any:
+            found = stat(path, **options)
+            if found.st_ino != theirs.st_ino:
+                return found
+            return os.stat_result((*found[:4], os.geteuid() + 1, *found[5:10]))
+
+        monkeypatch.setattr(Path, "stat", stat_as_theirs)
+    for ask in (conversion.folder_of, conversion.made):
+        with pytest.raises(ModelError, match="is not trusted; set XDG_CACHE_HOME"):
+            ask(folder)
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: Path) -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(ModelError, match="has no home; set XDG_CACHE_HOME"):
+        conversion.folder_of(folder_with(tmp_path / "model", **vocabulary_files()))
 
 
 def test_two_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

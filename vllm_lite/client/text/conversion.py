@@ -87,7 +87,7 @@ def made(folder: str | Path) -> Sequence[Path]:
     """The folder with what was made of the tokenizer in `folder`, as a sequence of one, or of none. Raises ModelError
     for files that cannot be read."""
     place = None if find(folder) is None else _place(Path(folder))
-    return [place] if place is not None and (place / TOKENIZER_FILE).is_file() else []
+    return [place] if place is not None and _is_made(place) else []
 
 
 def folder_of(folder: str | Path) -> Path:
@@ -97,13 +97,14 @@ def folder_of(folder: str | Path) -> Path:
     if found is None:
         return Path(folder)
     place = _place(Path(folder))
-    if not (place / TOKENIZER_FILE).is_file():
+    if not _is_made(place):
         _check_installed(found)
         with _draft(place) as draft:
             logger.info("converting %s, once, into %s", found.file, place)
             _convert(found, draft)
             with suppress(OSError):  # another process was quicker: what it made is the same
                 draft.rename(place)
+        _is_made(place)  # or it was another user's
     return place
 
 
@@ -178,9 +179,31 @@ def _place(folder: Path) -> Path:
     return _cache() / digest.hexdigest()
 
 
+def _is_made(place: Path) -> bool:
+    """Whether the cache has it. Raises ModelError if another user may have put it there: it would change what the model
+    reads and answers."""
+    if not (place / TOKENIZER_FILE).is_file():
+        return False
+    for path in (place.parent, place, place / TOKENIZER_FILE):
+        stat = path.stat()
+        if stat.st_uid not in (0, os.geteuid()) or stat.st_mode & 0o002:
+            raise ModelError(
+                f"{path} belongs to another user, or all users may write it, so the tokenizer in it is not trusted; "
+                "set XDG_CACHE_HOME to a folder of your own, or remove it"
+            )
+    return True
+
+
 def _cache() -> Path:
+    """Raises ModelError where it is not known."""
     given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path("~/.cache").expanduser()) / "vllm-lite" / "tokenizers"
+    try:
+        return (Path(given) if given else Path("~/.cache").expanduser()) / "vllm-lite" / "tokenizers"
+    except RuntimeError as error:
+        raise ModelError(
+            "a converted tokenizer cannot be kept, as the user has no home; set XDG_CACHE_HOME to a folder that can be "
+            "written"
+        ) from error
 
 
 @contextmanager
