@@ -18,7 +18,7 @@ INTERFACE = "vllm_lite"
 
 def load_library() -> Any:
     """The module `transformers`. Raises ConfigError where it is not installed."""
-    os.environ.setdefault("USE_HUB_KERNELS", "0")  # read when it is imported
+    os.environ["USE_HUB_KERNELS"] = "0"  # read when it is imported; others are foreign code
     try:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: F401
