@@ -186,7 +186,8 @@ def _is_made(place: Path) -> bool:
         return False
     for path in (place.parent, place, place / TOKENIZER_FILE):
         stat = path.stat()
-        if stat.st_uid not in (0, os.geteuid()) or stat.st_mode & 0o002:
+        is_open = path.is_dir() and stat.st_mode & 0o002  # files are made with the user's umask, in private folders
+        if stat.st_uid not in (0, os.geteuid()) or is_open:
             raise ModelError(
                 f"{path} belongs to another user, or all users may write it, so the tokenizer in it is not trusted; "
                 "set XDG_CACHE_HOME to a folder of your own, or remove it"
