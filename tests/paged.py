@@ -29,11 +29,11 @@ class Oracle:
         self.path = path
         self.max_model_len = max_model_len
         self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
-        self.spec = load_spec(path)
-        reference = getattr(transformers, self.spec.architecture).from_pretrained(path, dtype=dtype)
+        spec = load_spec(path, model_impl)
+        self.spec = examine(spec, getattr(torch, dtype), max_model_len)
+        reference = getattr(transformers, spec.architecture).from_pretrained(path, dtype=dtype)
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
-        self.spec = examine(load_spec(path, model_impl), getattr(torch, dtype), 256)
         self.dtype = dtype
         self.model = self.load()
 

@@ -16,6 +16,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.tools.plan import Checkpoint, weights_bytes

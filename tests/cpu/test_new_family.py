@@ -110,9 +110,9 @@ def test_layers_with_more_bytes_make_smaller_groups() -> None:
 
 def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
     paged = Paged(mixed)
-    pattern = BlockSparse(local_blocks=2, vert_stride=4, block_tokens=16)
-    groups = (*paged.shape.groups, msgspec.structs.replace(paged.shape.groups[0], block_sparse=pattern))
-    with pytest.raises(ConfigError, match=r"cpu: it has no block-sparse attention, which .*; reference: it has no"):
+    sparse = msgspec.structs.replace(paged.shape.groups[0], block_sparse=BlockSparse(1, 1, 8))
+    groups = (*paged.shape.groups, sparse)
+    with pytest.raises(ConfigError, match=r"cpu: it has no block-sparse attention, .*; reference: it has no"):
         select_backend(type(paged.shape)(groups, 8, paged.dtype, torch.device("cpu")))
 
 

@@ -155,7 +155,7 @@ GLM = [
         "glm4",
         "Glm4Config",
         "Glm4ForCausalLM",
-        {**ODD, "head_dim": 80, "pad_token_id": 0, "num_hidden_layers": 3},
+        {**ODD, "head_dim": 80, "pad_token_id": 0, "num_hidden_layers": 3, "initializer_range": 0.25},
         {"interleaved": _rope(interleaved=False), "half of each head": _rope(rotary_size=None)},
     ),
     Variant(

@@ -61,5 +61,5 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     heads = spec.layers[next(int(part) for part in path if part.isdecimal())].attention.heads(shard)
     if layer in _FUSED:
         return size // (heads.query.total + 2 * heads.kv.total) * (heads.query.size + 2 * heads.kv.size)
-    share = heads.kv if layer in ("k_proj", "v_proj") else heads.query
+    share = heads.kv if layer in ("k_proj", "v_proj", "k_norm") else heads.query
     return size // share.total * share.size

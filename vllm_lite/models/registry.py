@@ -31,6 +31,8 @@ MODELS = {
     "GemmaForCausalLM": "vllm_lite.models.gemma:Gemma",
     "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
+    "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
+    "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
     "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
     "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
@@ -45,11 +47,7 @@ MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen3VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
-    "MistralForCausalLM": "vllm_lite.models.llama:Llama",
-    "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
-    "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
-    "Mistral3ForConditionalGeneration": "vllm_lite.models.llama:Llama",
-    "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
+    "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
     "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",
     "Starcoder2ForCausalLM": "vllm_lite.models.starcoder2:Starcoder2",
 }
@@ -128,7 +126,7 @@ def build(
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:
     """The model with what only its code says of its layers; a native one is known from its config.json.
 
-    A model of transformers takes a step without weights for it. Raises ModelError, by name, if it cannot be served, and
+    A model of transformers takes a step without weights. Raises ModelError, by name, if it cannot be served, and
     ConfigError if transformers is not installed.
     """
     if spec.implementation == "native":
