@@ -44,7 +44,8 @@ def defined_hash(seed: int, sample: int, position: int, token: int) -> int:
 
 def exact_noise(hashes: NDArray[Any]) -> NDArray[Any]:
     v = ((hashes & 0x7FFFFFFF).astype(np.float32) + np.float32(0.5)) * np.float32(float.fromhex("0x1.fffffep-32"))
-    return -np.log(-np.log1p(-v.astype(np.float64)))
+    noise: NDArray[Any] = -np.log(-np.log1p(-v.astype(np.float64)))
+    return noise
 
 
 def make_draws(num_rows: int, vocab_size: int, **columns: Any) -> NDArray[Any]:
