@@ -48,6 +48,10 @@ def test_clients_and_engines_load_nothing_heavy(statement: str) -> None:
     assert loaded_by(statement).isdisjoint(HEAVY)
 
 
+def test_nothing_of_http_or_tls_is_loaded_before_the_engine_starts() -> None:
+    assert loaded_by("import vllm_lite.server.processes.serve").isdisjoint(["ssl", "http", "email"])
+
+
 def test_the_check_can_see_it() -> None:
     assert not loaded_by("import numpy").isdisjoint(HEAVY)
 

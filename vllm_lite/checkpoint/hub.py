@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -321,6 +320,8 @@ def _start(function: Callable[[], T], ended: "SimpleQueue[tuple[T | None, BaseEx
 
 def _connect() -> None:
     """Connect to the hub, or to the proxy before it, and disconnect. Raises OSError."""
+    import urllib.request  # it brings http and ssl, which no start from a folder needs
+
     from huggingface_hub import constants
 
     url, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()

@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import socket
-import ssl
 import stat
 import threading
 from contextlib import suppress
@@ -119,6 +118,10 @@ def _remove_stale(path: str) -> None:
 
 def _check_tls(config: ServeConfig) -> None:
     """What uvicorn would meet when the engine has started already. Raises ConfigError."""
+    if config.ssl_certfile is None and config.ssl_ca_certs is None:
+        return
+    import ssl  # the engine of a server without TLS need not wait for it
+
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         if config.ssl_certfile is not None:
