@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from tests.deadlines import scaled
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, Place, locate
@@ -248,7 +249,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_it_is_imported_without_torch() -> None:
     code = "import sys, vllm_lite.worker.process; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 
 @pytest.mark.parametrize("generation", [1, 2])

@@ -93,7 +93,7 @@ def test_startup(capsys: pytest.CaptureFixture[str], llm: bool) -> None:
     assert figures["command"] == [*(["LLM"] if llm else ["vllm-lite", "serve"]), "--max-model-len", "256"]
     assert 0 < figures["ready_s"] < figures["first_token_s"]
     parts = figures["parts"]
-    assert [part["process"] for part in parts].count("worker") == 4
+    assert [part["process"] for part in parts].count("worker") == 5
     assert {part["process"] for part in parts} == {"engine", "worker"} | ({"script"} if llm else {"server", "client"})
     started = {part["what"]: part["end_s"] for part in parts}
     assert started[SPAWNS_ENGINE] < started["tokenizer, template"], "a tokenizer is loaded while the engine starts"

@@ -8,6 +8,7 @@ import pytest
 SCRIPT = """
 import importlib, inspect, sys
 from vllm_lite.runtime import torch_import
+from tests.deadlines import scaled
 torch_import.put_off()
 torch_import.put_off()
 import torch
@@ -27,7 +28,7 @@ torch_import.complete()
 
 def run(use: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(use=use)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT.format(use=use)], capture_output=True, text=True, timeout=scaled(120), check=False
     )
     assert done.returncode == 0, done.stderr
 
