@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint, write_checkpoint
 from tests.cpu.test_families import MAX_DIFFERENCE, difference
 from tests.driver import Driver, expected, make_prompt, new_request
+from tests.families.all import VARIANTS as FAMILIES
 from tests.families.through_transformers import FOREIGN, VARIANTS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
@@ -20,10 +21,12 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.transformers.mlps import GatedModule
+from vllm_lite.models.transformers.model import _Given
 from vllm_lite.models.transformers.norms import NormModule
 from vllm_lite.models.weights import load_weights
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
+NATIVE = {variant.name: variant for variant in FAMILIES}
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
@@ -116,6 +119,22 @@ def test_usual_parts_become_ours(tmp_path: Path) -> None:
         assert sum(isinstance(module, GatedModule) for module in modules) == num_mlps
         bfloat = dtype == "bfloat16"
         assert oracle.difference(Paged(oracle).run(oracle.tokens, 64)) < (0.5 if bfloat else MAX_DIFFERENCE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3-nested"])
+def test_heads_that_look_at_more_than_hidden_states(name: str, tmp_path: Path) -> None:
+    """GPT-2 gives its body ids by place and wants cross attentions of it, OPT calls the decoder within it, and whether
+    Gemma 3's head is tied is said outside of text_config."""
+    oracle = Oracle(NATIVE[name].make(tmp_path / name), model_impl="transformers")
+    assert difference(oracle, Paged(oracle).run(oracle.tokens, 64)) < MAX_DIFFERENCE
+
+
+def test_a_head_that_cannot_be_run_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = NATIVE["opt"].make(tmp_path / "opt")
+    monkeypatch.delattr(_Given, "decoder")
+    assert "'opt' cannot be served through transformers: its code failed in a dry run" in refusal(path)
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -117,7 +117,8 @@ QWEN = [
         "qwen2-window",
         "Qwen2Config",
         "Qwen2ForCausalLM",
-        {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 40},
+        {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 40}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2},
         {"window": drop_in_layers(without_window)},
     ),
     qwen_vl("qwen2-vl", "Qwen2VL", {"embed_dim": 32, "hidden_size": 72, "mlp_ratio": 2}),

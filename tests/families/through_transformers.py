@@ -37,6 +37,10 @@ VARIANTS = [
 FOREIGN = {
     "bloom": (variant("bloom", "Bloom", num_key_value_heads=4), "does not attend through its attention interface"),
     "diffllama": (variant("diffllama", "DiffLlama"), "layer 0 attends 2 times in a step"),
+    "falcon": (
+        Variant("falcon", "FalconConfig", "FalconForCausalLM", {"num_attention_heads": 4, "alibi": False}),
+        "does not attend through its attention interface",
+    ),
     "doge": (variant("doge", "Doge"), "adds something of its own to the scores"),
     "mixtral": (variant("mixtral", "Mixtral"), "merged weights"),
 }

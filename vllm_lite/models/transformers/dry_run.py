@@ -23,16 +23,35 @@ def observe(model: Any, paged: PagedAttention, spec: ModelSpec) -> list[Seen]:
     """
     kind = model.config.model_type
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
+    _run(model, input_ids=ids, position_ids=ids)
+    return [_check(kind, layer, own, paged.seen.get(layer, [])) for layer, own in enumerate(spec.layers)]
+
+
+@torch.inference_mode()
+def observe_head(model: Any, hidden_size: int, num_tokens: int) -> None:
+    """Raises ModelError unless `model`, with a body that returns its `inputs_embeds`, makes logits of them for
+    `num_tokens` tokens of the vocabulary."""
+    hidden = torch.zeros(1, NUM_TOKENS, hidden_size, dtype=model.config.dtype, device="meta")
+    shape, expected = tuple(_run(model, inputs_embeds=hidden).logits.shape), (1, NUM_TOKENS, num_tokens)
+    if shape != expected:
+        raise ModelError(
+            f"{model.config.model_type!r} cannot be served through transformers: its logits have the shape {shape} "
+            f"where {expected} is expected"
+        )
+
+
+def _run(model: Any, **inputs: torch.Tensor) -> Any:
+    """What `model` returns for inputs on the meta device. Raises ModelError, by its name, if it fails."""
+    kind = model.config.model_type
     try:
         with _buffers_on_meta(model):
-            model(input_ids=ids, position_ids=ids, use_cache=False)
+            return model(**inputs, use_cache=False)
     except ModelError as error:
         raise ModelError(f"{kind!r} cannot be served through transformers: {error}") from None
     except Exception as error:
         raise ModelError(
             f"{kind!r} cannot be served through transformers: its code failed in a dry run: {error}"
         ) from error
-    return [_check(kind, layer, own, paged.seen.get(layer, [])) for layer, own in enumerate(spec.layers)]
 
 
 @contextmanager

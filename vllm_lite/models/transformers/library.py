@@ -49,6 +49,11 @@ def make_skeleton(folder: str, dtype: torch.dtype, max_model_len: int) -> Any:
         with torch.device("meta"):
             model = classes[type(config)](config)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (INTERFACE,):  # it chooses among implementations of its own
+            raise ModelError(
+                f"{config.model_type!r} cannot be served through transformers: it does not attend through its "
+                "attention interface"
+            ) from error
         raise ModelError(
             f"{folder}: transformers cannot make a {config.model_type!r} of config.json: {error}"
         ) from error
@@ -68,7 +73,11 @@ def _text_config(folder: str) -> Any:
             version = load_library().__version__
             raise ModelError(f"model_type {kind!r} is not one that transformers {version} has")
         try:
-            return CONFIG_MAPPING[kind].from_dict(raw).get_text_config(decoder=True)
+            whole = CONFIG_MAPPING[kind].from_dict(raw)
+            text = whole.get_text_config(decoder=True)
+            if text is not whole and raw.get("tie_word_embeddings") is not None:
+                text.tie_word_embeddings = raw["tie_word_embeddings"]  # as it holds for the whole model
+            return text
         except Exception as error:
             raise ModelError(f"transformers does not accept it: {error}") from error
 

@@ -20,7 +20,7 @@ from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, install, register
-from vllm_lite.models.transformers.dry_run import observe
+from vllm_lite.models.transformers.dry_run import observe, observe_head
 from vllm_lite.models.transformers.library import make_skeleton
 from vllm_lite.models.transformers.mlps import fuse_mlp
 from vllm_lite.models.transformers.modules import ConvModule, EmbeddingModule, HeadModule, LinearModule, become, settle
@@ -54,9 +54,11 @@ class TransformersModel:
         install(self.causal, self.paged)
         replace_norms(self.causal, self._ops, parts.dtype)
         self.seen: list[Seen] = observe(self.causal, self.paged, spec.per_rank(parts.shard))
-        settle(self.causal, parts.device)
         self.body, self._head = self.causal.base_model, self.causal.get_output_embeddings()
         setattr(self.causal, self.causal.base_model_prefix, _Given())
+        observe_head(self.causal, spec.hidden_size, own.size)
+        settle(self.causal, parts.device)
+        settle(self.body, parts.device)
 
     @torch.inference_mode()
     def forward(
@@ -169,12 +171,19 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """The body of a causal model, whose result is there already."""
+    """The body of a causal model, whose result is there already.
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    Some models give it `input_ids` by place, call the decoder within it, or look at what only some bodies return.
+    """
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    @property
+    def decoder(self) -> "_Given":
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
 
 
 def _set(module: Any, key: str, tensor: torch.Tensor) -> None:
