@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
+from tests.deadlines import scaled
+
 SCRIPT = """
 import importlib, inspect, sys
 from vllm_lite.runtime import torch_import
-from tests.deadlines import scaled
 torch_import.put_off()
 torch_import.put_off()
 import torch
