@@ -1,7 +1,8 @@
 """Grammars: makes the mask source of each sequence, from grammars that it compiles in threads of its own.
 
 Nobody waits for them here: who asks gets a future. Equal grammars are compiled once, and every sequence has a copy of
-its own, which takes a microsecond. The vocabulary is read in the same threads, first of all.
+its own, which takes a microsecond. The vocabulary is read in the same threads, for the first grammar: that takes a
+second for 150,000 tokens, which a start has better use for.
 """
 
 import threading
@@ -35,10 +36,10 @@ class Grammars:
     """Makes mask sources. All methods may be called from any thread; none of them waits."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
-        """`load_vocabulary` is called once, in a thread, from now on. If it raises, so does every grammar."""
+        """`load_vocabulary` is called once, in a thread, for the first grammar. If it raises, so does every grammar."""
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._vocabulary = self._pool.submit(load_vocabulary)
-        self._vocabulary.add_done_callback(_report)
+        self._load_vocabulary = load_vocabulary
+        self._loading: Future[Vocabulary] | None = None
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matcher and bytes of text, by digest
         self._cached_bytes = 0
@@ -62,25 +63,33 @@ class Grammars:
         digest = blake2b(text, digest_size=16).digest()
         request = _Request(thinking)
         with self._lock:
+            vocabulary = self._vocabulary()
             if (known := self._cached.get(digest)) is not None:
                 self._cached.move_to_end(digest)
             elif (asked := self._asked.get(digest)) is not None:
                 asked.append(weakref.ref(request))
             else:
                 self._asked[digest] = [weakref.ref(request)]
-                self._pool.submit(self._compile, digest, grammar, len(text))
+                self._pool.submit(self._compile, digest, grammar, len(text), vocabulary)
         if known is not None:
-            request.fulfil(known[0], self._vocabulary.result())
+            request.fulfil(known[0], vocabulary.result())
         return request
 
-    def _compile(self, digest: bytes, grammar: str, num_bytes: int) -> None:
+    def _vocabulary(self) -> Future[Vocabulary]:
+        """To be called with the lock."""
+        if self._loading is None:
+            self._loading = self._pool.submit(self._load_vocabulary)
+            self._loading.add_done_callback(_report)
+        return self._loading
+
+    def _compile(self, digest: bytes, grammar: str, num_bytes: int, loading: Future[Vocabulary]) -> None:
         with self._lock:
             if not any(each() is not None for each in self._asked[digest]):
                 del self._asked[digest]
                 return
         matcher, vocabulary, failure = None, None, None
         try:
-            vocabulary = self._vocabulary.result()
+            vocabulary = loading.result()
             matcher = compile_matcher(grammar, vocabulary)
         except VllmLiteError as error:
             failure = error
