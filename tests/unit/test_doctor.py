@@ -20,10 +20,10 @@ from tests.unit.test_import_time import loaded_by
 from vllm_lite.runtime import cpu_binding, machine
 from vllm_lite.runtime.cpu_binding import read_topology
 from vllm_lite.tools.cli import main
-from vllm_lite.tools.doctor import checks
+from vllm_lite.tools.doctor import checks, model
 from vllm_lite.tools.doctor.bundle import HIDDEN, Redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line
-from vllm_lite.tools.doctor.model import chats
+from vllm_lite.tools.doctor.model import chats, implementation
 
 TOKEN = "hf_planted0secret1token"
 KEYS = "planted-api-key-one planted-api-key-two"
@@ -316,4 +316,27 @@ def test_a_model_is_asked_for_its_template_and_formats(tmp_path: Path) -> None:
     assert why.text == "calls: the chat template has its literals; reasoning: the chat template has its literals"
     (tmp_path / "tokenizer.json").write_text("{")
     assert [line.level for line in chats(str(tmp_path))] == ["FAIL"]
-    assert [line.text for line in chats(str(tmp_path / "x"))] == [f"{tmp_path / 'x'} is no folder"]
+    assert not list(chats(str(tmp_path / "x"))), "another line says that it is not there"
+
+
+def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line() -> tuple[str, str]:
+        (found,) = implementation(str(tmp_path))
+        assert found.name == "model"
+        return found.level, found.text
+
+    path = tmp_path / "config.json"
+    path.write_bytes((Path(__file__).parents[2] / "vllm_lite" / "demo_model" / "config.json").read_bytes())
+    assert line() == ("OK", "LlamaForCausalLM: native")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}))
+    monkeypatch.setattr(model, "find_spec", lambda name: name == "transformers")
+    assert line() == ("OK", "StableLmForCausalLM: transformers, if its worker accepts it when it starts")
+    monkeypatch.setattr(model, "find_spec", lambda _: None)
+    assert line() == ("FAIL", "StableLmForCausalLM: transformers, which is not installed")
+    path.write_text("{}")
+    level, text = line()
+    assert (level, "architectures None" in text) == ("FAIL", True)
+    path.unlink()
+    tmp_path.rmdir()
+    assert line() == ("FAIL", f"{tmp_path}: no such folder; a checkpoint folder with a config.json is expected")

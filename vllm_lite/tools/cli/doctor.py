@@ -8,11 +8,13 @@ from pathlib import Path
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.doctor.bundle import redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line, as_json, examine, guarded
-from vllm_lite.tools.doctor.model import chats
+from vllm_lite.tools.doctor.model import chats, implementation
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a folder: also say which chat template and formats are in force")
+    parser.add_argument(
+        "model", nargs="?", help="a folder: also say what computes it, and which template and formats it has"
+    )
     parser.add_argument("--port", type=int, default=8000, help="where a server is to listen [8000]")
     parser.add_argument("--json", action="store_true", help="print one list of objects")
     parser.add_argument("--bundle", metavar="FILE", help="also write an archive (.tar.gz) for support, without secrets")
@@ -21,6 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     lines = examine(arguments.port)
     if arguments.model is not None:
+        lines += guarded("model", lambda: implementation(arguments.model))
         lines += guarded("model", lambda: chats(arguments.model))
     if arguments.json:
         print(redactor()(json.dumps(as_json(lines), indent=1, ensure_ascii=False)))

@@ -1,9 +1,30 @@
-"""What the files of one model say: its chat template, formats of tool calls and reasoning, sampling defaults."""
+"""What the files of one model say: whose code computes it, its chat template, formats of tool calls and reasoning,
+sampling defaults."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_lite.tools.doctor.checks import Line
+
+
+def implementation(folder: str) -> Iterator[Line]:
+    """Say which architecture the model in `folder` has and what would compute it with --model-impl auto."""
+    from vllm_lite.checkpoint.config_json import load_spec
+    from vllm_lite.errors import ModelError
+
+    try:
+        spec = load_spec(folder)
+    except ModelError as error:
+        yield Line("FAIL", "model", str(error), "correct the file, or give the folder of a checkpoint")
+        return
+    if spec.implementation == "native":
+        yield Line("OK", "model", f"{spec.architecture}: native")
+    elif find_spec("transformers") is not None:
+        yield Line("OK", "model", f"{spec.architecture}: transformers, if its worker accepts it when it starts")
+    else:
+        missing = f"{spec.architecture}: transformers, which is not installed"
+        yield Line("FAIL", "model", missing, "pip install 'vllm_lite[transformers]'")
 
 
 def chats(folder: str) -> Iterator[Line]:
@@ -14,8 +35,7 @@ def chats(folder: str) -> Iterator[Line]:
     from vllm_lite.errors import ModelError
     from vllm_lite.server.openai.formats import Formats, architectures_of
 
-    if not Path(folder).is_dir():
-        yield Line("FAIL", "model", f"{folder} is no folder", "give the folder of a checkpoint")
+    if not Path(folder).is_dir():  # `implementation` says so
         return
     try:
         tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
