@@ -70,12 +70,12 @@ ROWS = [
 ]
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
     """Random tokens; every second prompt begins like the others of its kind."""
     source = random.Random(5)
     stem = [source.randrange(3, VOCAB_SIZE) for _ in range(120)]
     made = []
-    for place, length in enumerate(LENGTHS):
+    for place, length in enumerate(lengths):
         tokens = [source.randrange(3, VOCAB_SIZE) for _ in range(length)]
         made.append((stem + tokens[120:])[:length] if place % 2 else tokens)
     return made
@@ -127,15 +127,17 @@ def check(path: Path, cases: Sequence[Case], row: Row, happened: Counter[str]) -
     return faults
 
 
-def check_variant(variant: Variant, rows: Sequence[Row], happened: Counter[str]) -> int:
-    """Run all rows; returns how many failed."""
+def check_variant(
+    variant: Variant, rows: Sequence[Row], happened: Counter[str], lengths: Sequence[int] = LENGTHS
+) -> int:
+    """Run all rows with prompts of these lengths, at most those of LENGTHS; returns how many failed."""
     started, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="vl-family-") as folder:
         path = variant.make(Path(folder) / "model")
         reference = Reference(path)
         cases = []
         spec = load_spec(path)
-        for prompt in (prompt for prompt in prompts() if comparable(spec, len(prompt))):
+        for prompt in (prompt for prompt in prompts(lengths) if comparable(spec, len(prompt))):
             case = reference.generate(prompt)
             cases.append(Case(prompt, case.tokens[:NUM_TOKENS], case.logits[:NUM_TOKENS]))
         if not cases:
