@@ -1,5 +1,5 @@
 """The checkpoints of all families."""
 
-from tests.families import classic, gemma_like, llama_like
+from tests.families import classic, gemma_like, llama_like, mixtures
 
-VARIANTS = [*llama_like.VARIANTS, *gemma_like.VARIANTS, *classic.VARIANTS]
+VARIANTS = [*llama_like.VARIANTS, *gemma_like.VARIANTS, *classic.VARIANTS, *mixtures.VARIANTS]

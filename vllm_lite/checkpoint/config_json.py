@@ -46,6 +46,7 @@ FAMILIES = {
     "Qwen2VLForConditionalGeneration": "qwen",
     "Qwen2_5_VLForConditionalGeneration": "qwen",
     "Qwen3ForCausalLM": "qwen",
+    "Qwen3MoeForCausalLM": "qwen_moe",
     "Qwen3VLForConditionalGeneration": "qwen",
     "SeedOssForCausalLM": "llama",
     "SmolLM3ForCausalLM": "smollm3",

@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.block_sparse import BlockSparse
+from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
 from vllm_lite.errors import ConfigError
@@ -93,6 +94,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """None = its heads are not rotated."""
     query_growth: QueryGrowth | None = None
     """How Q is made larger at late positions; None = it is not."""
+    experts: ExpertsSpec | None = None
+    """None = it has an MLP."""
 
 
 class NormSpec(msgspec.Struct, frozen=True):
@@ -172,6 +175,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """Those of every layer that has experts; families whose layers differ in them are refused."""
+        return next((own.experts for own in self.layers if own.experts is not None), None)
+
     def per_rank(self, shard: Shard) -> "ModelSpec":
         """The model with the heads that a rank holds: what its attention and its KV cache are made by. All other sizes
         remain those of the whole model. Raises ConfigError if so many ranks cannot share the heads."""
@@ -192,7 +200,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _fits(self, tp: int) -> bool:
-        fits = self.intermediate_size % tp == 0 and self.vocab_size >= tp
+        sizes = [self.intermediate_size]
+        if self.experts is not None:
+            sizes += self.experts.intermediate_size, self.experts.shared_intermediate_size
+        fits = self.vocab_size >= tp and all(size % tp == 0 for size in sizes)
         return fits and all(group.attention.fits(tp) for group in self.kv_groups)
 
     def block_elements(self, block_size: int) -> int:
@@ -214,7 +225,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         norm = self.hidden_size * (2 if self.norm.bias else 1)
         attention = sum(self._attention_parameters(layer.attention) for layer in self.layers)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = attention + self.num_layers * (mlp + self.norms_per_layer * norm)
+        mlps = sum(mlp if own.experts is None else own.experts.parameters(self.hidden_size) for own in self.layers)
+        layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
 
     def _attention_parameters(self, spec: AttentionSpec) -> int:

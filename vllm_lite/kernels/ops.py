@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.routing import Chosen, Routing, choose
 
 
 class Rotation(NamedTuple):
@@ -97,6 +98,15 @@ class Ops(Protocol):
         """logits *= factor, then, unless cap is 0, logits = cap * tanh(logits / cap); float32 [num_rows, size]."""
         ...
 
+    def route(self, logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
+        """Fill `chosen` with the experts of each token; logits: float32 [num_tokens, num_experts]. See RoutingSpec."""
+        ...
+
+    def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+        """residual += sigmoid(gates) * x, in float32 and rounded once; residual, x: [num_tokens, size], gates: float32
+        [num_tokens, 1]."""
+        ...
+
 
 class TorchOps:
     """Computes on any device, in any dtype."""
@@ -153,6 +163,12 @@ class TorchOps:
         logits.mul_(factor)
         if cap:
             logits.div_(cap).tanh_().mul_(cap)
+
+    def route(self, logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
+        choose(logits, routing, chosen)
+
+    def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+        residual.copy_(residual.float() + gates.sigmoid() * x.float())
 
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -8,6 +8,7 @@ import torch
 from vllm_lite.attention.backend import Heads
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.rope import RotaryEmbedding
 
@@ -23,6 +24,19 @@ class HeadRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What a layer of experts computes on its way."""
+
+    logits: torch.Tensor  # float32 [n, num_experts]
+    chosen: Chosen  # [n, experts_per_token]
+    mixed: torch.Tensor  # [n, hidden_size], this rank's part of the sum
+    gate_up: torch.Tensor  # [n, 2 * shared_intermediate_size], of the shared expert
+    activated: torch.Tensor  # [n, shared_intermediate_size]
+    shared: torch.Tensor  # [n, hidden_size], its output
+    gates: torch.Tensor  # float32 [n, 1]
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The buffers of a step with n tokens."""
 
@@ -33,6 +47,7 @@ class Rows:
     query_growth: torch.Tensor | None  # float32 [max_model_len], for all positions; None = no layer has it
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]; without a gate [n, 0]
     activated: torch.Tensor  # [n, intermediate_size]
+    experts: ExpertRows | None  # None = no layer has experts
 
 
 class Buffers:
@@ -55,6 +70,7 @@ class Buffers:
         self._ropes = list(ropes)
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
         self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
+        self._experts = _expert_rows(parts, max_num_tokens)
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
         self._last: tuple[int, Rows] | None = None
 
@@ -89,6 +105,7 @@ class Buffers:
             query_growth=self._query_growth,
             gate_up=self.gate_up[:n],
             activated=self.activated[:n],
+            experts=None if self._experts is None else _first_rows(self._experts, n),
         )
 
     def _head_rows(self, kind: LayerSpec, n: int, rotations: Sequence[Rotation]) -> HeadRows:
@@ -100,6 +117,43 @@ class Buffers:
         rotation = None if rope is None else rotations[self._ropes.index((rope, own.head_size))]
         views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
         return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))
+
+
+def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:
+    """Raises ValueError if layers differ in their experts."""
+    kinds = {kind.experts for kind in parts.kinds} - {None}
+    if len(kinds) > 1:
+        raise ValueError(f"layers differ in their experts: {kinds}")
+    spec = parts.spec.experts
+    if spec is None:
+        return None
+
+    def buffer(size: int, dtype: torch.dtype = parts.dtype) -> torch.Tensor:
+        return torch.zeros(n, size, dtype=dtype, device=parts.device)
+
+    shared = spec.shared_intermediate_size // parts.shard.world
+    top, hidden = spec.routing.experts_per_token, parts.spec.hidden_size
+    return ExpertRows(
+        logits=buffer(spec.routing.num_experts, torch.float32),
+        chosen=Chosen(buffer(top, torch.int32), buffer(top, torch.float32)),
+        mixed=buffer(hidden),
+        gate_up=buffer(2 * shared),
+        activated=buffer(shared),
+        shared=buffer(hidden if shared else 0),
+        gates=buffer(1, torch.float32),
+    )
+
+
+def _first_rows(rows: ExpertRows, n: int) -> ExpertRows:
+    return ExpertRows(
+        rows.logits[:n],
+        Chosen(rows.chosen.experts[:n], rows.chosen.weights[:n]),
+        rows.mixed[:n],
+        rows.gate_up[:n],
+        rows.activated[:n],
+        rows.shared[:n],
+        rows.gates[:n],
+    )
 
 
 def _growth(kinds: Sequence[LayerSpec], max_model_len: int, device: torch.device) -> torch.Tensor | None:

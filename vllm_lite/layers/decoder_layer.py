@@ -14,6 +14,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.attention_block import AttentionBlock
 from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.experts import SparseMLP
 from vllm_lite.layers.mlp import MLP, GatedMLP
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup
@@ -38,6 +39,8 @@ class DecoderLayer:
     names: ClassVar = LayerNames()
     attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
+    sparse_block: ClassVar[type[SparseMLP]] = SparseMLP
+    """What a layer with experts has instead."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.first = layer == 0
@@ -45,7 +48,8 @@ class DecoderLayer:
         self.input_norm = parts.norm()
         self.attention = self.attention_block(parts, layer)
         self.mlp_norm = parts.norm()
-        self.mlp = self.mlp_block(parts)
+        experts = parts.spec.layers[layer].experts
+        self.mlp = self.mlp_block(parts) if experts is None else self.sparse_block(parts, experts)
 
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """What is done for every token. rows.hidden is what the layer before gave back, to be added to rows.residual;

@@ -46,6 +46,7 @@ MODELS = {
     "Qwen2VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen2_5_VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Qwen3MoeForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen3VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
     "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",

@@ -1,0 +1,56 @@
+"""The experts of a layer in numbers: how many there are, how large, and how a token chooses among them. No torch."""
+
+from typing import Literal
+
+import msgspec
+
+Stored = Literal["separate", "fused"]
+"""How a checkpoint stores experts: each matrix of each by itself, or those of all in one tensor: gate_up_proj
+[experts, 2 * inner, hidden] with gate before up, and down_proj [experts, hidden, inner]."""
+
+
+class RoutingSpec(msgspec.Struct, frozen=True):
+    """How a token chooses its experts, and by what each one's output is multiplied.
+
+    Scores are those of all experts. Those chosen have the highest score plus bias, within the chosen groups; of equal
+    ones the first is taken. Their weights are the scores, without the bias.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Computed in float32, from logits that are kept in float32, too."""
+    renormalize: bool = False
+    """Whether the weights of a token are divided by their sum plus `epsilon`."""
+    epsilon: float = 0.0
+    scale: float = 1.0
+    """Weights are multiplied by it at last."""
+    choice_bias: bool = False
+    """Whether each expert has a learned number that is added to its score for the choice alone."""
+    num_groups: int = 1
+    """Experts are in so many groups of one size, one behind the other."""
+    groups_per_token: int = 1
+    """Experts are chosen from so many groups, those with the highest score of a group."""
+    group_score: Literal["max", "top two"] = "max"
+    """The highest score in a group, or the sum of the two highest; the bias counts."""
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True):
+    """What a layer has instead of an MLP. Each expert is a gated MLP with the model's activation and no biases."""
+
+    routing: RoutingSpec
+    intermediate_size: int
+    """How many elements lie between the matrices of one expert."""
+    shared_intermediate_size: int = 0
+    """The same of the gated MLP that every token passes as well, all shared experts as one; 0 = there is none."""
+    shared_gate: bool = False
+    """Whether what that gives is multiplied by a sigmoid of the token's own."""
+    stored: Stored = "separate"
+
+    def parameters(self, hidden_size: int, num_experts: int | None = None) -> int:
+        """Weights of the router, of `num_experts` experts (None: all), and of the shared ones."""
+        routing = self.routing
+        num_experts = routing.num_experts if num_experts is None else num_experts
+        inner = num_experts * self.intermediate_size + self.shared_intermediate_size
+        router = routing.num_experts * (hidden_size + routing.choice_bias)
+        return 3 * hidden_size * inner + router + self.shared_gate * hidden_size

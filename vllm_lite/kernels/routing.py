@@ -1,0 +1,47 @@
+"""How tokens choose their experts, in plain torch: the reference of all other implementations of `Ops.route`."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_lite.checkpoint.experts import RoutingSpec
+
+
+class Routing(NamedTuple):
+    """How the tokens of one layer choose."""
+
+    spec: RoutingSpec
+    bias: torch.Tensor | None
+    """float32 [num_experts], where `spec` has a choice_bias."""
+
+
+class Chosen(NamedTuple):
+    """The experts of each token, the best first, and by what their outputs are multiplied."""
+
+    experts: torch.Tensor  # int32 [num_tokens, experts_per_token]
+    weights: torch.Tensor  # float32 [num_tokens, experts_per_token]
+
+
+def choose(logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
+    """See Ops.route. Of equal scores the expert with the lower number wins, and so does the group."""
+    spec, bias = routing
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if spec.num_groups > 1:
+        by_group = ranked.unflatten(-1, (spec.num_groups, -1))
+        of_group = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, dim=-1).values.sum(-1)
+        left_out = torch.ones_like(of_group, dtype=torch.bool).scatter(
+            -1, _first(of_group, spec.groups_per_token), False
+        )
+        ranked = by_group.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
+    experts = _first(ranked, spec.experts_per_token)
+    weights = scores.gather(-1, experts)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
+    chosen.experts.copy_(experts)
+    chosen.weights.copy_(weights * spec.scale)
+
+
+def _first(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the `count` highest of each row; of equal ones the first. torch.topk may take any of them."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

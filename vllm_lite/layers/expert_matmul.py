@@ -1,0 +1,62 @@
+"""The matrix products of a layer's experts: the seam for fused operations. The loop over experts is the reference."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.routing import Chosen
+from vllm_lite.layers.matmul import Matmul
+
+
+class ExpertSizes(NamedTuple):
+    """What the experts of a rank have in common."""
+
+    held: Split
+    """Which of the layer's experts the rank has."""
+    inner: int
+    """Elements between an expert's matrices."""
+    activation: Activation
+
+
+class ExpertMatmul(Protocol):
+    """The experts that a rank holds."""
+
+    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
+        """out = sum over a token's experts of weight * expert(x), in float32 in the order of `chosen`, rounded once.
+
+        x, out: [num_tokens, hidden_size], which do not overlap. Experts of other ranks add nothing.
+        """
+        ...
+
+
+class LoopedExperts:
+    """One expert after another, on any device and for any form of weights."""
+
+    def __init__(self, gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> None:
+        self.gate_up, self.down, self.sizes = gate_up, down, sizes
+
+    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
+        ops = ops_for(x.device)
+        parts = torch.zeros(*chosen.experts.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            tokens, places = (chosen.experts == self.sizes.held.start + index).nonzero(as_tuple=True)
+            if len(tokens) == 0:
+                continue
+            inputs = x[tokens]
+            both = x.new_empty(len(tokens), 2 * self.sizes.inner)
+            gate_up.forward(inputs, both)
+            activated = x.new_empty(len(tokens), self.sizes.inner)
+            ops.activate_and_mul(self.sizes.activation, both, activated)
+            wide = torch.empty(len(tokens), x.shape[1], dtype=torch.float32, device=x.device)
+            down.forward(activated, wide)
+            parts[tokens, places] = wide * chosen.weights[tokens, places, None]
+        out.copy_(parts.sum(1))
+
+
+def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
+    """The best for these weights; one of each for every expert that the rank holds."""
+    return LoopedExperts(gate_up, down, sizes)

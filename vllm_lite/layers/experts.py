@@ -1,0 +1,159 @@
+"""A layer's experts: a router, which says where each token goes, the experts, and an MLP that all tokens share.
+
+The outputs of a token's experts, of the shared MLP and of the other ranks are one sum. Ranks share each expert as they
+share an MLP, by columns and rows, or, where `Parts.expert_parallel` says so, each has some of the experts.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.routing import Routing
+from vllm_lite.layers.buffers import ExpertRows, Rows
+from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_expert_matmul
+from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.mlp import GatedNames
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_form import DENSE, LinearShape
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+
+
+class SparseNames(NamedTuple):
+    """What a checkpoint calls the parts of a layer's experts."""
+
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    expert: str = "experts.{}."
+    matrices: GatedNames = GatedNames()
+    """Those of an expert."""
+    shared: str = "shared_experts."
+    shared_matrices: GatedNames = GatedNames()
+    shared_gate: str = "shared_expert_gate"
+
+
+class Router:
+    """Says for each token which experts it goes to. Every rank computes all of it; it is never quantized."""
+
+    def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
+        routing = spec.routing
+        self.ops, self.device, self.names = ops_for(parts.device), parts.device, names
+        shape = LinearShape(
+            Split.whole(parts.spec.hidden_size), (Split.whole(routing.num_experts),), parts.dtype, parts.device
+        )
+        self.linear = Linear(shape, bias=False, form=DENSE)
+        self.routing = Routing(routing, None)
+
+    def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
+        """x: [num_tokens, hidden_size] -> rows.chosen."""
+        self.linear.forward(x, out=rows.logits)
+        self.ops.route(rows.logits, self.routing, rows.chosen)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of it under `prefix`, like "model.layers.0.mlp."."""
+        yield self.linear.group(f"{prefix}{self.names.router}")
+        if self.routing.spec.choice_bias:
+            slot = whole_slot(f"{prefix}{self.names.choice_bias}", self.routing.spec.num_experts)
+            yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_bias)
+
+    def load_bias(self, bias: torch.Tensor) -> None:
+        """Keep what is added to the scores for the choice: float32 [num_experts]."""
+        self.routing = self.routing._replace(bias=bias)
+
+
+class Experts:
+    """The experts that this rank holds, each a gated MLP."""
+
+    def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
+        num_experts, hidden = spec.routing.num_experts, Split.whole(parts.spec.hidden_size)
+        inner = Split.even(spec.intermediate_size, parts.shard)
+        self.held = Split.whole(num_experts)
+        if parts.expert_parallel:
+            inner, self.held = Split.whole(spec.intermediate_size), Split.near_even(num_experts, parts.shard)
+        self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation)
+        self.gate_up = [parts.linear(hidden, inner, inner, bias=False) for _ in range(self.held.size)]
+        self.down = [parts.linear(inner, hidden, bias=False) for _ in range(self.held.size)]
+
+    @cached_property
+    def matmul(self) -> ExpertMatmul:
+        """All of them at once; there once they are loaded."""
+        gate_up, down = ([each.matmul for each in linears] for linears in (self.gate_up, self.down))
+        return make_expert_matmul(gate_up, down, self.sizes)
+
+    def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
+        """Write the weighted sum of each token's experts to rows.mixed: this rank's part of it."""
+        self.matmul.forward(x, rows.chosen, rows.mixed)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of them under `prefix`, one after another."""
+        names = self.names.matrices
+        for expert, gate_up, down in zip(range(self.held.start, self.held.end), self.gate_up, self.down, strict=True):
+            own = prefix + self.names.expert.format(expert)
+            yield gate_up.group(f"{own}{names.gate}", f"{own}{names.up}")
+            yield down.group(f"{own}{names.down}")
+
+
+class SharedExpert:
+    """A gated MLP for all tokens, of which ranks add up parts with those of the experts."""
+
+    def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
+        hidden, inner = Split.whole(parts.spec.hidden_size), Split.even(spec.shared_intermediate_size, parts.shard)
+        self.ops, self.activation, self.names = ops_for(parts.device), parts.spec.activation, names
+        self.gate_up = parts.linear(hidden, inner, inner, bias=False)
+        self.down = parts.linear(inner, hidden, bias=False)
+        shape = LinearShape(hidden, (Split.whole(1),), parts.dtype, parts.device)
+        self.gate = Linear(shape, bias=False, form=DENSE) if spec.shared_gate else None
+
+    def add(self, x: torch.Tensor, rows: ExpertRows) -> None:
+        """Add this rank's part of its output for x: [num_tokens, hidden_size] to rows.mixed."""
+        self.gate_up.forward(x, out=rows.gate_up)
+        self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
+        self.down.forward(rows.activated, out=rows.shared)
+        if self.gate is None:
+            self.ops.add(rows.mixed, rows.shared)
+        else:
+            self.gate.forward(x, out=rows.gates)
+            self.ops.add_gated(rows.mixed, rows.shared, rows.gates)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of it under `prefix`."""
+        names, own = self.names.shared_matrices, f"{prefix}{self.names.shared}"
+        yield self.gate_up.group(f"{own}{names.gate}", f"{own}{names.up}")
+        yield self.down.group(f"{own}{names.down}")
+        if self.gate is not None:
+            yield self.gate.group(f"{prefix}{self.names.shared_gate}")
+
+
+class SparseMLP:
+    """What stands where a dense layer has its MLP. A family whose checkpoints call the parts otherwise sets `names`."""
+
+    names: ClassVar = SparseNames()
+
+    def __init__(self, parts: Parts, spec: ExpertsSpec) -> None:
+        self.communicator = parts.communicator
+        self.router = Router(parts, spec, self.names)
+        self.experts = Experts(parts, spec, self.names)
+        self.shared = SharedExpert(parts, spec, self.names) if spec.shared_intermediate_size else None
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+        """Write the output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
+        own = rows.experts
+        if own is None:
+            raise ValueError("the buffers were made for a model without experts")
+        self.router.forward(x, own)
+        self.experts.forward(x, own)
+        if self.shared is not None:
+            self.shared.add(x, own)
+        rows.hidden.copy_(own.mixed)
+        self.communicator.all_reduce(rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of it under `prefix`, like "model.layers.0.mlp."."""
+        yield from self.router.weight_groups(prefix)
+        yield from self.experts.weight_groups(prefix)
+        if self.shared is not None:
+            yield from self.shared.weight_groups(prefix)
