@@ -79,7 +79,7 @@ def _broadcast(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tu
 
 def _columns(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of one column and more for each rank; rank 0 has one that the others have not."""
-    rank, world = ranks.shard
+    rank, world = ranks.shard.rank, ranks.shard.world
     widths = (2,) + (1,) * (world - 1)
     num_rows = min(call.size, 300)
     expected = torch.stack([parts[0], *parts])[:, :num_rows].t().float()

@@ -86,7 +86,7 @@ class ThreadCommunicator:
 class ThreadGroup:
     """Makes the communicators of `world` ranks, and runs one function on all of them at once."""
 
-    def __init__(self, world: int, *, shares_memory: bool = True) -> None:
+    def __init__(self, world: int, *, shares_memory: bool = True, expert_parallel: bool = False) -> None:
         self.shares_memory = shares_memory
         self.limit_s = scaled(30)
         self.lost: int | None = None
@@ -95,7 +95,7 @@ class ThreadGroup:
         self._slots: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * world
         self._memory: dict[torch.dtype, torch.Tensor] = {}
         self.communicators = [
-            ThreadCommunicator(Shard(rank, world), self, torch.device("cpu")) for rank in range(world)
+            ThreadCommunicator(Shard(rank, world, expert_parallel), self, torch.device("cpu")) for rank in range(world)
         ]
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
@@ -139,6 +139,6 @@ class ThreadGroup:
             raise RankLostError(f"rank {self.lost} has ended the group, or one did not come") from None
 
 
-def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], *, shares_memory: bool = True) -> list[Any]:
+def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], **options: bool) -> list[Any]:
     """What `work` gives on each rank of a new group."""
-    return ThreadGroup(world, shares_memory=shares_memory).run(work)
+    return ThreadGroup(world, **options).run(work)

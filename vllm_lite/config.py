@@ -240,6 +240,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "shared-memory", "nccl", "gloo"],
         about("how workers add up and exchange what they compute (auto: shared-memory on a CPU, nccl on GPUs)"),
     ] = "auto"
+    enable_expert_parallel: Annotated[
+        bool, about("workers share out the experts of a layer, instead of a part of each; for models that have some")
+    ] = False
     cpu_bind: Annotated[
         str,
         about("cores of CPU workers: auto (each of several has its own), none, or a list for each, like 0-15|16-31"),

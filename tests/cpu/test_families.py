@@ -66,8 +66,12 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> Non
         assert difference(oracle, torch.cat(sequence.logits)) < MAX_DIFFERENCE
 
 
-def test_two_ranks_share_it(oracle: Oracle) -> None:
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
+def test_two_ranks_share_it(oracle: Oracle, *, expert_parallel: bool) -> None:
+    if expert_parallel and oracle.spec.experts is None:
+        pytest.skip("it has no experts")
+    options = {"expert_parallel": expert_parallel}
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64), **options):
         assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
 
 
@@ -78,15 +82,18 @@ def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
     assert planned == 4 * oracle.spec.num_parameters()
 
 
-def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path) -> None:
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
+def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path, *, expert_parallel: bool) -> None:
+    if expert_parallel and oracle.spec.experts is None:
+        pytest.skip("it has no experts")
     shapes = {canonical(name): tensor.shape for name, tensor in read_headers(checkpoint).items()}
-    for communicator in ThreadGroup(2).communicators:
-        held = Counter[str]()
+    for communicator in ThreadGroup(2, expert_parallel=expert_parallel).communicators:
+        held = Counter(dict.fromkeys(shapes, 0))
         for group in build(oracle.spec, "float32", "cpu", Sizes(8, 8), None, communicator).weight_groups():
             for slot in group.slots:  # of which several may take parts of one tensor
                 held[slot.name] += slot.num_elements
         planned = {name: prod(rank_shape(name, shapes[name], oracle.spec, communicator.shard)) for name in held}
-        assert planned == held
+        assert planned == held, communicator.shard
 
 
 def test_int8_is_transformers_with_rounded_weights(oracle: Oracle, checkpoint: Path, float_products: None) -> None:

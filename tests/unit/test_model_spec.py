@@ -308,8 +308,8 @@ def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
 def test_what_ranks_cannot_share_is_refused_with_what_they_can(tmp_path, changes, tp, says):
     spec = load(tmp_path, config() | {"head_dim": 128} | changes)
     with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {tp} does not fit this model, whose .*{says}$"):
-        spec.check_tensor_parallel(tp)
-    spec.check_tensor_parallel(1)
+        spec.check_tensor_parallel(Shard(0, tp))
+    spec.check_tensor_parallel(Shard())
 
 
 def test_resolve_dtype(tmp_path):

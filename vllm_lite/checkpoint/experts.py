@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from vllm_lite.checkpoint.shard import Shard, Split
+
 Stored = Literal["separate", "fused"]
 """How a checkpoint stores experts: each matrix of each by itself, or those of all in one tensor: gate_up_proj
 [experts, 2 * inner, hidden] with gate before up, and down_proj [experts, hidden, inner]."""
@@ -46,6 +48,22 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     shared_gate: bool = False
     """Whether what that gives is multiplied by a sigmoid of the token's own."""
     stored: Stored = "separate"
+
+    def held(self, shard: Shard) -> Split:
+        """Which experts a rank has something of."""
+        num_experts = self.routing.num_experts
+        return Split.near_even(num_experts, shard) if shard.expert_parallel else Split.whole(num_experts)
+
+    def inner(self, shard: Shard) -> Split:
+        """What a rank has of the elements between the matrices of each of those."""
+        size = self.intermediate_size
+        return Split.whole(size) if shard.expert_parallel else Split.even(size, shard)
+
+    def fits(self, shard: Shard) -> bool:
+        """Whether so many ranks can share them, with something for each."""
+        num_experts, inner = self.routing.num_experts, self.intermediate_size
+        shared = num_experts >= shard.world if shard.expert_parallel else inner % shard.world == 0
+        return shared and self.shared_intermediate_size % shard.world == 0
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> int:
         """Weights of the router, of `num_experts` experts (None: all), and of the shared ones."""

@@ -187,23 +187,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         groups = tuple(LayerGroup(group.layers, group.attention.per_rank(shard)) for group in self.kv_groups)
         return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
 
-    def check_tensor_parallel(self, tp: int) -> None:
-        """Raises ConfigError, with the numbers that would do, unless `tp` ranks can share all that is split."""
-        if self._fits(tp):
+    def check_tensor_parallel(self, shard: Shard) -> None:
+        """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
+        if self._fits(shard):
             return
+
+        def listed(*, expert_parallel: bool) -> str:
+            numbers = range(1, max(kinds)[0] + 1)
+            return _listed(world for world in numbers if self._fits(Shard(0, world, expert_parallel)))
+
         kinds = dict.fromkeys((own.attention.num_heads, own.attention.num_kv_heads) for own in self.layers)
         heads = " and ".join(f"{num_heads} heads with {num_kv_heads} KV heads" for num_heads, num_kv_heads in kinds)
+        fit = listed(expert_parallel=shard.expert_parallel)
+        if self.experts is not None:
+            sizes = self.experts.intermediate_size, self.experts.shared_intermediate_size
+            heads += f", {self.experts.routing.num_experts} experts of {sizes[0]}"
+            heads += f" beside a shared one of {sizes[1]}" if sizes[1] else ""
+            other = listed(expert_parallel=not shard.expert_parallel)
+            given = "without" if shard.expert_parallel else "with"
+            fit += f"; {given} enable_expert_parallel {other}" if other != fit else ""
         raise ConfigError(
-            f"tensor_parallel_size {tp} does not fit this model, whose {heads}, intermediate_size "
-            f"{self.intermediate_size} and vocabulary of {self.vocab_size} fit "
-            f"{_listed(filter(self._fits, range(1, max(kinds)[0] + 1)))}"
+            f"tensor_parallel_size {shard.world} does not fit this model, whose {heads}, intermediate_size "
+            f"{self.intermediate_size} and vocabulary of {self.vocab_size} fit {fit}"
         )
 
-    def _fits(self, tp: int) -> bool:
-        sizes = [self.intermediate_size]
-        if self.experts is not None:
-            sizes += self.experts.intermediate_size, self.experts.shared_intermediate_size
-        fits = self.vocab_size >= tp and all(size % tp == 0 for size in sizes)
+    def _fits(self, shard: Shard) -> bool:
+        tp, experts = shard.world, self.experts
+        fits = self.vocab_size >= tp and self.intermediate_size % tp == 0
+        fits = fits and (experts is None or experts.fits(shard))
         return fits and all(group.attention.fits(tp) for group in self.kv_groups)
 
     def block_elements(self, block_size: int) -> int:

@@ -5,7 +5,8 @@ Tests hold the two against each other, for every family. A tensor whose name is 
 a plan is never too small for it.
 """
 
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value")
@@ -32,6 +33,10 @@ _BY_ROWS = (
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
+_EXPERT_UP, _EXPERT_DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
+"""An expert's own matrices."""
+_FUSED_UP, _FUSED_DOWN = ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")
+"""Those of all experts in one tensor, the first axis of which counts the experts."""
 
 
 def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
@@ -41,6 +46,8 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
     Raises ConfigError if so many ranks cannot share the model's heads.
     """
     *path, layer, kind = ("", *name.split("."))
+    if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
+        return _of_experts(name.split("."), shape, own, shard)
     if kind == "weight" and layer in _TRANSPOSED.get(spec.architecture, ()):
         shape = shape[::-1]
     if layer in _BY_ROWS or (layer in _QK_NORMS and spec.qk_norm == "all heads"):
@@ -52,13 +59,44 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
     return shape
 
 
+def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a matrix of one expert or those of all of them; the shared one is none of these."""
+    return ".layers." in name and (len(shape) == 3 or ".experts." in name)
+
+
+def is_of_router(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor says which experts a token goes to, or how much it takes of the shared one; none of them is ever
+    quantized."""
+    *_, parent, layer, _ = ("", "", *name.split("."))
+    return spec.experts is not None and (layer in ("gate", "shared_expert_gate", "router") or parent == "router")
+
+
+def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard: Shard) -> tuple[int, ...]:
+    held, inner = own.held(shard), own.inner(shard).size
+    if len(shape) == 3:
+        _, rows, columns = shape
+        if path[-1] in _FUSED_UP or path[-2] in _FUSED_UP:
+            return held.size, rows * inner // own.intermediate_size, columns
+        return held.size, rows, columns * inner // own.intermediate_size
+    index, layer = int(path[-3]), path[-2]
+    if not held.start <= index < held.end:
+        return 0, *shape[1:]
+    if layer in _EXPERT_UP:
+        return inner, *shape[1:]
+    return (shape[0], inner) if layer in _EXPERT_DOWN else shape
+
+
+def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:
+    return spec.layers[next(int(part) for part in path if part.isdecimal())]
+
+
 def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard) -> int:
     """How much of an axis of `size` is this rank's."""
     if layer in ("embed_tokens", "lm_head"):
         return Split.vocabulary(size, shard).size
     if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN):
         return Split.even(size, shard).size
-    heads = spec.layers[next(int(part) for part in path if part.isdecimal())].attention.heads(shard)
+    heads = _layer_of(path, spec).attention.heads(shard)
     if layer in _FUSED:
         return size // (heads.query.total + 2 * heads.kv.total) * (heads.query.size + 2 * heads.kv.size)
     share = heads.kv if layer in ("k_proj", "v_proj", "k_norm") else heads.query

@@ -3,16 +3,25 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_lite.config import EngineConfig
+
 
 class Shard(NamedTuple):
     """This rank among the ranks that hold the model together."""
 
     rank: int = 0
     world: int = 1
+    expert_parallel: bool = False
+    """Whether each rank holds some of a layer's experts whole, instead of a part of each."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, rank: int = 0) -> "Shard":
+        """The part of worker `rank`."""
+        return cls(rank, config.tensor_parallel_size, config.enable_expert_parallel)
 
     @property
     def all_ranks(self) -> tuple["Shard", ...]:
-        return tuple(Shard(rank, self.world) for rank in range(self.world))
+        return tuple(self._replace(rank=rank) for rank in range(self.world))
 
 
 SINGLE = Shard()

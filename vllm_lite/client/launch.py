@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.connection import RUN_DIR
@@ -47,6 +48,8 @@ that is too long for it is refused at the start, and not when workers are replac
 SPAWNS_ENGINE = "checks the model, starts the engine"
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
+
+logger = log.get(__name__)
 
 
 class Launched:
@@ -211,7 +214,10 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
             f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
             "transformers: its operations may depend on what else is in a step"
         )
-    spec.check_tensor_parallel(config.tensor_parallel_size)
+    spec.check_tensor_parallel(Shard.of(config))
+    if config.enable_expert_parallel and (spec.experts is None or config.tensor_parallel_size == 1):
+        why = "the model has no experts" if spec.experts is None else "tensor_parallel_size is 1"
+        logger.warning("enable_expert_parallel changes nothing: %s", why)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),

@@ -1,7 +1,7 @@
 """A layer's experts: a router, which says where each token goes, the experts, and an MLP that all tokens share.
 
 The outputs of a token's experts, of the shared MLP and of the other ranks are one sum. Ranks share each expert as they
-share an MLP, by columns and rows, or, where `Parts.expert_parallel` says so, each has some of the experts.
+share an MLP, by columns and rows, or, where `Shard.expert_parallel` says so, each has some of the experts.
 """
 
 from collections.abc import Iterator
@@ -69,14 +69,14 @@ class Experts:
     """The experts that this rank holds, each a gated MLP."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
-        num_experts, hidden = spec.routing.num_experts, Split.whole(parts.spec.hidden_size)
-        inner = Split.even(spec.intermediate_size, parts.shard)
-        self.held = Split.whole(num_experts)
-        if parts.expert_parallel:
-            inner, self.held = Split.whole(spec.intermediate_size), Split.near_even(num_experts, parts.shard)
+        hidden, inner = Split.whole(parts.spec.hidden_size), spec.inner(parts.shard)
+        self.held = spec.held(parts.shard)
         self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation)
         self.gate_up = [parts.linear(hidden, inner, inner, bias=False) for _ in range(self.held.size)]
         self.down = [parts.linear(inner, hidden, bias=False) for _ in range(self.held.size)]
+        none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
+        self.elsewhere = parts.linear(hidden, none, none, bias=False), parts.linear(inner, nothing, bias=False)
+        """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
 
     @cached_property
     def matmul(self) -> ExpertMatmul:
@@ -90,9 +90,12 @@ class Experts:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of them under `prefix`, one after another."""
-        names = self.names.matrices
-        for expert, gate_up, down in zip(range(self.held.start, self.held.end), self.gate_up, self.down, strict=True):
+        names, held = self.names.matrices, range(self.held.start, self.held.end)
+        for expert in range(self.held.total):
             own = prefix + self.names.expert.format(expert)
+            here = expert in held
+            gate_up = self.gate_up[expert - held.start] if here else self.elsewhere[0]
+            down = self.down[expert - held.start] if here else self.elsewhere[1]
             yield gate_up.group(f"{own}{names.gate}", f"{own}{names.up}")
             yield down.group(f"{own}{names.down}")
 

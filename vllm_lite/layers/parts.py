@@ -25,8 +25,6 @@ class Parts:
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
     """What the LM head becomes, whose checkpoint tensor is dense whatever `form` is."""
-    expert_parallel: bool = False
-    """Whether ranks share experts out among them, instead of each one's columns and rows."""
 
     @property
     def shard(self) -> Shard:

@@ -74,7 +74,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
             for name, place in ((canonical(name), place) for name, place in places.items())
             if not is_ignored(name, tied=tied)
         }
-        shard = Shard(rank, config.tensor_parallel_size)
+        shard = Shard.of(config, rank)
         packed_as = config.quantization or config.dtype
         wanted = (Wanted(slots, config.dtype, packed_as) for slots in _weights(stored, spec, shard))
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head

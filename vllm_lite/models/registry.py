@@ -114,7 +114,7 @@ def build(
     if native and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
     communicator = communicator or SingleRank(torch.device(device))
-    spec.check_tensor_parallel(communicator.shard.world)
+    spec.check_tensor_parallel(communicator.shard)
     if not native:
         load_library()  # says so where it is missing
     model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)

@@ -63,6 +63,7 @@ def load_weights(
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
+        groups = [group for group in groups if any(slot.num_elements for slot in group.slots)]  # else another rank's
         packed = {part.packing_key for group in groups for part in group.stacks if part.packed_as is not None}
         if ahead is not None and not ahead.serves(packed):
             ahead = None

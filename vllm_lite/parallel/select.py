@@ -29,7 +29,7 @@ def connect(
     """Connect this rank to the others; returns when all have come. `shared_bytes`: the most that `shared_rows` is asked
     for at once. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends.
     """
-    backend, shard = backend_of(config), Shard(rank, config.tensor_parallel_size)
+    backend, shard = backend_of(config), Shard.of(config, rank)
     if backend == "none":
         return SingleRank(device)
     if group is None:

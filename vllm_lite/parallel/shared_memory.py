@@ -27,7 +27,9 @@ class SharedMemoryCommunicator:
         """
         self.shard = shard
         self._timeout_s = timeout_s
-        self._group = RankGroup(memory, *shard, timeout_s, waits or Waits.among(shard.world, num_cpus()))
+        self._group = RankGroup(
+            memory, shard.rank, shard.world, timeout_s, waits or Waits.among(shard.world, num_cpus())
+        )
         self._check(self._group.join(shared_bytes))
 
     def all_reduce(self, x: torch.Tensor) -> None:

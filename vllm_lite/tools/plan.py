@@ -167,8 +167,8 @@ class _Sizes:
     """The parts that do not depend on what is left for the KV cache."""
 
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
-        spec, tp = checkpoint.spec, config.tensor_parallel_size
-        spec.check_tensor_parallel(tp)
+        spec, tp, first = checkpoint.spec, config.tensor_parallel_size, Shard.of(config)
+        spec.check_tensor_parallel(first)
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
@@ -189,8 +189,7 @@ class _Sizes:
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
         self.block_bytes = self.rank_block_bytes * num_ranks
         self.rank_weights = [
-            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard)
-            for shard in Shard(0, tp).all_ranks
+            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard) for shard in first.all_ranks
         ]
         self.weights = sum(self.rank_weights[:num_ranks])
         self.activations = num_ranks * self._buffers(DTYPE_BYTES[dtype]) + self._logits()
