@@ -79,6 +79,13 @@ def write_checkpoint(
     return path
 
 
+def transformers_model(path: str | Path, architecture: str, dtype: str = "float32") -> Any:
+    """The checkpoint as transformers computes it, one expert after another: its grouped products refuse odd sizes."""
+    import transformers
+
+    return getattr(transformers, architecture).from_pretrained(path, dtype=dtype, experts_implementation="eager")
+
+
 def _shake_vectors(model: Any) -> None:
     """Random norm weights and biases: transformers leaves them 1 and 0, which would hide that one is not loaded."""
     import torch

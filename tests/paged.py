@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.attention_steps import changed, step_batch
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import VOCAB_SIZE, transformers_model
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
@@ -24,14 +24,12 @@ class Oracle:
 
     def __init__(self, path: Path, dtype: str = "float32", max_model_len: int = 256, model_impl: str = "auto") -> None:
         """`max_model_len`: how long a sequence may become, by which some kinds of rope turn."""
-        import transformers
-
         self.path = path
         self.max_model_len = max_model_len
         self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
         spec = load_spec(path, model_impl)
         self.spec = examine(spec, getattr(torch, dtype), max_model_len)
-        reference = getattr(transformers, spec.architecture).from_pretrained(path, dtype=dtype)
+        reference = transformers_model(path, spec.architecture, dtype)
         with torch.inference_mode():
             self.logits = reference(self.tokens[None]).logits[0].float()  # [num_tokens, vocab_size]
         self.dtype = dtype

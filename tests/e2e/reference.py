@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, transformers_model
 from tests.deadlines import scaled
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
@@ -59,10 +59,8 @@ class Reference:
     """A checkpoint in transformers. Prompts run one by one, so that no padding has a part in it."""
 
     def __init__(self, path: Path, dtype: str = "float32") -> None:
-        import transformers
-
         self.path = path
-        self.model = getattr(transformers, load_spec(path).architecture).from_pretrained(path, dtype=dtype).eval()
+        self.model = transformers_model(path, load_spec(path).architecture, dtype).eval()
 
     def generate(self, prompt: list[int], **options: Any) -> Case:
         """The greedy continuation; no token ends it unless `options` say so."""

@@ -2,7 +2,7 @@
 
 Models are also stored without the prefix that their class adds (GPT-2's "transformer."), and within a multimodal model
 under a prefix of the wrapper's. `canonical` takes these away, for the loader and for the planner. Tables of tokens and
-positions are called alike in all families, as they are treated alike.
+positions are called alike in all families, as they are treated alike, and so are the parts of a layer's experts.
 """
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -24,6 +24,25 @@ PREFIXES = (
     ("transformer.", ""),
 )
 """What a name begins with in the checkpoint -> here; the first that fits is taken."""
+EXPERT_PARTS = (
+    (".block_sparse_moe.router.layer.", ".mlp.gate."),
+    (".block_sparse_moe.router.", ".mlp.gate."),
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.", ".mlp."),
+    (".shared_mlp.input_linear.", ".mlp.shared_experts.gate_up_proj."),
+    (".shared_mlp.output_linear.", ".mlp.shared_experts.down_proj."),
+    (".mlp.shared_expert.", ".mlp.shared_experts."),
+    (".mlp.moe_statics.", ".mlp.gate."),
+    (".mlp.gate.moe_statics.", ".mlp.gate."),
+)
+"""What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
+EXPERT_MATRICES = {
+    ".w1.weight": ".gate_proj.weight",
+    ".w2.weight": ".down_proj.weight",
+    ".w3.weight": ".up_proj.weight",
+}
+"""How the names of one expert's matrices end -> here."""
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
 OTHER_PARTS = (
     "visual.",
@@ -42,7 +61,14 @@ def canonical(name: str) -> str:
     """The name that models ask for."""
     for stored, here in PREFIXES:
         if name.startswith(stored):
-            return here + name[len(stored) :]
+            name = here + name[len(stored) :]
+            break
+    for stored, here in EXPERT_PARTS:
+        if stored in name:
+            name = name.replace(stored, here, 1)
+            break
+    if ".mlp.experts." in name and (ending := name[-len(".w1.weight") :]) in EXPERT_MATRICES:
+        return name.removesuffix(ending) + EXPERT_MATRICES[ending]
     return name
 
 

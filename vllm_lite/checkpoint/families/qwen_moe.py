@@ -1,37 +1,65 @@
-"""Qwen3-MoE: Qwen3 whose layers have experts, all or every so many of them."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 whose layers have experts, all or every so many of them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
-from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
 from vllm_lite.checkpoint.families.llama import llama_layers, llama_like
+from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.families.qwen import QwenConfig, qwen_windows
-from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Size
 
 
-class Qwen3MoeConfig(QwenConfig, kw_only=True):
-    num_experts: Size
-    num_experts_per_tok: Size
+class QwenMoeConfig(QwenConfig, kw_only=True):
+    num_experts: NumExperts
+    num_experts_per_tok: NumExperts
     moe_intermediate_size: Size
     norm_topk_prob: bool = False
     decoder_sparse_step: Size = 1
-    mlp_only_layers: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    mlp_only_layers: tuple[Index, ...] | None = None
 
 
-def _qwen3(architecture: str, raw: Qwen3MoeConfig) -> ModelSpec:
-    routing = RoutingSpec(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
-    experts = ExpertsSpec(routing, raw.moe_intermediate_size)
-
-    def made(index: int, layer: LayerSpec) -> LayerSpec:
-        sparse = index not in raw.mlp_only_layers and (index + 1) % raw.decoder_sparse_step == 0
-        return msgspec.structs.replace(layer, experts=experts) if sparse else layer
-
-    layers = tuple(made(*each) for each in enumerate(llama_layers(raw, qwen_windows(raw))))
-    return llama_like(architecture, raw, layers, qk_norm="head")
+class Qwen2MoeConfig(QwenMoeConfig, kw_only=True):
+    shared_expert_intermediate_size: Size
+    qkv_bias: bool = True
+    sliding_window: Annotated[int, Meta(ge=0, le=2**31 - 1)] | msgspec.UnsetType | None = msgspec.UNSET
+    """0, too, is none."""
 
 
-FAMILIES = {"Qwen3MoeForCausalLM": Family(Qwen3MoeConfig, _qwen3, {"num_local_experts": "num_experts"})}
+def _decoder(
+    architecture: str, raw: QwenMoeConfig, windows: list[int | None], shared: dict[str, Any], **own: Any
+) -> ModelSpec:
+    """`shared`: what ExpertsSpec says of the shared expert."""
+    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
+    experts = ExpertsSpec(routing, raw.moe_intermediate_size, **shared)
+    dense = frozenset(raw.mlp_only_layers or ())
+
+    def sparse(index: int) -> bool:
+        return index not in dense and (index + 1) % raw.decoder_sparse_step == 0
+
+    return llama_like(architecture, raw, with_experts(llama_layers(raw, windows), experts, sparse), **own)
+
+
+def _qwen2(architecture: str, raw: Qwen2MoeConfig) -> ModelSpec:
+    """Windows, where there are some, are on every second of the first layers, unlike those of Qwen2."""
+    window = raw.sliding_window if raw.use_sliding_window and raw.sliding_window else None
+    first = 0 if window is None else raw.max_window_layers
+    types = layer_types_of(raw, lambda layer: SLIDING if layer < first and layer % 2 == 0 else FULL)
+    shared = {"shared_intermediate_size": raw.shared_expert_intermediate_size, "shared_gate": True}
+    return _decoder(
+        architecture, raw, windows_of(types, window), shared, qkv_bias=raw.qkv_bias, output_bias=False, mlp_bias=False
+    )
+
+
+def _qwen3(architecture: str, raw: QwenMoeConfig) -> ModelSpec:
+    return _decoder(architecture, raw, qwen_windows(raw), {}, qk_norm="head")
+
+
+FAMILIES = {
+    "Qwen2MoeForCausalLM": Family(Qwen2MoeConfig, _qwen2),
+    "Qwen3MoeForCausalLM": Family(QwenMoeConfig, _qwen3, {"num_local_experts": "num_experts"}),
+}

@@ -1,0 +1,47 @@
+"""What the config.json of families with experts have in common: how tokens choose, and which layers have experts."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
+from vllm_lite.checkpoint.model_spec import LayerSpec
+from vllm_lite.errors import ModelError
+
+NumExperts = Annotated[int, Meta(ge=1, le=16384)]
+"""Of a layer. Every expert is an object of its own in each layer."""
+Index = Annotated[int, Meta(ge=0)]
+
+
+def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
+    """How tokens choose. `own`: what else the family sets of a RoutingSpec. Raises ModelError where the numbers do not
+    go together."""
+    routing = RoutingSpec(num_experts, experts_per_token, **own)
+    if experts_per_token > num_experts:
+        raise ModelError(f"a token cannot go to {experts_per_token} experts of {num_experts}; it must be at most all")
+    size, remainder = divmod(num_experts, routing.num_groups)
+    if remainder:
+        raise ModelError(f"{num_experts} experts cannot be in {routing.num_groups} groups of one size")
+    if routing.groups_per_token > routing.num_groups:
+        raise ModelError(
+            f"a token cannot choose from {routing.groups_per_token} groups of {routing.num_groups}; it must be at most "
+            "all"
+        )
+    if experts_per_token > size * routing.groups_per_token:
+        raise ModelError(
+            f"a token cannot go to {experts_per_token} experts of the {size * routing.groups_per_token} that are in "
+            f"{routing.groups_per_token} of {routing.num_groups} groups"
+        )
+    if routing.num_groups > 1 and routing.group_score == "top two" and size < 2:
+        raise ModelError(f"{num_experts} experts in {routing.num_groups} groups have no two that could score a group")
+    return routing
+
+
+def with_experts(
+    layers: tuple[LayerSpec, ...], experts: ExpertsSpec, sparse: Callable[[int], bool] = lambda _: True
+) -> tuple[LayerSpec, ...]:
+    """The layers with `experts` in those for whose number `sparse` is true."""
+    made = enumerate(layers)
+    return tuple(msgspec.structs.replace(own, experts=experts) if sparse(index) else own for index, own in made)
