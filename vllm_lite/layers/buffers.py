@@ -29,10 +29,9 @@ class ExpertRows:
 
     logits: torch.Tensor  # float32 [n, num_experts]
     chosen: Chosen  # [n, experts_per_token]
-    mixed: torch.Tensor  # [n, hidden_size], this rank's part of the sum
     gate_up: torch.Tensor  # [n, 2 * shared_intermediate_size], of the shared expert
     activated: torch.Tensor  # [n, shared_intermediate_size]
-    shared: torch.Tensor  # [n, hidden_size], its output
+    shared: torch.Tensor  # [n, hidden_size], its output, or this rank's part of it
     gates: torch.Tensor  # float32 [n, 1]
 
 
@@ -136,7 +135,6 @@ def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:
     return ExpertRows(
         logits=buffer(spec.routing.num_experts, torch.float32),
         chosen=Chosen(buffer(top, torch.int32), buffer(top, torch.float32)),
-        mixed=buffer(hidden),
         gate_up=buffer(2 * shared),
         activated=buffer(shared),
         shared=buffer(hidden if shared else 0),
@@ -148,7 +146,6 @@ def _first_rows(rows: ExpertRows, n: int) -> ExpertRows:
     return ExpertRows(
         rows.logits[:n],
         Chosen(rows.chosen.experts[:n], rows.chosen.weights[:n]),
-        rows.mixed[:n],
         rows.gate_up[:n],
         rows.activated[:n],
         rows.shared[:n],

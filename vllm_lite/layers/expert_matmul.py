@@ -7,9 +7,10 @@ import torch
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.cpu.experts import PackedExperts
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers.matmul import Matmul
+from vllm_lite.layers.matmul import Matmul, NativeMatmul
 
 
 class ExpertSizes(NamedTuple):
@@ -26,9 +27,8 @@ class ExpertMatmul(Protocol):
     """The experts that a rank holds."""
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
-        """out = sum over a token's experts of weight * expert(x), in float32 in the order of `chosen`, rounded once.
-
-        x, out: [num_tokens, hidden_size], which do not overlap. Experts of other ranks add nothing.
+        """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
+        once. x, out: [num_tokens, hidden_size], which may be the same. Experts of other ranks add nothing.
         """
         ...
 
@@ -41,22 +41,35 @@ class LoopedExperts:
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         ops = ops_for(x.device)
-        parts = torch.zeros(*chosen.experts.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             tokens, places = (chosen.experts == self.sizes.held.start + index).nonzero(as_tuple=True)
             if len(tokens) == 0:
                 continue
-            inputs = x[tokens]
             both = x.new_empty(len(tokens), 2 * self.sizes.inner)
-            gate_up.forward(inputs, both)
+            gate_up.forward(x[tokens], both)
             activated = x.new_empty(len(tokens), self.sizes.inner)
             ops.activate_and_mul(self.sizes.activation, both, activated)
             wide = torch.empty(len(tokens), x.shape[1], dtype=torch.float32, device=x.device)
             down.forward(activated, wide)
-            parts[tokens, places] = wide * chosen.weights[tokens, places, None]
-        out.copy_(parts.sum(1))
+            total.index_add_(0, tokens, wide * chosen.weights[tokens, places, None])
+        out.copy_(total)
+
+
+class NativeExperts:
+    """All experts by one operation of csrc/cpu, on weights that are packed for it."""
+
+    def __init__(self, gate_up: Sequence[NativeMatmul], down: Sequence[NativeMatmul], sizes: ExpertSizes) -> None:
+        weights = [each.packed for each in gate_up], [each.packed for each in down]
+        self.packed = PackedExperts(*weights, sizes.held.start, sizes.activation)
+
+    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
+        self.packed.forward(x, chosen, out)
 
 
 def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
     """The best for these weights; one of each for every expert that the rank holds."""
+    native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
+    if gate_up and all(len(part) == len(gate_up) for part in native):
+        return NativeExperts(*native, sizes)
     return LoopedExperts(gate_up, down, sizes)

@@ -84,9 +84,9 @@ class Experts:
         gate_up, down = ([each.matmul for each in linears] for linears in (self.gate_up, self.down))
         return make_expert_matmul(gate_up, down, self.sizes)
 
-    def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
-        """Write the weighted sum of each token's experts to rows.mixed: this rank's part of it."""
-        self.matmul.forward(x, rows.chosen, rows.mixed)
+    def forward(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Write the weighted sum of each token's experts to `out`, which may be x: this rank's part of it."""
+        self.matmul.forward(x, rows.chosen, out)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of them under `prefix`, one after another."""
@@ -111,16 +111,20 @@ class SharedExpert:
         shape = LinearShape(hidden, (Split.whole(1),), parts.dtype, parts.device)
         self.gate = Linear(shape, bias=False, form=DENSE) if spec.shared_gate else None
 
-    def add(self, x: torch.Tensor, rows: ExpertRows) -> None:
-        """Add this rank's part of its output for x: [num_tokens, hidden_size] to rows.mixed."""
+    def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
+        """Compute this rank's part of its output for x: [num_tokens, hidden_size]."""
         self.gate_up.forward(x, out=rows.gate_up)
         self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
         self.down.forward(rows.activated, out=rows.shared)
-        if self.gate is None:
-            self.ops.add(rows.mixed, rows.shared)
-        else:
+        if self.gate is not None:
             self.gate.forward(x, out=rows.gates)
-            self.ops.add_gated(rows.mixed, rows.shared, rows.gates)
+
+    def add(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Add to `out` what `forward` has computed."""
+        if self.gate is None:
+            self.ops.add(out, rows.shared)
+        else:
+            self.ops.add_gated(out, rows.shared, rows.gates)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`."""
@@ -148,10 +152,11 @@ class SparseMLP:
         if own is None:
             raise ValueError("the buffers were made for a model without experts")
         self.router.forward(x, own)
-        self.experts.forward(x, own)
         if self.shared is not None:
-            self.shared.add(x, own)
-        rows.hidden.copy_(own.mixed)
+            self.shared.forward(x, own)
+        self.experts.forward(x, own, rows.hidden)
+        if self.shared is not None:
+            self.shared.add(own, rows.hidden)
         self.communicator.all_reduce(rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:

@@ -7,7 +7,9 @@ import torch
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
+from vllm_lite.kernels.cpu.routing import NativeRouter
 from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
+from vllm_lite.kernels.routing import Chosen, Routing
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 """The same numbers as Activation in csrc/cpu/elementwise.h."""
@@ -29,6 +31,7 @@ _ADD_ROWS = (int32, int64, int64, pointer, int64, pointer, int64, int64, pointer
 _SCALE = (int32, int64, int64, pointer, int64, float32)
 _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
+_ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
@@ -52,6 +55,8 @@ class CpuOps(TorchOps):
         self._scale_rows = function("vllm_lite_scale_rows", _SCALE_ROWS, int64)
         self._scale_and_cap = function("vllm_lite_scale_and_cap", _SCALE_AND_CAP)
         self._rotate = function("vllm_lite_rotate", _ROTATE)
+        self._add_gated = function("vllm_lite_add_gated", _ADD_GATED)
+        self._router: tuple[Routing, NativeRouter] | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         code, rows = _code(x, weight, out), _norm_rows(x, out)
@@ -165,6 +170,22 @@ class CpuOps(TorchOps):
         if _code(logits) != _FLOAT32 or logits.dim() != 2:
             return super().scale_and_cap(logits, factor, cap)
         self._scale_and_cap(*logits.shape, logits.data_ptr(), logits.stride(0), factor, cap)
+        return None
+
+    def route(self, logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
+        if self._router is None or self._router[0] is not routing:
+            self._router = routing, NativeRouter(routing)
+        if not self._router[1].route(logits, chosen):
+            super().route(logits, routing, chosen)
+
+    def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+        shape, code = residual.shape, _code(residual, x)
+        if code is None or _code(gates) != _FLOAT32 or len(shape) != 2 or x.shape != shape or len(gates) != shape[0]:
+            return super().add_gated(residual, x, gates)
+        self._add_gated(
+            code, *shape, residual.data_ptr(), residual.stride(0), x.data_ptr(), x.stride(0),
+            gates.data_ptr(), gates.stride(0),
+        )  # fmt: skip
         return None
 
 

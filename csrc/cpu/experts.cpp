@@ -1,0 +1,323 @@
+// The experts of a layer as one operation: rows are grouped by expert, each group passes its expert's two products, and
+// what comes out is added up for each token.
+//
+// A pair is a token and one of its experts. Pairs are in the order of the experts, and of the tokens of each. They are
+// computed in windows of at most kMaxPairs, so that scratch memory does not grow with the step. A token's outputs are
+// added in the order of the experts' numbers, whatever else is in the step: its result depends on nothing but its row,
+// its experts and the instruction set.
+#include "experts.h"
+
+#include <cstring>
+#include <vector>
+
+#include "elementwise.h"
+#include "linear.h"
+#include "pack.h"
+#include "program.h"
+#include "rows.h"
+#include "thread_pool.h"
+
+// The same record as `_Record` in vllm_lite/kernels/cpu/experts.py.
+struct ExpertWeights {
+  const PackedWeight* const* gate_up;  // of each expert that is held: [2 * inner, hidden], the gate first
+  const PackedWeight* const* down;     // [hidden, inner]
+  int64_t first_expert;                // the number of the first that is held
+  int64_t num_experts;                 // that are held
+  int64_t hidden;
+  int64_t inner;
+  int32_t activation;
+  int32_t unused;
+};
+
+namespace {
+
+using vllm_lite::parallel_for;
+
+constexpr int64_t kMaxPairs = 2048;
+constexpr int64_t kMinTask = 64 << 10;  // weights times rows; about 5 us
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Pairs of one expert in a window; rows count from the window's first pair.
+struct Segment {
+  int64_t expert, first_row, num_rows;
+};
+
+// Where each token's pairs are.
+struct Pairs {
+  std::vector<int64_t> ends;    // of each expert's pairs
+  std::vector<int64_t> tokens;  // of each pair
+  std::vector<int64_t> places;  // [num_rows][top]: pairs of a token, in the order of experts; -1 behind the last
+  std::vector<float> weights;   // [num_rows][top], as places
+};
+
+// One product of all segments of a window: out = x W^T, both with a row for each pair.
+class Product {
+ public:
+  struct Rows {
+    void* data;
+    int64_t stride;
+    int32_t type;
+  };
+
+  void run(const PackedWeight* const* weights, const std::vector<Segment>& segments, Rows x, Rows out, char* integers) {
+    const bool as_integers = weights[segments[0].expert]->type == kInt8Weight && VLLM_LITE_DISPATCH(multiplies_bytes)();
+    calls_.resize(segments.size());
+    quantized_.resize(segments.size());
+    int64_t num_blocks = 0;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const Segment& segment = segments[i];
+      const PackedWeight* weight = weights[segment.expert];
+      const auto at = [&](Rows rows) {
+        return static_cast<char*>(rows.data) + segment.first_row * rows.stride * element_size(rows.type);
+      };
+      calls_[i] = {weight, at(x), x.stride, at(out), out.stride, segment.num_rows, x.type, out.type, nullptr};
+      if (as_integers) quantized_[i] = quantized(*weight, segment.first_row, integers);
+      if (as_integers) calls_[i].quantized = &quantized_[i];
+      num_blocks += ceil_div(weight->num_outputs, kBlock);
+    }
+    cut(num_blocks);
+    if (as_integers) {
+      const auto quantize_rows = VLLM_LITE_DISPATCH(quantize_rows);
+      parallel_for(static_cast<int64_t>(panels_.size()), [&](int64_t number) {
+        const Task& panel = panels_[static_cast<size_t>(number)];
+        const LinearCall& call = calls_[panel.call];
+        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->num_groups});
+      });
+    }
+    const auto linear = VLLM_LITE_DISPATCH(linear);
+    parallel_for(static_cast<int64_t>(tasks_.size()), [&](int64_t number) {
+      const Task& task = tasks_[static_cast<size_t>(number)];
+      linear(calls_[task.call], task.part);
+    });
+  }
+
+  // Bytes of `integers` for a window.
+  static int64_t integer_bytes(int64_t num_inputs) {
+    const int64_t num_groups = ceil_div(num_inputs, kQuantGroup);
+    return kMaxPairs * (padded_inputs(num_inputs, kInt8Weight) + 8 * num_groups);
+  }
+
+ private:
+  struct Task {
+    size_t call;
+    LinearTask part;
+  };
+
+  static QuantizedRows quantized(const PackedWeight& weight, int64_t first_row, char* integers) {
+    const int64_t num_groups = ceil_div(weight.num_inputs, kQuantGroup);
+    float* scales = reinterpret_cast<float*>(integers);
+    int32_t* biases = reinterpret_cast<int32_t*>(scales + kMaxPairs * num_groups);
+    int8_t* values = reinterpret_cast<int8_t*>(biases + kMaxPairs * num_groups);
+    return {values + first_row * padded_inputs(weight.num_inputs, kInt8Weight), scales + first_row * num_groups,
+            biases + first_row * num_groups, num_groups};
+  }
+
+  // Tasks of about one size, some for each thread. Rows change fastest: weights are in the cache for all of them.
+  void cut(int64_t total_blocks) {
+    tasks_.clear();
+    panels_.clear();
+    const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : 8 * vllm_lite::num_threads();
+    for (size_t i = 0; i < calls_.size(); ++i) {
+      const LinearCall& call = calls_[i];
+      const int64_t num_rows = call.num_rows, num_blocks = ceil_div(call.weight->num_outputs, kBlock);
+      const int64_t row_parts = ceil_div(num_rows, kMaxRows), rows = ceil_div(num_rows, row_parts);
+      const int64_t least = ceil_div(kMinTask, kBlock * call.weight->num_inputs * rows);
+      int64_t width = total_blocks / wanted;
+      width = width < least ? least : width;
+      width = width < 1 ? 1 : width > kMaxBlocks ? kMaxBlocks : width;
+      const int64_t column_parts = ceil_div(num_blocks, width);
+      for (int64_t column = 0; column < column_parts; ++column) {
+        const int64_t first = column * num_blocks / column_parts, end = (column + 1) * num_blocks / column_parts;
+        for (int64_t row = 0; row < row_parts; ++row) {
+          const int64_t first_row = row * num_rows / row_parts, end_row = (row + 1) * num_rows / row_parts;
+          const Task task = {i, {first_row, end_row - first_row, first, end - first}};
+          tasks_.push_back(task);
+          if (column == 0) panels_.push_back(task);
+        }
+      }
+    }
+  }
+
+  std::vector<LinearCall> calls_;
+  std::vector<QuantizedRows> quantized_;
+  std::vector<Task> tasks_, panels_;
+};
+
+// Everything of a call; kept by a thread from one call to the next, as memory is only ever added.
+class ExpertCall {
+ public:
+  struct Tokens {
+    const char* x;
+    int64_t x_stride;
+    int32_t dtype;
+    const int32_t* chosen;  // [num_rows][top]
+    const float* weights;   // [num_rows][top]
+    int64_t num_rows;
+    int64_t top;
+    char* out;  // may be x
+    int64_t out_stride;
+  };
+
+  void run(const ExpertWeights& experts, const Tokens& tokens, int64_t* load) {
+    group(experts, tokens, load);
+    lay_out(experts, tokens);
+    std::memset(sums_, 0, static_cast<size_t>(tokens.num_rows * experts.hidden) * 4);
+    const int64_t num_pairs = static_cast<int64_t>(pairs_.tokens.size());
+    for (int64_t first = 0; first < num_pairs; first += kMaxPairs) {
+      const int64_t end = first + kMaxPairs < num_pairs ? first + kMaxPairs : num_pairs;
+      compute(experts, tokens, first, end);
+      add_up(experts, tokens, first, end);
+    }
+    const int64_t row_bytes = tokens.out_stride * element_size(tokens.dtype);
+    const auto convert = VLLM_LITE_DISPATCH(convert);
+    for_tokens(tokens.num_rows, experts.hidden, [&](int64_t i) {
+      convert(sums_ + i * experts.hidden, kFloat32, tokens.out + i * row_bytes, tokens.dtype, experts.hidden);
+    });
+  }
+
+ private:
+  // Few rows are done sooner by this thread alone.
+  template <class Body>
+  static void for_tokens(int64_t count, int64_t row_elements, const Body& body) {
+    constexpr int64_t kShared = 1 << 17, kTask = 1 << 15;  // elements
+    if (count * row_elements < kShared) {
+      for (int64_t i = 0; i < count; ++i) body(i);
+      return;
+    }
+    const int64_t rows = row_elements < kTask ? kTask / row_elements : 1;
+    parallel_for(ceil_div(count, rows), [&](int64_t task) {
+      for (int64_t i = task * rows; i < count && i < (task + 1) * rows; ++i) body(i);
+    });
+  }
+
+  // Sorts pairs by expert. What is not held has none.
+  void group(const ExpertWeights& experts, const Tokens& tokens, int64_t* load) {
+    const int64_t count = tokens.num_rows * tokens.top;
+    const auto held = [&](int64_t i) {
+      const int64_t expert = tokens.chosen[i] - experts.first_expert;
+      return expert >= 0 && expert < experts.num_experts ? expert : -1;
+    };
+    pairs_.ends.assign(static_cast<size_t>(experts.num_experts) + 1, 0);
+    for (int64_t i = 0; i < count; ++i) {
+      if (held(i) >= 0) ++pairs_.ends[static_cast<size_t>(held(i)) + 1];
+    }
+    for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
+      const size_t at = static_cast<size_t>(expert);
+      if (load != nullptr) load[experts.first_expert + expert] += pairs_.ends[at + 1];
+      pairs_.ends[at + 1] += pairs_.ends[at];
+    }
+    pairs_.tokens.resize(static_cast<size_t>(pairs_.ends.back()));
+    pairs_.places.assign(static_cast<size_t>(count), -1);
+    pairs_.weights.resize(static_cast<size_t>(count));
+    for (int64_t token = 0; token < tokens.num_rows; ++token) {
+      int64_t* places = pairs_.places.data() + token * tokens.top;
+      float* weights = pairs_.weights.data() + token * tokens.top;
+      int64_t known = 0;
+      for (int64_t j = token * tokens.top; j < (token + 1) * tokens.top; ++j) {
+        if (held(j) < 0) continue;
+        const int64_t place = pairs_.ends[static_cast<size_t>(held(j))]++;  // becomes the end of this expert's
+        pairs_.tokens[static_cast<size_t>(place)] = token;
+        int64_t k = known++;
+        for (; k > 0 && places[k - 1] > place; --k) {
+          places[k] = places[k - 1];
+          weights[k] = weights[k - 1];
+        }
+        places[k] = place;
+        weights[k] = tokens.weights[j];
+      }
+    }
+  }
+
+  void lay_out(const ExpertWeights& experts, const Tokens& tokens) {
+    const int64_t size = element_size(tokens.dtype), hidden = experts.hidden, inner = experts.inner;
+    const bool as_integers = experts.num_experts > 0 && experts.gate_up[0]->type == kInt8Weight;
+    const int64_t integers = as_integers ? Product::integer_bytes(hidden > inner ? hidden : inner) : 0;
+    const int64_t pairs = static_cast<int64_t>(pairs_.tokens.size()), rows = pairs < kMaxPairs ? pairs : kMaxPairs;
+    const int64_t bytes[] = {rows * hidden * size, rows * 2 * inner * size,      rows * inner * size,
+                             rows * hidden * 4,    tokens.num_rows * hidden * 4, integers};
+    int64_t total = 64;
+    for (const int64_t part : bytes) total += (part + 63) / 64 * 64;
+    char* memory = scratch_.get(total);
+    memory += -reinterpret_cast<uintptr_t>(memory) % 64;
+    char** const parts[] = {&gathered_, &gate_up_, &activated_, &outputs_, reinterpret_cast<char**>(&sums_),
+                            &integers_};
+    for (size_t i = 0; i < 6; ++i) {
+      *parts[i] = memory;
+      memory += (bytes[i] + 63) / 64 * 64;
+    }
+  }
+
+  // Pairs [first, end) pass their experts.
+  void compute(const ExpertWeights& experts, const Tokens& tokens, int64_t first, int64_t end) {
+    segments_.clear();
+    int64_t begin = 0;
+    for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
+      const int64_t limit = pairs_.ends[static_cast<size_t>(expert)];
+      const int64_t from = begin > first ? begin : first, to = limit < end ? limit : end;
+      if (from < to) segments_.push_back({expert, from - first, to - from});
+      begin = limit;
+    }
+    const int64_t size = element_size(tokens.dtype), row_bytes = experts.hidden * size;
+    for_tokens(end - first, experts.hidden, [&](int64_t i) {
+      const int64_t token = pairs_.tokens[static_cast<size_t>(first + i)];
+      std::memcpy(gathered_ + i * row_bytes, tokens.x + token * tokens.x_stride * size, static_cast<size_t>(row_bytes));
+    });
+    const Product::Rows rows = {gathered_, experts.hidden, tokens.dtype};
+    const Product::Rows both = {gate_up_, 2 * experts.inner, tokens.dtype};
+    const Product::Rows activated = {activated_, experts.inner, tokens.dtype};
+    product_.run(experts.gate_up, segments_, rows, both, integers_);
+    const GatedActivation op = {tokens.dtype, experts.activation, experts.inner,   gate_up_,
+                                activated_,   both.stride,        activated.stride};
+    vllm_lite::over_rows(end - first, 2 * experts.inner, VLLM_LITE_DISPATCH(gated_activation), op);
+    product_.run(experts.down, segments_, activated, {outputs_, experts.hidden, kFloat32}, integers_);
+  }
+
+  // Adds the outputs of pairs [first, end) to the sums of their tokens.
+  void add_up(const ExpertWeights& experts, const Tokens& tokens, int64_t first, int64_t end) {
+    const auto add_weighted = VLLM_LITE_DISPATCH(add_weighted);
+    const float* outputs = reinterpret_cast<const float*>(outputs_);
+    for_tokens(tokens.num_rows, experts.hidden * tokens.top, [&](int64_t token) {
+      for (int64_t j = token * tokens.top; j < (token + 1) * tokens.top; ++j) {
+        const int64_t place = pairs_.places[static_cast<size_t>(j)];
+        if (place < first || place >= end) continue;
+        const float* output = outputs + (place - first) * experts.hidden;
+        add_weighted(sums_ + token * experts.hidden, output, pairs_.weights[static_cast<size_t>(j)], experts.hidden);
+      }
+    });
+  }
+
+  Pairs pairs_;
+  std::vector<Segment> segments_;
+  Product product_;
+  Scratch scratch_;
+  char *gathered_, *gate_up_, *activated_, *outputs_, *integers_;
+  float* sums_;
+};
+
+}  // namespace
+
+// out = the sum over each token's experts of weight * expert(x); out may be x. `load` [experts], of all experts of the
+// layer, is how many tokens each one got, to which this call's are added; or nullptr.
+VLLM_LITE_API void vllm_lite_experts(const ExpertWeights* experts, const void* x, int64_t x_stride, int32_t dtype,
+                                     const int32_t* chosen, const float* weights, int64_t num_rows, int64_t top,
+                                     void* out, int64_t out_stride, int64_t* load) {
+  if (num_rows <= 0) return;
+  static thread_local ExpertCall call;
+  call.run(*experts,
+           {static_cast<const char*>(x), x_stride, dtype, chosen, weights, num_rows, top, static_cast<char*>(out),
+            out_stride},
+           load);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_experts)
+
+// x += sigmoid(gates) * added; x, added: [num_rows, size], gates: float32 [num_rows].
+VLLM_LITE_API void vllm_lite_add_gated(int32_t dtype, int64_t num_rows, int64_t size, void* x, int64_t x_stride,
+                                       const void* added, int64_t added_stride, const float* gates,
+                                       int64_t gate_stride) {
+  const AddGated op = {dtype, size, x, added, gates, x_stride, added_stride, gate_stride};
+  vllm_lite::over_rows(num_rows, size, VLLM_LITE_DISPATCH(add_gated), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_add_gated)

@@ -1,0 +1,74 @@
+"""A layer's experts as one native operation. Kernel: csrc/cpu/experts.cpp."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
+from vllm_lite.kernels.cpu.fused import KINDS
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.routing import Chosen
+
+_TYPES = (pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64, pointer)
+
+
+class _Record(ctypes.Structure):
+    """The same record as `ExpertWeights` in csrc/cpu/experts.cpp."""
+
+    _fields_ = (
+        ("gate_up", pointer),
+        ("down", pointer),
+        ("first_expert", int64),
+        ("num_experts", int64),
+        ("hidden", int64),
+        ("inner", int64),
+        ("activation", int32),
+        ("unused", int32),
+    )
+
+
+class PackedExperts:
+    """Experts from number `first` on, each a gated MLP of two packed weights: [2 * inner, hidden], the gate first, and
+    [hidden, inner]."""
+
+    def __init__(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], first: int, activation: Activation
+    ) -> None:
+        """Raises ValueError unless all experts have the same shapes."""
+        shapes = {
+            (both.num_outputs, both.num_inputs, one.num_outputs, one.num_inputs)
+            for both, one in zip(gate_up, down, strict=True)
+        }
+        if len(shapes) != 1:
+            raise ValueError(f"experts must have one shape, got {sorted(shapes)}")
+        double, self.hidden, outputs, inner = shapes.pop()
+        if outputs != self.hidden or double != 2 * inner:
+            raise ValueError(f"an expert of [{double}, {self.hidden}] and [{outputs}, {inner}] is no gated MLP")
+        self._kept = gate_up, down
+        self._addresses = [(pointer * len(part))(*(each.address for each in part)) for part in self._kept]
+        self._record = _Record(
+            *map(ctypes.addressof, self._addresses), first, len(gate_up), self.hidden, inner, KINDS[activation], 0
+        )
+
+    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor, load: torch.Tensor | None = None) -> None:
+        """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
+        once. x, out: [num_tokens, hidden], which may be the same; experts of other ranks add nothing.
+
+        `load`: int64 [all experts of the layer], to which the number of tokens of each is added. A row's result depends
+        on nothing but the row, its experts and the instruction set. Raises ValueError for other tensors than these.
+        """
+        num_tokens, top = chosen.experts.shape
+        if x.shape != (num_tokens, self.hidden) or out.shape != x.shape or chosen.weights.shape != (num_tokens, top):
+            raise ValueError(f"{list(x.shape)} -> {list(out.shape)} with {self.hidden} elements, {num_tokens} choices")
+        if x.dtype not in FLOATS or out.dtype != x.dtype or x.stride(1) != 1 or out.stride(1) != 1:
+            raise ValueError(f"rows must be contiguous floats of one type, got {x.dtype} -> {out.dtype}")
+        if not chosen.experts.is_contiguous() or not chosen.weights.is_contiguous():
+            raise ValueError("choices must be contiguous")
+        function("vllm_lite_experts", _TYPES)(
+            ctypes.addressof(self._record), x.data_ptr(), x.stride(0), dtype_code(x.dtype),
+            chosen.experts.data_ptr(), chosen.weights.data_ptr(), num_tokens, top,
+            out.data_ptr(), out.stride(0), None if load is None else load.data_ptr(),
+        )  # fmt: skip
