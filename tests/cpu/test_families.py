@@ -17,10 +17,10 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.models.registry import Sizes, build
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 MAX_DIFFERENCE = 1e-4
 """Of log-probabilities in float32; what a wrong model gives is over 0.1 (see the controls)."""

@@ -20,10 +20,10 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.models.gemma import Gemma
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 PUBLISHED = [name for name in dir(gemma_like_configs) if name.isupper()]
 

@@ -17,10 +17,10 @@ from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec,
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.weight_slot import WeightSlot
 from vllm_lite.models.registry import Model, Sizes, build
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 
 def ranks_of(

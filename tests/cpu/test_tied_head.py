@@ -17,8 +17,8 @@ from vllm_lite.checkpoint import tied_head
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.models.registry import Sizes, build
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 BY_NAME: dict[str, Variant] = {variant.name: variant for variant in (*VARIANTS, *THROUGH_TRANSFORMERS)}
 

@@ -16,6 +16,7 @@ from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.matmul import Quantization
@@ -26,7 +27,6 @@ from vllm_lite.models import weights
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")

@@ -327,7 +327,7 @@ def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pyte
 
     path = tmp_path / "config.json"
     path.write_bytes((Path(__file__).parents[2] / "vllm_lite" / "demo_model" / "config.json").read_bytes())
-    assert line() == ("OK", "LlamaForCausalLM: native")
+    assert line() == ("OK", "LlamaForCausalLM: native, 2.8M parameters")
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(config | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}))
     monkeypatch.setattr(model, "find_spec", lambda name: name == "transformers")

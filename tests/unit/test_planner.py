@@ -17,6 +17,7 @@ from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.client import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
@@ -24,7 +25,7 @@ from vllm_lite.runtime.machine import Gpu
 from vllm_lite.tools import cli
 from vllm_lite.tools import plan as planning
 from vllm_lite.tools.cli import main
-from vllm_lite.tools.plan import Checkpoint, PlanConfig, load, make_plan, parse_bytes, weights_bytes
+from vllm_lite.tools.plan import PlanConfig, load, make_plan, parse_bytes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -72,3 +72,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         inner = num_experts * self.intermediate_size + self.shared_intermediate_size
         router = routing.num_experts * (hidden_size + routing.choice_bias)
         return 3 * hidden_size * inner + router + self.shared_gate * hidden_size
+
+    def idle_parameters(self, hidden_size: int, num_tokens: int = 1) -> int:
+        """Weights of the experts that none of so many tokens is sent to, where each expert is as likely as another."""
+        num_experts, each = self.routing.num_experts, self.routing.experts_per_token
+        num_idle = round(num_experts * (1 - each / num_experts) ** num_tokens)
+        return 3 * hidden_size * self.intermediate_size * num_idle

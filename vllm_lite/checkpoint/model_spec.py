@@ -240,6 +240,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
 
+    def active_parameters(self, num_tokens: int = 1) -> int:
+        """Those that a step of so many tokens passes: all but the experts that none of them is likely to be sent to."""
+        sparse = [own.experts for own in self.layers if own.experts is not None]
+        return self.num_parameters() - sum(own.idle_parameters(self.hidden_size, num_tokens) for own in sparse)
+
+    def size(self) -> str:
+        """How many parameters it has, for people."""
+        return describe_parameters(self.num_parameters(), self.active_parameters())
+
     def _attention_parameters(self, spec: AttentionSpec) -> int:
         matrices = self.hidden_size * (spec.qkv_size + spec.query_size)
         biases = self.qkv_bias * spec.qkv_size + self.output_bias * self.hidden_size
@@ -272,6 +281,16 @@ def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
         for kind, members in sorted(kinds.items(), key=lambda kind: kind[0].window or 0)
         for first in range(0, len(members), size // widths[kind])
     )
+
+
+def describe_parameters(total: int, active: int) -> str:
+    """ "124.4M", or "30.5B, 3.4B active"."""
+    return _short(total) if active == total else f"{_short(total)}, {_short(active)} active"
+
+
+def _short(count: int) -> str:
+    """ "124.4M" or "30.5B"."""
+    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -6,8 +6,8 @@ on a GPU the worker measures them.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from math import ceil, prod
+from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +16,11 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
-from vllm_lite.checkpoint.headers import Tensor, read_headers
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
-from vllm_lite.checkpoint.rank_shapes import rank_shape
-from vllm_lite.checkpoint.shard import SINGLE, Shard, Split
+from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
+from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
@@ -78,6 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     architecture: str
     num_parameters: int
+    active_parameters: int
+    """Those that one token passes; fewer than all if the model has experts."""
     device: str
     tensor_parallel_size: int
     dtype: str
@@ -87,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     usable_bytes: int
     weights_bytes: int
+    active_weights_bytes: int
+    """Those of the whole model that a step with one token reads: which bounds how fast it decodes."""
     activations_bytes: int
     graph_bytes: int
     outside_bytes: int
@@ -119,13 +122,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool:
         return not self.problems
-
-
-class Checkpoint(msgspec.Struct, frozen=True):
-    """The parts of a checkpoint that a plan needs."""
-
-    spec: ModelSpec
-    tensors: Mapping[str, Tensor]
 
 
 def load(config: EngineConfig) -> Checkpoint:
@@ -211,11 +207,22 @@ class _Sizes:
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         heads = max((layer.attention for layer in largest.layers), key=lambda own: own.qkv_size)
         row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
-        row += 3 * (spec.intermediate_size // tp)
+        row += 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
         tables = 2 * self.length * heads.head_size
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
         scratch = 4 * self.num_seqs * heads.num_heads * splits * (heads.head_size + 1) if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
+
+    def _expert_row(self, dtype_bytes: int) -> int:
+        """What experts need beside an MLP for one token, in elements: the logits and the choice, the shared expert, and
+        of each chosen expert what lies between its matrices and, in float32, what it gives."""
+        experts, spec = self.spec.experts, self.spec
+        if experts is None:
+            return 0
+        routing, inner = experts.routing, experts.inner(Shard.of(self.config)).size
+        wide = routing.num_experts + routing.experts_per_token * (2 + spec.hidden_size)
+        shared = 3 * (experts.shared_intermediate_size // self.tp)
+        return 4 * wide // dtype_bytes + routing.experts_per_token * 3 * inner + shared + 2 * spec.hidden_size
 
     def _graphs(self) -> int:
         config = self.config
@@ -271,6 +278,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         model=config.model,
         architecture=checkpoint.spec.architecture,
         num_parameters=checkpoint.spec.num_parameters(),
+        active_parameters=checkpoint.spec.active_parameters(),
         device=sizes.device,
         tensor_parallel_size=sizes.tp,
         dtype=resolved.dtype,
@@ -280,6 +288,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         memory_bytes=sizes.memory_bytes,
         usable_bytes=sizes.usable,
         weights_bytes=sizes.weights,
+        active_weights_bytes=active_bytes(checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization),
         activations_bytes=sizes.activations,
         graph_bytes=sizes.graphs,
         outside_bytes=sizes.outside,
@@ -343,27 +352,6 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
     elif config.concurrency is not None and plan.concurrent_requests < min(config.concurrency, sizes.num_seqs):
         held = f"{plan.concurrent_requests} requests of {plan.max_model_len} tokens"
         yield f"the KV cache holds {held}, not {config.concurrency}"
-
-
-def weights_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, shard: Shard = SINGLE
-) -> int:
-    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes; a matrix of int8 has
-    a scale for each row."""
-    spec, total = checkpoint.spec, 0
-    for stored_as, tensor in checkpoint.tensors.items():
-        name = canonical(stored_as)
-        if is_ignored(name, tied=spec.tie_word_embeddings):
-            continue
-        shape = rank_shape(name, tensor.shape, spec, shard)
-        count, embeds = prod(shape), name == "model.embed_tokens.weight"
-        if quantization == "int8" and len(shape) == 2 and name != "model.embed_positions.weight":
-            quantized = count + 4 * shape[0]
-            kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
-            total += kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
-        else:
-            total += count * dtype_bytes
-    return total
 
 
 def _machine(config: PlanConfig) -> tuple[Any, int]:

@@ -155,7 +155,7 @@ class ModelRunner:
         """
         limits = self.limits
         if self.device.type == "cpu":
-            num_tokens = min(limits.max_num_tokens, max(1, WARM_UP_WORK // self.model.spec.num_parameters()))
+            num_tokens = min(limits.max_num_tokens, max(1, WARM_UP_WORK // self.model.spec.active_parameters()))
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
             return
         logger.info("warming up; what kernels are not in the cache are compiled now")

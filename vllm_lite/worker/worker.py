@@ -82,10 +82,10 @@ class Worker:
         started = time.monotonic()
         weights_bytes = self._load_model(ahead)
         logger.info(
-            "%s (%s) with %.1fM parameters in %s loaded on %s in %.2f s%s",
+            "%s (%s) with %s parameters in %s loaded on %s in %.2f s%s",
             self.spec.architecture,
             self.spec.implementation,
-            self.spec.num_parameters() / 1e6,
+            self.spec.size(),
             self.config.dtype,
             self.device.torch,
             time.monotonic() - started,
@@ -154,7 +154,8 @@ class Worker:
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
-        """All slots are padding and all tables name the null block, the only one there is yet."""
+        """All slots are padding and all tables name the null block, the only one there is yet. All tokens are one, so
+        they choose the same experts, each of which gets all rows of the step: no routing needs more memory."""
         device = self.device.torch
         cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
         forward = EagerForward(self.model, cache.layer_views(), self.backend, device, self.progress.advance)

@@ -5,6 +5,7 @@ import argparse
 
 import msgspec
 
+from vllm_lite.checkpoint.model_spec import describe_parameters
 from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.tools.plan import Plan, PlanConfig, RankPlan, load, make_plan
@@ -45,12 +46,15 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     of_ranks = "" if tp == 1 else ", of the first rank" if is_gpu else f", of {tp} ranks"
     per_token = f"{plan.kv_bytes_per_token_beyond_windows / 1024:.1f} KiB beyond its windows"
     windowed = plan.kv_bytes_per_token_beyond_windows != plan.kv_bytes_per_token
+    size = describe_parameters(plan.num_parameters, plan.active_parameters)
     rows = [
-        ("model", plan.model, f"{plan.architecture}, {plan.num_parameters / 1e6:,.1f}M parameters"),
+        ("model", plan.model, f"{plan.architecture}, {size} parameters"),
         ("memory", _size(plan.memory_bytes), _memory(plan)),
         ("weights", _size(plan.weights_bytes), f"{plan.quantization or plan.dtype}{of_ranks}"),
         ("activations", _size(plan.activations_bytes), f"estimate, {plan.max_num_batched_tokens} tokens in a step"),
     ]
+    if plan.active_parameters < plan.num_parameters:
+        rows.insert(3, ("  read for one token", _size(plan.active_weights_bytes), "weights of the whole model"))
     if plan.graph_bytes:
         rows.append(("CUDA graphs", _size(plan.graph_bytes), f"up to {plan.max_num_seqs} sequences"))
     rows += [

@@ -19,7 +19,7 @@ def implementation(folder: str) -> Iterator[Line]:
         yield Line("FAIL", "model", str(error), "correct the file, or give the folder of a checkpoint")
         return
     if spec.implementation == "native":
-        yield Line("OK", "model", f"{spec.architecture}: native")
+        yield Line("OK", "model", f"{spec.architecture}: native, {spec.size()} parameters")
     elif find_spec("transformers") is not None:
         yield Line("OK", "model", f"{spec.architecture}: transformers, if its worker accepts it when it starts")
     else:

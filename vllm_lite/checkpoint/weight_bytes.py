@@ -1,0 +1,71 @@
+"""What the weights of a checkpoint take in memory, by the headers of its files: exactly, and without a model."""
+
+from collections.abc import Mapping
+from math import prod
+
+import msgspec
+
+from vllm_lite.checkpoint.headers import Tensor
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.rank_shapes import is_of_experts, is_of_router, rank_shape
+from vllm_lite.checkpoint.shard import SINGLE, Shard
+from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """The parts of a checkpoint that a plan needs."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Those of the tensors that a model takes, by their canonical names."""
+        tied = self.spec.tie_word_embeddings
+        named = {canonical(stored_as): tensor.shape for stored_as, tensor in self.tensors.items()}
+        return {name: shape for name, shape in named.items() if not is_ignored(name, tied=tied)}
+
+
+def weights_bytes(
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, shard: Shard = SINGLE
+) -> int:
+    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes."""
+    return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard).values())
+
+
+def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None) -> int:
+    """Bytes of the weights that a step with one token reads: of the experts those that it is sent to, and of a table
+    of token vectors that is not the head, too, one row."""
+    spec, total, of_experts = checkpoint.spec, 0, 0
+    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE).items():
+        if is_of_experts(name, checkpoint.shapes[name]):
+            of_experts += num_bytes
+        elif name != EMBEDDING or spec.tie_word_embeddings:
+            total += num_bytes
+    if spec.experts is None:
+        return total + of_experts
+    routing = spec.experts.routing
+    return total + of_experts * routing.experts_per_token // routing.num_experts
+
+
+def _tensor_bytes(
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard
+) -> Mapping[str, int]:
+    """Bytes of what a rank has of each tensor. A matrix of int8 has a scale for each row."""
+    spec, held = checkpoint.spec, {}
+    for name, stored in checkpoint.shapes.items():
+        shape = rank_shape(name, stored, spec, shard)
+        count, embeds = prod(shape), name == EMBEDDING
+        if quantization == "int8" and _is_quantized(name, shape, spec):
+            quantized = count + 4 * prod(shape[:-1])
+            kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
+            held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
+        else:
+            held[name] = count * (4 if name.endswith("e_score_correction_bias") else dtype_bytes)
+    return held
+
+
+def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
+    return len(shape) >= 2 and name != "model.embed_positions.weight" and not is_of_router(name, spec)
