@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.headers import Place, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
@@ -24,7 +25,12 @@ from vllm_lite.runtime import log
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What safetensors calls the types that can be packed."""
-_LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp)\.)\w+\.weight")
+_LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp|block_sparse_moe)\.)\w+\.weight")
+_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What families call the matrices of an expert."""
+_SHARED = ("shared_expert", "shared_experts")
+_ROUTER, _SHARED_GATE = "gate", "shared_expert_gate"
+_NEVER_QUANTIZED = (f".{_ROUTER}", f".{_SHARED_GATE}")
 
 logger = log.get(__name__)
 
@@ -75,8 +81,9 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
             if not is_ignored(name, tied=tied)
         }
         shard = Shard.of(config, rank)
-        packed_as = config.quantization or config.dtype
-        wanted = (Wanted(slots, config.dtype, packed_as) for slots in _weights(stored, spec, shard))
+        form = config.quantization or config.dtype
+        weights = _weights(stored, spec, shard)
+        wanted = (Wanted(slots, config.dtype, config.dtype if is_dense else form) for slots, is_dense in weights)
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
@@ -96,27 +103,31 @@ def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, Place], num_threads:
     return None
 
 
-def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iterator[tuple[Slot, ...]]:
-    """In the order in which models load them."""
+def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iterator[tuple[tuple[Slot, ...], bool]]:
+    """The slots of each, in the order in which models load them, and whether it is never quantized."""
     blocks = {found[1]: int(found[2]) for name in stored if (found := _LAYER.fullmatch(name))}
     hidden = Split.whole(spec.hidden_size)
-    for prefix, layer in sorted(blocks.items(), key=lambda block: (block[1], block[0].endswith("mlp."))):
+    for prefix, layer in sorted(blocks.items(), key=lambda block: (block[1], not block[0].endswith("attn."))):
         if layer >= spec.num_layers:
             continue
-        parts = _mlp(prefix, stored, spec, shard)
-        if not prefix.endswith("mlp."):
+        if prefix.endswith("attn."):
             parts = _attention(prefix, stored, spec, layer, shard)
+        elif (experts := spec.layers[layer].experts) is not None:
+            parts = _experts(prefix, stored, experts, shard)
+        else:
+            parts = _mlp(prefix, stored, spec, shard)
         for names, rows, inputs in parts:
-            slots = tuple(Slot.of(name, own, inputs or hidden) for name, own in zip(names, rows, strict=True))
+            outputs = rows or (hidden,)
+            slots = tuple(Slot.of(name, own, inputs or hidden) for name, own in zip(names, outputs, strict=True))
             if all(slot.name in stored for slot in slots):
-                yield slots
+                yield slots, names[0].endswith(_NEVER_QUANTIZED)
     head = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     for name in stored:
         if name == head or name.endswith(f".{head}"):
-            yield (Slot.of(name.removesuffix(".weight"), Split.vocabulary(spec.vocab_size, shard), hidden),)
+            yield (Slot.of(name.removesuffix(".weight"), Split.vocabulary(spec.vocab_size, shard), hidden),), False
 
 
-Parts = Iterator[tuple[tuple[str, ...], tuple[Split, ...], Split | None]]
+Parts = Iterator[tuple[tuple[str, ...], tuple[Split, ...] | None, Split | None]]
 """Names, the rows of each that this rank holds, and its inputs; None: all of the hidden state."""
 
 
@@ -132,7 +143,7 @@ def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer:
         None,
     )
     query = heads.query.times(own.attention.head_size)
-    yield (f"{prefix}o_proj",), (Split.whole(spec.hidden_size),), query
+    yield (f"{prefix}o_proj",), None, query
 
 
 def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Parts:
@@ -143,7 +154,25 @@ def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard
         yield (f"{prefix}gate_up_proj",) * 2, both, None
     else:
         yield (f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), None
-    yield (f"{prefix}down_proj",), (Split.whole(spec.hidden_size),), inner
+    yield (f"{prefix}down_proj",), None, inner
+
+
+def _experts(prefix: str, stored: Mapping[str, Place], own: ExpertsSpec, shard: Shard) -> Parts:
+    yield (f"{prefix}{_ROUTER}",), (Split.whole(own.routing.num_experts),), None
+    held, inner = own.held(shard), own.inner(shard)
+    for expert in range(held.start, held.end):
+        yield from _gated(f"{prefix}experts.{expert}.", stored, inner)
+    if own.shared_intermediate_size:
+        for name in _SHARED:
+            yield from _gated(f"{prefix}{name}.", stored, Split.even(own.shared_intermediate_size, shard))
+        yield (f"{prefix}{_SHARED_GATE}",), (Split.whole(1),), None
+
+
+def _gated(prefix: str, stored: Mapping[str, Place], inner: Split) -> Parts:
+    for gate, up, down in _EXPERT:
+        if f"{prefix}{gate}.weight" in stored:
+            yield (f"{prefix}{gate}", f"{prefix}{up}"), (inner, inner), None
+            yield (f"{prefix}{down}",), None, inner
 
 
 def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:
