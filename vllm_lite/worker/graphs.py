@@ -110,6 +110,7 @@ class CpuCapture:
         except NotRecordable as error:
             logger.debug("decode steps are not recorded: %s", error)
             return None
+        logger.debug("a decode step is recorded as a program of %d native calls", len(program))
         return program
 
     def used_bytes(self) -> int:
