@@ -42,7 +42,10 @@ PLAIN = [
 ]
 FOREIGN = ("helium", "nemotron", "apertus")
 """Of transformers' backend: an interleaved rope, LayerNorm, an activation with weights."""
-REFUSALS = {"ranks": "transformers has no plan", "other": "cannot be served through transformers"}
+REFUSALS = {
+    "ranks": ("transformers has no plan",),
+    "other": ("cannot be served through transformers", "has no language model for"),
+}
 """Columns that a model may not have, and what the server says then."""
 
 
@@ -56,7 +59,15 @@ class Kind:
     records: bool = False
 
 
-FIRST = (checks.models, checks.tokens, checks.logprobs, checks.stream, checks.chat, checks.samples, checks.regex)
+FIRST: tuple[Check, ...] = (
+    checks.models,
+    checks.tokens,
+    checks.logprobs,
+    checks.stream,
+    checks.chat,
+    checks.samples,
+    checks.regex,
+)
 FIRST += (checks.schema, checks.prefix, checks.fork, checks.worker, checks.engine, checks.recorded, checks.replay)
 KINDS = [
     Kind(SMALL, {check.__name__: check for check in FIRST}, records=True),
@@ -112,8 +123,8 @@ def serve(subject: Subject, kind: Kind, wanted: Sequence[str]) -> dict[str, str]
         try:
             server.wait_for("Try:")
         except AssertionError as error:
-            says = next((REFUSALS[name] for name in named if name in REFUSALS), "")
-            refused = bool(says) and says in server.output and server.process.poll() == 2
+            sentences = [says for name in named for says in REFUSALS.get(name, ())]
+            refused = any(says in server.output for says in sentences) and server.process.poll() == 2
             return dict.fromkeys(named, "no" if refused else f"the server did not start: {str(error)[-400:]}")
         for name in named:
             cells[name] = attempt(lambda name=name: kind.columns[name](subject, server))  # type: ignore[misc]

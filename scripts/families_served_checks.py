@@ -127,6 +127,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
+def words_of(server: Server) -> list[str]:
+    """The command that it was started with."""
+    args = server.process.args
+    if not isinstance(args, list):
+        raise Unexpected("the server was started otherwise")
+    return [str(word) for word in args]
+
+
 # ---- of the first server
 
 
@@ -250,9 +258,8 @@ def recorded(subject: Subject, server: Server) -> str:
 def replay(_: Subject, server: Server) -> str:
     """End the server, and decide its trace again: that of all lives of its engine."""
     must(server.stop() == 0, f"the server ended with {server.process.returncode}")
-    args = server.process.args
-    must(isinstance(args, list), "the server was started otherwise")
-    done = command("replay", str(args[args.index("--record") + 1]), "--assert")  # type: ignore[union-attr, index]
+    words = words_of(server)
+    done = command("replay", words[words.index("--record") + 1], "--assert")
     must(done.returncode == 0, f"replay: {(done.stderr or done.stdout)[-300:]}")
     must("life 2" in done.stdout, "the trace of the second engine is missing")
     return "ok"
@@ -304,10 +311,8 @@ def int8(subject: Subject, server: Server) -> str:
 
 def plan(subject: Subject, server: Server) -> str:
     """The blocks that the engine has, and the bytes that the loader fills."""
-    args = server.process.args
-    must(isinstance(args, list), "the server was started otherwise")
-    flags = args[args.index("serve") + 1 : args.index("--log-level")]  # type: ignore[union-attr, index]
-    done = command("plan", *map(str, flags), "--json")
+    words = words_of(server)
+    done = command("plan", *words[words.index("serve") + 1 : words.index("--log-level")], "--json")
     must(done.returncode == 0, f"plan: {done.stderr[-300:]}")
     said = json.loads(done.stdout)
     with client(server) as http:

@@ -33,12 +33,14 @@ REASON = "weights are missing: lm_head.weight"
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
     """serves, recovers (always), refuses (and ends), hangs (before it is ready), exits (at once), ends (with status 1
-    before it is ready), dies, freezes, fails or gives-up (at the first request)."""
+    before it is ready), dies, freezes, fails or gives-up (at the first request). The last two say why to all peers, and
+    wait until one of them is a supervisor, which comes when it will."""
     behaviours = settings.config.served_model_name.split(",")
     behaviour = behaviours[min(settings.life, len(behaviours)) - 1]
     if behaviour == "exits":
         return 3
     listener, peers = transport.bind(settings.address), set[bytes]()
+    last_words: tuple[Dying, int] | None = None
     deadline_s = time.monotonic() + 6 * DEADLINE_S
     try:
         while not stop.is_set() and time.monotonic() < deadline_s:
@@ -49,9 +51,14 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
                     continue
                 peers.add(item[0])
                 answer, status = respond(message, behaviour, settings)
-                if answer is not None:
-                    for peer in peers if isinstance(answer, Dying) else (item[0],):
-                        listener.send(peer, engine_to_client.encode(answer))
+                if isinstance(answer, Dying):
+                    last_words, status = (answer, status or 0), None
+                elif answer is not None:
+                    listener.send(item[0], engine_to_client.encode(answer))
+                if last_words is not None and any(b"supervisor" in peer for peer in peers):
+                    for peer in peers:
+                        listener.send(peer, engine_to_client.encode(last_words[0]))
+                    return last_words[1]
                 if status is not None and (settings.life == 1 or behaviour != "refuses" or b"supervisor" in item[0]):
                     return status
     finally:

@@ -50,14 +50,15 @@ def difference(oracle: Oracle, logits: torch.Tensor, expected: torch.Tensor | No
     return float((ours.gather(1, best) - theirs.gather(1, best)).abs().max())
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+def give_its_logits(oracle: Oracle, chunk: int) -> None:
+    """In steps of so many tokens."""
     logits = Paged(oracle).run(oracle.tokens, chunk)
     assert difference(oracle, logits) < MAX_DIFFERENCE
     assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
 
 
-def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
+def share_steps(oracle: Oracle) -> None:
+    """Three sequences of different lengths, in steps of several."""
     paged = Paged(oracle, seed=3)
     long, short, late = (paged.sequence(oracle.tokens[:length]) for length in (150, 9, 33))
     paged.step((long, 50), (short, 8))
@@ -67,12 +68,17 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> Non
         assert difference(oracle, torch.cat(sequence.logits)) < MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
-def test_two_ranks_share_it(oracle: Oracle, *, expert_parallel: bool) -> None:
-    if expert_parallel and oracle.spec.experts is None:
-        pytest.skip("it has no experts")
-    options = {"expert_parallel": expert_parallel}
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64), **options):
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+    give_its_logits(oracle, chunk)
+
+
+def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
+    share_steps(oracle)
+
+
+def test_two_ranks_share_it(oracle: Oracle) -> None:
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
         assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
 
 

@@ -1,6 +1,7 @@
 """A head that config.json calls tied, and that the files hold beside the embedding, with other values or the same."""
 
 import json
+import logging
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cpu.test_families import MAX_DIFFERENCE, difference
+from tests.driver import Driver
 from tests.families.all import VARIANTS
 from tests.families.through_transformers import VARIANTS as THROUGH_TRANSFORMERS
 from tests.families.variant import Variant
@@ -93,6 +95,16 @@ def test_a_head_of_another_type_is_one_of_its_own(tmp_path: Path) -> None:
     tensors = load_file(path / SINGLE_FILE)
     save_file(tensors | {HEAD: tensors[HEAD].to(torch.bfloat16)}, path / SINGLE_FILE)
     assert not load_spec(path).tie_word_embeddings
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_the_worker_says_when_the_files_have_another_head(
+    change: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = with_head(BY_NAME["qwen2-odd-tied"].make(tmp_path / "model"), change)
+    with caplog.at_level(logging.INFO):
+        Driver(path, max_model_len=64)
+    assert ("the head is that of the files" in caplog.text) is (change > 0)
 
 
 def test_files_that_are_damaged_are_for_the_loader(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint, write_checkpoint
-from tests.cpu.test_families import MAX_DIFFERENCE, difference
+from tests.cpu.test_families import MAX_DIFFERENCE, difference, give_its_logits, share_steps
 from tests.driver import Driver, expected, make_prompt, new_request
 from tests.families.all import VARIANTS as FAMILIES
 from tests.families.through_transformers import FOREIGN, VARIANTS
@@ -44,19 +44,11 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
-    logits = Paged(oracle).run(oracle.tokens, chunk)
-    assert difference(oracle, logits) < MAX_DIFFERENCE
-    assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
+    give_its_logits(oracle, chunk)
 
 
 def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
-    paged = Paged(oracle, seed=3)
-    long, short, late = (paged.sequence(oracle.tokens[:length]) for length in (150, 9, 33))
-    paged.step((long, 50), (short, 8))
-    paged.step((long, 1), (late, 33), (short, 1))
-    paged.step((long, 99))
-    for sequence in (long, short, late):
-        assert difference(oracle, torch.cat(sequence.logits)) < MAX_DIFFERENCE
+    share_steps(oracle)
 
 
 @pytest.mark.parametrize("name", ["seed-oss", "exaone4"])

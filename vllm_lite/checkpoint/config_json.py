@@ -78,7 +78,7 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / "config.json", partial(_parse_config, model_impl))
     if spec.tie_word_embeddings and has_own_head(folder):
-        spec = msgspec.structs.replace(spec, tie_word_embeddings=False)
+        spec = msgspec.structs.replace(spec, tie_word_embeddings=False, tied_in_config_only=True)
     if spec.implementation == "transformers":
         spec = msgspec.structs.replace(spec, folder=str(folder))
     if (folder / "generation_config.json").exists():

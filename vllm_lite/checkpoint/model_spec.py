@@ -170,6 +170,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Logits become cap * tanh(logit / cap), after scaling; 0 = no cap."""
     extra_parameters: int = 0
     """How many weights there are that no other field counts, as those of learned positions."""
+    tied_in_config_only: bool = False
+    """Whether config.json calls the head tied to the embedding, and the files hold another, see `tied_head`."""
 
     @property
     def num_layers(self) -> int:

@@ -91,6 +91,8 @@ class Worker:
             time.monotonic() - started,
             f", threads: {num_threads}" if num_threads else "",
         )
+        if spec.tied_in_config_only:
+            logger.info("the head is that of the files: config.json calls it tied to the embedding, which differs")
         _log_ropes(spec, self.limits.max_model_len)
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)

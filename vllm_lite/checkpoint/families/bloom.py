@@ -3,7 +3,15 @@
 import msgspec
 
 from vllm_lite.checkpoint.alibi import alibi_slopes
-from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, layers_of, rope_of
+from vllm_lite.checkpoint.families.common import (
+    Family,
+    OlderConfig,
+    RawConfig,
+    attention_of,
+    decoder,
+    layers_of,
+    rope_of,
+)
 from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
@@ -11,22 +19,18 @@ from vllm_lite.errors import ModelError
 NEOX_PARTIAL_ROTARY_FACTOR = 0.25
 
 
-class BloomConfig(RawConfig, kw_only=True):
+class BloomConfig(OlderConfig, kw_only=True):
     max_position_embeddings: Size = 2048
     """ALiBi has no end; this is the length that it was trained with, which checkpoints call seq_length."""
-    layer_norm_epsilon: Positive = 1e-5
-    tie_word_embeddings: bool = True
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
     apply_residual_connection_post_layernorm: bool = False
 
 
-class FalconConfig(RawConfig, kw_only=True):
+class FalconConfig(OlderConfig, kw_only=True):
     max_position_embeddings: Size = 2048
     ffn_hidden_size: Size | None = None
     hidden_act: str = "gelu"
-    layer_norm_epsilon: Positive = 1e-5
-    tie_word_embeddings: bool = True
     bos_token_id: TokenId | None = 11
     eos_token_id: TokenId | list[TokenId] | None = 11
     alibi: bool = False

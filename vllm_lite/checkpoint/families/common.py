@@ -61,6 +61,13 @@ class RawConfig(msgspec.Struct, kw_only=True):
     quantization_config: dict[str, Any] | None = None
 
 
+class OlderConfig(RawConfig, kw_only=True):
+    """The keys of families older than Llama, whose heads are tied unless config.json says otherwise."""
+
+    layer_norm_epsilon: Positive = 1e-5
+    tie_word_embeddings: bool = True
+
+
 class Family(NamedTuple):
     """Architectures whose config.json is read alike."""
 

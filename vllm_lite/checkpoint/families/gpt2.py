@@ -2,9 +2,9 @@
 
 import msgspec
 
-from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, layers_of
+from vllm_lite.checkpoint.families.common import Family, OlderConfig, RawConfig, attention_of, decoder, layers_of
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
-from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
+from vllm_lite.checkpoint.typed_json import Size, TokenId
 from vllm_lite.errors import ModelError
 
 OPT_POSITION_OFFSET = 2
@@ -12,12 +12,10 @@ OPT_POSITION_OFFSET = 2
 OPT_NORM_EPS = 1e-5
 
 
-class GPT2Config(RawConfig, kw_only=True):
+class GPT2Config(OlderConfig, kw_only=True):
     max_position_embeddings: Size = 1024
     n_inner: Size | None = None
     hidden_act: str = "gelu_new"
-    layer_norm_epsilon: Positive = 1e-5
-    tie_word_embeddings: bool = True
     bos_token_id: TokenId | None = 50256
     eos_token_id: TokenId | list[TokenId] | None = 50256
     scale_attn_weights: bool = True
