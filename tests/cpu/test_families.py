@@ -13,12 +13,14 @@ from tests.families.all import VARIANTS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
+from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.cpu.library import available
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.models.registry import Sizes, build
 
@@ -75,6 +77,12 @@ def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
 
 def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> None:
     share_steps(oracle)
+
+
+@pytest.mark.skipif(not available(), reason="there are no native kernels")
+def test_its_tests_are_those_of_native_kernels(oracle: Oracle) -> None:
+    """Heads of other sizes go to the reference, over which no step is recorded."""
+    assert isinstance(Paged(oracle).backend, CpuBackend)
 
 
 def test_two_ranks_share_it(oracle: Oracle) -> None:

@@ -188,7 +188,7 @@ GRANITE = [
         "granite-tied",
         "GraniteConfig",
         "GraniteForCausalLM",
-        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+        {"hidden_size": 144, "num_attention_heads": 6, "num_key_value_heads": 2}
         | GRANITE_FACTORS
         | {"tie_word_embeddings": True, "vocab_size": 389},
         {
@@ -213,7 +213,7 @@ SMOLLM3 = [
         "smollm3-tied",
         "SmolLM3Config",
         "SmolLM3ForCausalLM",
-        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+        {"hidden_size": 144, "num_attention_heads": 6, "num_key_value_heads": 2}
         | {"num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0, "initializer_range": 0.2},
         {"no rope": drop_in_layers(rotated_everywhere)},
     ),
