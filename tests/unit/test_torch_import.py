@@ -61,3 +61,12 @@ def test_tracing_and_profiling_work() -> None:
 
 def test_it_runs_before_transformers() -> None:
     run("import transformers")
+
+
+def test_it_runs_before_weights_are_drawn() -> None:
+    run(
+        "from vllm_lite.layers.weight_slot import whole_slot\n"
+        "from vllm_lite.models.weights import _random\n"
+        "assert is_put_off()\n"
+        "assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)"
+    )

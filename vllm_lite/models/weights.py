@@ -26,6 +26,7 @@ from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Packed
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
+from vllm_lite.runtime import torch_import
 
 STORED_AS = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8"}
 """What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
@@ -256,5 +257,6 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     """
     if len(slot.shape) == 1:
         return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
+    torch_import.complete()  # a Generator cannot be made without
     generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
     return slot.cut(torch.randn(slot.stored_shape, generator=generator).mul_(slot.shape[1] ** -0.5))

@@ -4,7 +4,8 @@ torch._meta_registrations says what operations do to tensors without memory, for
 of most operations along. A worker whose models are native never needs it; transformers does, and whatever traces.
 Modules of torch count on it: torch._dynamo, which torch.profiler and torch.compile load, cannot even be imported
 without. So it runs before anything is imported that `import torch` did not bring, and all of that finds torch as it
-always is. Only who computes on the "meta" device without importing anything has to call `complete`.
+always is. Only who computes on the "meta" device, or makes a Generator, without importing anything has to call
+`complete`.
 """
 
 import sys
@@ -77,7 +78,8 @@ def put_off() -> None:
 
 
 def complete() -> None:
-    """Run what was put off: to be called before anything is computed on the "meta" device, or traced."""
+    """Run what was put off: to be called before anything is computed on the "meta" device, or traced, and before a
+    torch.Generator is made."""
     module = sys.modules.get(PUT_OFF)
     if isinstance(module, _Later):
         _run(module)
