@@ -124,7 +124,7 @@ def serve(subject: Subject, kind: Kind, wanted: Sequence[str]) -> dict[str, str]
             server.wait_for("Try:")
         except AssertionError as error:
             sentences = [says for name in named for says in REFUSALS.get(name, ())]
-            refused = any(says in server.output for says in sentences) and server.process.poll() == 2
+            refused = any(says in server.output for says in sentences) and server.wait() == 2
             return dict.fromkeys(named, "no" if refused else f"the server did not start: {str(error)[-400:]}")
         for name in named:
             cells[name] = attempt(lambda name=name: kind.columns[name](subject, server))  # type: ignore[misc]
