@@ -65,6 +65,7 @@ void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem ite
 // A sequence's rows of a step: l in [0, num_rows), the first at `position`.
 struct Rows {
   int sequence, query_row, position, num_rows, group;
+  int most;  // rows of an item
 
   AttentionItem item(int first, int count, int window) const {
     AttentionItem item = {};
@@ -84,7 +85,7 @@ struct Rows {
 // Adds the items of the rows [begin, end), whose sections have one size: the longest first, for threads to finish
 // together.
 void add_tiles(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, int begin, int end) {
-  const int count = end - begin, num_tiles = (count + kMaxRows - 1) / kMaxRows;
+  const int count = end - begin, num_tiles = (count + rows.most - 1) / rows.most;
   const int tile_rows = num_tiles == 1 ? count : round_up((count + num_tiles - 1) / num_tiles, kBlockRows);
   for (int first = begin + (count - 1) / tile_rows * tile_rows; first >= begin; first -= tile_rows) {
     items->push_back(rows.item(first, std::min(tile_rows, end - first), plan->window));
@@ -96,7 +97,7 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
   for (int end = rows.num_rows; end > 0;) {
     const int position = rows.position + (end - 1) / rows.group, alike = first_alike(position, window);
     const int begin = std::max(0, alike - rows.position) * rows.group;
-    if (begin == 0 && end == rows.num_rows && rows.num_rows <= kMaxRows) {
+    if (begin == 0 && end == rows.num_rows && rows.num_rows <= rows.most) {
       return add_splits(plan, items, rows.item(0, rows.num_rows, window), section_keys(position, window));
     }
     add_tiles(plan, items, rows, begin, end);
@@ -144,13 +145,13 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
   draft.gaps.clear();
   Plan plan = {};
   plan.window = window;
-  const int group = shape->num_heads / shape->num_kv_heads;
+  const int group = shape->num_heads / shape->num_kv_heads, most = max_rows(shape->head_size);
   for (const bool large : {true, false}) {
     for (int i = 0; i < num_seqs; ++i) {
       const int query_len = starts[i + 1] - starts[i];
-      if (query_len <= 0 || large != (query_len * group > kMaxRows)) continue;
+      if (query_len <= 0 || large != (query_len * group > most)) continue;
       if (seq_lens[i] > 0) {
-        add_sequence(&plan, &draft.items, {i, starts[i], seq_lens[i] - query_len, query_len * group, group});
+        add_sequence(&plan, &draft.items, {i, starts[i], seq_lens[i] - query_len, query_len * group, group, most});
       } else {
         draft.gaps.insert(draft.gaps.end(), {starts[i], query_len});
       }

@@ -11,11 +11,16 @@
 
 namespace vllm_lite {
 
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 512;
 constexpr int kMaxRows = 96;     // of one item
+constexpr int kWideHead = 256;   // items of larger heads have half as many rows, for what they keep to fit into a cache
 constexpr int kStreamRows = 16;  // items of up to so many rows read the cache as it lies, larger ones pack it first
 
-constexpr int64_t kAttentionScratchBytes = 512 << 10;  // of a thread
+constexpr int64_t kAttentionScratchBytes = 640 << 10;  // of a thread
+
+VLLM_LITE_INLINE int max_rows(int head_size) {
+  return head_size > kWideHead ? kMaxRows / 2 : kMaxRows;
+}
 
 // What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.
 struct AttentionShape {

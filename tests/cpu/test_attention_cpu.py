@@ -13,6 +13,7 @@ from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.alibi import alibi_slopes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.attention import THREAD_BYTES
 from vllm_lite.kernels.cpu.library import num_threads, set_num_threads
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
@@ -65,7 +66,7 @@ def assert_exact(lengths, **options):
     assert difference <= TOLERANCE[batch.shape.dtype], (lengths, options)
 
 
-@pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 96, 112, 120, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 96, 112, 120, 128, 192, 256, 264, 512])
 def test_head_sizes(each_isa, head_size):
     for dtype in FLOATS:
         assert_exact([*RAGGED, (5, 40), (40, 70)], head_size=head_size, dtype=dtype)
@@ -87,7 +88,8 @@ def test_heads_that_share_a_kv_head(each_isa, group):
 @pytest.mark.parametrize("kv_dtype", [*FLOATS, *FLOAT8])
 def test_types_of_the_cache(each_isa, dtype, kv_dtype):
     scales = {"k_scale": 0.03, "v_scale": 0.11} if kv_dtype in FLOAT8 else {}
-    assert_exact([*RAGGED, (40, 70)], dtype=dtype, kv_dtype=kv_dtype, head_size=24, **scales)
+    for head_size in (24, 512):
+        assert_exact([*RAGGED, (40, 70)], dtype=dtype, kv_dtype=kv_dtype, head_size=head_size, **scales)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 100, 600])
@@ -122,6 +124,7 @@ FAMILIES = {
     "glm4": (128, 16, 1),
     "gemma": (256, 2, 1),
     "gemma-1b": (256, 4, 1),
+    "gemma-4": (512, 8, 2),
     "falcon": (64, 71, 1),
 }
 """Head size, query heads that share a KV head, KV heads: shapes that checkpoints have."""
@@ -228,7 +231,7 @@ def test_two_windows_in_one_model():
     ("change", "reason"),
     [
         ({"head_size": 12}, "head size 12 is no multiple of 8"),
-        ({"head_size": 264}, "head size 264 is no multiple of 8 up to 256"),
+        ({"head_size": 520}, "head size 520 is no multiple of 8 up to 512"),
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
         ({"kv_dtype": torch.int8}, "with a cache in torch.int8"),
         ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),
@@ -248,7 +251,7 @@ def test_workspace_covers_what_splits_take():
     taken = sum(part.nbytes for part in batch.backend.kernels[0].scratch)
     assert 0 < taken <= batch.backend.workspace_bytes(max_num_tokens=10, max_num_seqs=3, max_seq_len=9000)
     short = CpuBackend(batch.shape).workspace_bytes(1000, 100, 512)
-    assert short == num_threads() * (512 << 10), "nothing is split"
+    assert short == num_threads() * THREAD_BYTES, "nothing is split"
 
 
 def test_a_cache_with_strided_rows_is_refused():

@@ -57,7 +57,7 @@ class Write:
         return self.pool[:, 1].float().permute(0, 3, 1, 2, 4).flatten(0, 1)  # [slot, 2, num_kv_heads, head_size]
 
 
-@pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 120, 128, 256])
+@pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 120, 128, 256, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_turns_and_stores(each_isa, dtype, head_size):
     write = Write(37, head_size, dtype)

@@ -16,13 +16,13 @@ template <class Words>
 struct StreamScratch {
   using Element = typename Words::Element;
   Softmax softmax;
-  alignas(64) Element query[kStreamRows][kMaxHeadSize];  // filled up with zeros to whole vectors
-  alignas(64) float acc[kStreamRows * kMaxHeadSize];     // [num_rows][padded head_size]
-  alignas(64) float all[kStreamRows * kMaxHeadSize];     // the same for the sections before
+  alignas(64) Element query[kStreamRows * kMaxHeadSize];  // [num_rows][padded head_size], filled up with zeros
+  alignas(64) float acc[kStreamRows * kMaxHeadSize];      // [num_rows][padded head_size]
+  alignas(64) float all[kStreamRows * kMaxHeadSize];      // the same for the sections before
   alignas(64) float scores[kStreamRows][kKeys];
   alignas(64) Element weights[kStreamRows][kKeys];
-  alignas(64) Element keys[kKeys][kMaxHeadSize];  // converted, when the cache has another type
-  alignas(64) Element values[kKeys][kMaxHeadSize];
+  alignas(64) Element keys[kKeys * kMaxHeadSize];  // [tokens][padded head_size], when the cache has another type
+  alignas(64) Element values[kKeys * kMaxHeadSize];
   const char* rows[2][kKeys];  // of K in the cache: of these tokens and of the next
   const char* converted[kKeys];
 };
@@ -54,12 +54,12 @@ struct Ahead {
 
 // to [num_rows] += the products of 16 words of the query rows with those of 16 keys. Strides in floats.
 template <class Words>
-VLLM_LITE_INLINE void multiply_words(const float* query, int num_rows, const char* const* keys, int word, int count,
-                                     float (*to)[kKeys]) {
+VLLM_LITE_INLINE void multiply_words(const float* query, int stride, int num_rows, const char* const* keys, int word,
+                                     int count, float (*to)[kKeys]) {
 #if defined(__AVX512F__)
   Vec words[16];
   turn(keys, 4 * word, count, words);
-  for (int i = 0; i < num_rows; ++i, query += kMaxHeadSize / Words::kPack) {
+  for (int i = 0; i < num_rows; ++i, query += stride) {
     Vec sum = load(to[i]);
 #pragma GCC unroll 16
     for (int n = 0; n < 16; ++n) sum = Words::add_product(sum, query[word + n], words[n]);
@@ -68,7 +68,7 @@ VLLM_LITE_INLINE void multiply_words(const float* query, int num_rows, const cha
 #else
   alignas(64) float words[16][kGroup];
   transpose(keys, 4 * word, count, words[0], kGroup);
-  for (int i = 0; i < num_rows; ++i, query += kMaxHeadSize / Words::kPack) {
+  for (int i = 0; i < num_rows; ++i, query += stride) {
     for (int j = 0; j < kGroup; j += kWidth) {
       Vec sum = load(to[i] + j);
       for (int n = 0; n < count; ++n) sum = Words::add_product(sum, query[word + n], load(words[n] + j));
@@ -80,14 +80,14 @@ VLLM_LITE_INLINE void multiply_words(const float* query, int num_rows, const cha
 
 // scores [num_rows][kKeys] = the products of the query rows with `count` keys. Meanwhile the next K are fetched.
 template <class Words, bool kFetch>
-static void multiply_keys(StreamScratch<Words>& s, int num_rows, const char* const* keys, int count, int num_words,
-                          Ahead ahead) {
+static void multiply_keys(StreamScratch<Words>& s, int stride, int num_rows, const char* const* keys, int count,
+                          int num_words, Ahead ahead) {
   std::memset(s.scores, 0, static_cast<size_t>(num_rows) * sizeof s.scores[0]);
   for (int pair = 0; pair < count; pair += 2 * kGroup) {  // the sums of one do not wait for those of the other
     for (int word = 0; word < num_words; word += 16) {
       for (int group = pair; group < least(pair + 2 * kGroup, count); group += kGroup) {
         if (kFetch) ahead.fetch_lines(kGroup);
-        multiply_words<Words>(reinterpret_cast<const float*>(s.query), num_rows, keys + group, word,
+        multiply_words<Words>(reinterpret_cast<const float*>(s.query), stride, num_rows, keys + group, word,
                               least(16, num_words - word), reinterpret_cast<float (*)[kKeys]>(s.scores[0] + group));
       }
     }
@@ -175,15 +175,16 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
   if (kConvert) {
     for (int t = 0; t < count; ++t) {
       fetch_row(next[t], row_bytes);
-      convert_row(kv_dtype, rows[t], s.keys[t], size);
+      convert_row(kv_dtype, rows[t], s.keys + t * padded, size);
       fetch_row(next[t] + offset, row_bytes);
-      convert_row(kv_dtype, values[t], s.values[t], size);
-      s.converted[t] = reinterpret_cast<const char*>(s.keys[t]);
-      values[t] = reinterpret_cast<const char*>(s.values[t]);
+      convert_row(kv_dtype, values[t], s.values + t * padded, size);
+      s.converted[t] = reinterpret_cast<const char*>(s.keys + t * padded);
+      values[t] = reinterpret_cast<const char*>(s.values + t * padded);
     }
     keys = s.converted;
   }
-  multiply_keys<Words, !kConvert>(s, num_rows, keys, count, size / Words::kPack, {next, 0, row_bytes, 0, 0});
+  multiply_keys<Words, !kConvert>(s, padded / Words::kPack, num_rows, keys, count, size / Words::kPack,
+                                  {next, 0, row_bytes, 0, 0});
   for (int i = 0; i < num_rows; ++i) {
     s.softmax.template step<Words, true>(s.scores[i], s.weights[i], i, first, end);
   }
@@ -209,7 +210,7 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   for (int t = 0; t < kGroup; ++t) fetch_row(now[t], row_bytes);
   s.softmax.init(call, item, kv_head);
-  for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query[i], padded);
+  for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, padded, [&](int first, int end) {
     const bool more = end < item.key_end;
     if (more) find_keys(next, cache, end, item.key_begin, item.key_end);

@@ -18,16 +18,17 @@ template <class Words>
 struct TileScratch {
   using Element = typename Words::Element;
   static constexpr int kSize = kMaxHeadSize;
+  static constexpr int kRows = kMaxRows * vllm_lite::kWideHead;  // elements of an item's rows, see max_rows
   Softmax softmax;
   alignas(64) float keys[kSize / Words::kPack * kKeys];    // words [head_size / kPack][kKeys]
   alignas(64) float values[kKeys / Words::kPack * kSize];  // words [kKeys / kPack][padded head_size]
-  alignas(64) Element query[kMaxRows * kSize];             // [num_rows][head_size]
-  alignas(64) float acc[kMaxRows * kSize];                 // [num_rows][padded head_size]
-  alignas(64) float all[kMaxRows * kSize];                 // the same for the sections before
+  alignas(64) Element query[kRows];                        // [num_rows][head_size]
+  alignas(64) float acc[kRows];                            // [num_rows][padded head_size]
+  alignas(64) float all[kRows];                            // the same for the sections before
   alignas(64) float scores[kBlockRows][kKeys];
   alignas(64) Element weights[kBlockRows][kKeys];
-  alignas(64) Element converted[kGroup][kSize];
-  const char* rows[2][kKeys];  // of K in the cache: of this tile and of the next
+  alignas(64) Element converted[kGroup * kSize];  // [tokens][padded head_size]
+  const char* rows[2][kKeys];                     // of K in the cache: of this tile and of the next
 };
 
 // out[i][j] (+)= the sum over n < count of x[i][n] * y[n][j], for kRows rows and kVecs vectors of j. Strides in words.
@@ -121,6 +122,7 @@ VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& s
 template <class Words>
 static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* const* keys, const Sizes& sizes,
                  int count, const char* const* next, int num_next) {
+  using Element = typename Words::Element;
   const int kv_dtype = call.shape->kv_dtype;
   const bool convert = kv_dtype != Words::kElement;
   const int row_bytes = sizes.head * bytes_of(kv_dtype);
@@ -132,8 +134,9 @@ static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* c
         rows[t] = keys[group + t] + offset;
         if (group + t < num_next) fetch_row(next[group + t] + offset, row_bytes);
         if (convert) {
-          convert_row(kv_dtype, rows[t], s.converted[t], sizes.head);
-          rows[t] = reinterpret_cast<const char*>(s.converted[t]);
+          Element* const to = s.converted + t * sizes.padded;
+          convert_row(kv_dtype, rows[t], to, sizes.head);
+          rows[t] = reinterpret_cast<const char*>(to);
         }
       }
       if (which == 1) {

@@ -1,12 +1,13 @@
 // Rotary embedding and the write of K and V, in one pass over a token's heads.
 #include "../cache_ops.h"
 
+#include "../attention.h"
 #include "convert.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kMaxHeadSize = 256;
+using vllm_lite::kMaxHeadSize;
 
 // Turns one head in place: elements i and i + size / 2 by the angle i.
 template <class T>

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 
-MAX_HEAD_SIZE = 256
-MAX_ROWS = 96
-"""How many rows of Q are computed together; each head that shares a KV head has rows of its own."""
+MAX_HEAD_SIZE = 512
+MAX_ROWS, WIDE_HEAD = 96, 256
+"""How many rows of Q are computed together, half as many for heads of more than WIDE_HEAD elements; each head that
+shares a KV head has rows of its own."""
 MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
-THREAD_BYTES = 512 << 10
+THREAD_BYTES = 640 << 10
 """Scratch memory of each thread."""
 _PLAN_INTS, _ITEM_INTS = 6, 11
 """How many numbers the records Plan and AttentionItem of csrc/cpu have."""
@@ -92,7 +93,8 @@ class Kernels:
         """How a step's attention is cut into tasks: int32 [], with room for any lengths up to max_seq_len."""
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
-        num_items = num_seqs * max(1, max_splits(max_seq_len)) + num_tokens * group // MAX_ROWS
+        most = MAX_ROWS // 2 if self._shape.head_size > WIDE_HEAD else MAX_ROWS
+        num_items = num_seqs * max(1, max_splits(max_seq_len)) + num_tokens * group // most
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)
