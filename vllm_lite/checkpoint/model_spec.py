@@ -189,9 +189,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         groups = tuple(LayerGroup(group.layers, group.attention.per_rank(shard)) for group in self.kv_groups)
         return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
 
-    def check_tensor_parallel(self, shard: Shard) -> None:
-        """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
-        if self._fits(shard):
+    def shared_by(self, world: int) -> "ModelSpec":
+        """The model with KV groups of equal bytes on each of `world` ranks, which share its heads: where these are more
+        than a layer's KV heads, each holds a whole one, and so more of that layer than of others.
+
+        Raises ConfigError if so many ranks cannot share the heads.
+        """
+        return self if world == 1 else msgspec.structs.replace(self, kv_groups=make_kv_groups(self.layers, world))
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Raises ConfigError, with the numbers that would do, unless `tp` ranks can share all that is split."""
+        if self._fits(tp):
             return
 
         def listed(*, expert_parallel: bool) -> str:
@@ -228,7 +236,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ConfigError if so many ranks cannot share the heads.
         """
-        return self.per_rank(Shard(0, tp)).block_elements(block_size) * dtype_bytes
+        return self.shared_by(tp).per_rank(Shard(0, tp)).block_elements(block_size) * dtype_bytes
 
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""
@@ -258,8 +266,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return matrices + biases + heads * spec.head_size + spec.sinks * spec.num_heads
 
 
-def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Partition the layers into groups of one block size: by how they attend, full attention first.
+def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGroup, ...]:
+    """Partition the layers into groups of one block size: by how they attend, full attention first. What counts are the
+    heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
 
     All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
@@ -269,7 +278,8 @@ def make_kv_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault(layer.attention, []).append(index)
-    widths = {kind: kind.num_kv_heads * kind.head_size for kind in kinds}  # of a layer in a block, per token
+    held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
+    widths = {kind: own.num_kv_heads * own.head_size for kind, own in held.items()}  # of a layer in a block, per token
     widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())
 
     def cost(size: int) -> int:

@@ -222,7 +222,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),
         model_path=path,
-        kv=spec,
+        kv=spec.shared_by(config.tensor_parallel_size),
     )
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size)

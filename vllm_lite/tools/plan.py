@@ -163,8 +163,9 @@ class _Sizes:
     """The parts that do not depend on what is left for the KV cache."""
 
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
-        spec, tp, first = checkpoint.spec, config.tensor_parallel_size, Shard.of(config)
-        spec.check_tensor_parallel(first)
+        spec, tp = checkpoint.spec, config.tensor_parallel_size
+        spec.check_tensor_parallel(tp)
+        spec = spec.shared_by(tp)
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
@@ -205,12 +206,14 @@ class _Sizes:
         """One rank's buffers of the largest step, tables of rotary embedding, and scratch."""
         spec, tp = self.spec, self.tp
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
-        heads = max((layer.attention for layer in largest.layers), key=lambda own: own.qkv_size)
-        row = 2 * spec.hidden_size + (2 * heads.num_heads + 2 * heads.num_kv_heads + 2) * heads.head_size
-        row += 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
-        tables = 2 * self.length * heads.head_size
+        kinds = {layer.attention for layer in largest.layers}
+        turned = sum(size for _, size in {(own.rope, own.attention.head_size) for own in largest.layers if own.rope})
+        row = 2 * spec.hidden_size + max(own.qkv_size for own in kinds) + max(own.query_size for own in kinds)
+        row += 2 * turned + 3 * (spec.intermediate_size // tp)
+        tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
-        scratch = 4 * self.num_seqs * heads.num_heads * splits * (heads.head_size + 1) if splits > 1 else 0
+        results = max(own.query_size + own.num_heads for own in kinds)
+        scratch = 4 * self.num_seqs * results * splits if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
     def _expert_row(self, dtype_bytes: int) -> int:

@@ -48,11 +48,12 @@ class Worker:
         self.generation = generation
         self.progress = progress
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.spec = examine(load_spec(config.model, config.model_impl), self.dtype, config.max_model_len)
+        spec, world = load_spec(config.model, config.model_impl), config.tensor_parallel_size
+        self.spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
-        self.own_spec = self.spec.per_rank(Shard.of(config, rank))
+        self.own_spec = self.spec.per_rank(Shard(rank, world))
         """The model with the heads that this rank holds, for attention and the KV cache."""
         self.block_bytes = self.own_spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
         self.graph_sizes: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from contextlib import closing
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -80,8 +81,9 @@ def step_bytes(config: ResolvedConfig, spec: ModelSpec, num_streams: int, contex
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     weights = spec.active_parameters(num_streams) - embedding
     item_bytes = 1 if config.quantization == "int8" else ITEM_BYTES[config.dtype]
-    token_bytes = spec.kv_block_bytes(1, ITEM_BYTES.get(config.kv_cache_dtype, ITEM_BYTES[config.dtype]))
-    return weights * item_bytes + num_streams * context * token_bytes
+    kv = sum(prod(group.kv_shape(1)) * min(context, group.window or context) for group in spec.kv_groups)
+    kv_bytes = ITEM_BYTES.get(config.kv_cache_dtype, ITEM_BYTES[config.dtype])
+    return weights * item_bytes + num_streams * kv * kv_bytes
 
 
 def _decode(
