@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import mixed_heads
 from tests.attention_steps import attention_shape, changed, step_batch
 from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
@@ -224,7 +225,7 @@ def test_the_workspace_is_what_was_announced_and_stays() -> None:
         ({"alibi_slopes": (1.0,)}, "1 ALiBi slopes for 4 heads"),
         ({"block_size": 24}, "2\\^n tokens, not of 24"),
         ({"head_size": 36}, "head size 36 is not a multiple of 8"),
-        ({"head_size": 264}, "head size 264"),
+        ({"head_size": 512}, "head size 512 is not a multiple of 8 up to 256"),
         ({"head_size": 264, "dtype": FP32}, "head size 264 is above 256"),
         ({"dtype": torch.float64}, "not torch.float64"),
         ({"kv_dtype": FP32}, "torch.float32 does not go with queries of torch.bfloat16"),
@@ -249,8 +250,21 @@ def test_a_cpu_is_refused() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.15)])
 def test_a_model_gives_the_logits_of_the_reference_backend(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    check_model(Oracle(make_checkpoint(tmp_path / "model", head_dim=32), dtype), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.15)])
+def test_layers_may_differ_in_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, tolerance: float
+) -> None:
+    """Each has kernels of its head size; the scratch memory has room for the largest."""
+    mixed_heads.install(monkeypatch)
+    path = mixed_heads.make_mixed(tmp_path / "model", (mixed_heads.FULL, mixed_heads.SLIDING, mixed_heads.FULL))
+    check_model(mixed_heads.MixedOracle(path, dtype), tolerance)
+
+
+def check_model(oracle: Oracle, tolerance: float) -> None:
     """Prefills in chunks, mixed with decodes; logits are of the order of 10."""
-    oracle = Oracle(make_checkpoint(tmp_path / "model", head_dim=32), dtype)
     logits = []
     for emulated in (False, True):
         paged = Paged(oracle)

@@ -337,12 +337,16 @@ def test_groups_have_their_own_tables_and_slots(backend):
     assert torch.equal(out, Batch(CHUNKED, backend=backend).run())
 
 
-def test_select():
+def test_select(caplog):
     shape = Batch([(1, 1)]).shape
     assert isinstance(select_backend(shape), CpuBackend if cpu.available() else ReferenceBackend)
     assert isinstance(select_backend(shape, "reference"), ReferenceBackend)
     with pytest.raises(ConfigError, match=f"'flash' is unknown; use auto, {', '.join(BACKENDS)}"):
         select_backend(shape, "flash")
+    assert not caplog.records or not cpu.available()
+    wide = changed(shape, head_size=520)
+    assert isinstance(select_backend(wide), ReferenceBackend)
+    assert "by the slower backend reference: cpu: head size 520 is no multiple of 8 up to 512" in caplog.text
     odd = attention_shape((5, 2, 8), 16, torch.float32)
     with pytest.raises(ConfigError, match="5 heads cannot share 2 KV heads"):
         select_backend(odd)

@@ -132,6 +132,44 @@ def test_layers_are_partitioned_so_that_little_is_padded(num_full, num_sliding, 
         assert {layer < num_full for layer in group.layers} == {group.window is None}
 
 
+def gemma4(num_layers, full, sliding):
+    """Five sliding layers before each full one. `full`, `sliding`: heads, KV heads, head size."""
+    kinds = AttentionSpec(*full, scale=1.0), AttentionSpec(*sliding, scale=1.0, window=1024)
+    return [LayerSpec(kinds[index % 6 != 5], Rope(1e4)) for index in range(num_layers)]
+
+
+GEMMA4 = {
+    # 5 layers of 2 * 512 elements of K are 5120, of 8 * 256 are 10240: half of a full block is padding.
+    "26B": (gemma4(30, (16, 2, 512), (16, 8, 256)), 1, [5] * 6, 10240),
+    "26B over 2 ranks": (gemma4(30, (16, 2, 512), (16, 8, 256)), 2, [5] * 6, 5120),
+    # Here a rank has 1 * 512 and 2 * 256: the same bytes.
+    "26B over 4 ranks": (gemma4(30, (16, 2, 512), (16, 8, 256)), 4, [5] * 6, 2560),
+    # 1 * 512 and 1 * 256: 13 sliding layers are 3328, the full ones 2560 of them.
+    "26B over 8 ranks": (gemma4(30, (16, 2, 512), (16, 8, 256)), 8, [5, 13, 12], 3328),
+    # 10 layers of 4 * 512 and 5 of 16 * 256 are 20480, without padding.
+    "31B": (gemma4(60, (32, 4, 512), (32, 16, 256)), 1, [10] + [5] * 10, 20480),
+    "31B over 8 ranks": (gemma4(60, (32, 4, 512), (32, 16, 256)), 8, [10] * 6, 5120),
+}
+"""Layers, ranks, layers of each group, elements of a token's K in a block."""
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_groups_of_layers_that_differ_in_heads_and_head_size(tmp_path, name):
+    layers, world, sizes, elements = GEMMA4[name]
+    whole = msgspec.structs.replace(load(tmp_path, config()), layers=tuple(layers), kv_groups=make_kv_groups(layers))
+    spec = whole.shared_by(world)
+    assert [len(group.layers) for group in spec.kv_groups] == sizes
+    assert sorted(layer for group in spec.kv_groups for layer in group.layers) == list(range(len(layers)))
+    assert all(layers[layer].attention == group.attention for group in spec.kv_groups for layer in group.layers)
+    for block_size in (1, 16):
+        assert whole.kv_block_bytes(block_size, 2, world) == 2 * elements * block_size * 2
+        for rank in range(world):
+            own = spec.per_rank(Shard(rank, world))
+            assert own.kv_block_bytes(block_size, 2) == 2 * elements * block_size * 2
+            assert [group.layers for group in own.kv_groups] == [group.layers for group in spec.kv_groups]
+    assert whole.shared_by(1) == whole
+
+
 def test_a_spec_survives_the_wire(tmp_path):
     spec = load(tmp_path, config("qwen3_mixed_new"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec

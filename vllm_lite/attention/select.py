@@ -4,6 +4,7 @@ from pkgutil import resolve_name
 
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
 
 BACKENDS = {
     "cpu": "vllm_lite.attention.cpu:CpuBackend",
@@ -15,8 +16,12 @@ PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "reference")}
 """Best first; the reference, which supports everything, is always last."""
 
 
+logger = log.get(__name__)
+
+
 def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBackend:
-    """Make the attention backend for `shape`; `override` names one of BACKENDS, "auto" takes the device's best.
+    """Make the attention backend for `shape`; `override` names one of BACKENDS, "auto" takes the device's best that
+    serves all KV groups, and warns of better ones that do not.
 
     Raises ConfigError when the name is unknown or none of the candidates supports the shape; the reasons are listed.
     """
@@ -28,6 +33,8 @@ def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBa
         backend: type[AttentionBackend] = resolve_name(BACKENDS[name])
         reason = backend.supports(shape)
         if reason is None:
+            if reasons:
+                logger.warning("attention is computed by the slower backend %s: %s", name, "; ".join(reasons))
             return backend(shape)
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"no attention backend for this model on {shape.device}: {'; '.join(reasons)}")
