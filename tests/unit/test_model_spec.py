@@ -134,8 +134,11 @@ def test_layers_are_partitioned_so_that_little_is_padded(num_full, num_sliding, 
 
 def gemma4(num_layers, full, sliding):
     """Five sliding layers before each full one. `full`, `sliding`: heads, KV heads, head size."""
-    kinds = AttentionSpec(*full, scale=1.0), AttentionSpec(*sliding, scale=1.0, window=1024)
-    return [LayerSpec(kinds[index % 6 != 5], Rope(1e4)) for index in range(num_layers)]
+    names = ("num_heads", "num_kv_heads", "head_size")
+    kinds = [
+        layer_of(window, **dict(zip(names, heads, strict=True))) for window, heads in ((None, full), (1024, sliding))
+    ]
+    return [kinds[index % 6 != 5] for index in range(num_layers)]
 
 
 GEMMA4 = {

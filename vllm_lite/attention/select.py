@@ -28,7 +28,7 @@ def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBa
     if override != "auto" and override not in BACKENDS:
         raise ConfigError(f"attention backend {override!r} is unknown; use auto, {', '.join(BACKENDS)}")
     names = PREFERENCE.get(shape.device.type, ("reference",)) if override == "auto" else (override,)
-    reasons = []
+    reasons: list[str] = []
     for name in names:
         backend: type[AttentionBackend] = resolve_name(BACKENDS[name])
         reason = backend.supports(shape)
