@@ -1,9 +1,11 @@
 """The native attention kernels against attention in float64, for every instruction set that this machine has."""
 
+import dataclasses
 import mmap
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.attention_steps import changed, step_batch
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
@@ -252,6 +254,25 @@ def test_workspace_covers_what_splits_take():
     assert 0 < taken <= batch.backend.workspace_bytes(max_num_tokens=10, max_num_seqs=3, max_seq_len=9000)
     short = CpuBackend(batch.shape).workspace_bytes(1000, 100, 512)
     assert short == num_threads() * THREAD_BYTES, "nothing is split"
+
+
+def test_groups_of_other_heads_have_scratch_memory_of_their_own():
+    """What the kernels of a step need is announced, and kept by its plan, for groups of both kinds."""
+    batch = Batch([(1, 5000), (8, 5000), (1, 9000)], backend=CpuBackend, group=4)
+    narrow = batch.shape.groups[0]
+    wide = replace(narrow, num_heads=6, num_kv_heads=3, head_size=512)
+    backend = CpuBackend(dataclasses.replace(batch.shape, groups=(narrow, wide, replace(narrow, window=4000))))
+    assert backend.kernels[0] is backend.kernels[2] is not backend.kernels[1]
+    step = batch.step()
+    step.block_tables, step.slot_mapping = step.block_tables * 3, step.slot_mapping * 3
+    backend.prepare(step)
+    taken = [part for kernel in backend.kernels[:2] for part in kernel.scratch]
+    assert all(len(part) and any(kept is part for kept in step.plan.scratch) for part in taken)
+    announced = backend.workspace_bytes(max_num_tokens=10, max_num_seqs=3, max_seq_len=9000)
+    results = sum(kernel.scratch[0].nbytes for kernel in backend.kernels[:2])
+    assert 2 * results <= announced - num_threads() * THREAD_BYTES, "twice: what grows is there beside what it replaces"
+    with pytest.raises(ValueError, match=r"kv has \[2, 2, 16, 8\] .* made for \[2, 3, 16, 512\]"):
+        backend.attend(batch.query, batch.kv, step, 1, torch.empty_like(batch.query))
 
 
 def test_a_cache_with_strided_rows_is_refused():

@@ -211,6 +211,9 @@ def test_the_workspace_is_what_was_announced_and_stays() -> None:
     assert first.nbytes == backend.workspace_bytes(10**6, len(DECODE), 100_000) == 6 * 4 * 64 * 65 * 4
     assert plan_of(backend, DECODE, max_seq_len=2000).workspace is first
     assert plan_of(backend, DECODE * 2, max_seq_len=100_000).workspace.nbytes == 2 * first.nbytes
+    wider = changed(changed(SHAPE, max_seq_len=100_000), num_heads=6, head_size=128).groups
+    both = backend_for(replace(shape, groups=shape.groups + wider))
+    assert plan_of(both, DECODE, max_seq_len=100_000).workspace.nbytes == 6 * 6 * 64 * 129 * 4, "as the largest"
     assert backend_for(changed(shape, windows=(64,))).workspace_bytes(10**6, 256, 100_000) == 0
     assert backend_for(replace(shape, dtype=FP32)).workspace_bytes(10**6, 256, 100_000) == 0
 
