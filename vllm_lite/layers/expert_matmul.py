@@ -71,5 +71,5 @@ def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes:
     """The best for these weights; one of each for every expert that the rank holds."""
     native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
     if gate_up and all(len(part) == len(gate_up) for part in native):
-        return NativeExperts(*native, sizes)
+        return NativeExperts(native[0], native[1], sizes)
     return LoopedExperts(gate_up, down, sizes)
