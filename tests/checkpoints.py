@@ -95,6 +95,11 @@ def _shake_vectors(model: Any) -> None:
             if parameter.dim() == 1:
                 mean = 0.0 if name.endswith("bias") else 1.0
                 parameter.normal_(mean, 0.2)
+        for name, bias in (*model.named_buffers(), *model.named_parameters()):
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(0.0, 0.2)
+                if bias.dim() == 2:  # nobody goes to one expert, and everybody to another
+                    bias[0, 1:3] = torch.tensor([-10.0, 10.0])
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tests.families.llama_like import SIX_HEADS
-from tests.families.variant import Control, Variant, drop_in_layers, without_window
+from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 
@@ -45,6 +45,33 @@ def mixtral(name: str, controls: dict[str, Control], **settings: Any) -> Variant
     return Variant(name, "MixtralConfig", "MixtralForCausalLM", SIX_HEADS | own | settings, controls)
 
 
+def olmoe(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own = {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "head_dim": 16}
+    return Variant(name, "OlmoeConfig", "OlmoeForCausalLM", SIX_HEADS | own | settings, controls)
+
+
+def granite(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    kind = "GraniteMoeShared" if "shared_intermediate_size" in settings else "GraniteMoe"
+    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22} | MULTIPLIERS
+    return Variant(name, f"{kind}Config", f"{kind}ForCausalLM", SIX_HEADS | own | settings, controls)
+
+
+def glm(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
+    return Variant(name, "Glm4MoeConfig", "Glm4MoeForCausalLM", SIX_HEADS | own | settings, controls)
+
+
+def ernie(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own = {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
+    return Variant(name, "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", SIX_HEADS | own | settings, controls)
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
 RENORMALIZED = {"sum": routing(renormalize=False)}
 
 
@@ -65,4 +92,34 @@ VARIANTS = [
     ),
     mixtral("mixtral", RENORMALIZED, sliding_window=None),
     mixtral("mixtral-one-expert", {"window": drop_in_layers(without_window)}, num_experts_per_tok=1, sliding_window=31),
+    olmoe("olmoe", {"no sum": routing(renormalize=True), "clip": drop(qkv_clip=0.0)}, clip_qkv=0.7),
+    olmoe("olmoe-renormalized", RENORMALIZED, norm_topk_prob=True, num_key_value_heads=6),
+    granite("granite-moe", RENORMALIZED | {"residual scale": drop(residual_scale=1.0)}, tie_word_embeddings=True),
+    granite("granite-moe-shared", RENORMALIZED, shared_intermediate_size=26, num_experts_per_tok=2),
+    glm(
+        "glm4-moe",
+        RENORMALIZED | {"scale": routing(scale=1.0), "sigmoid": routing(scoring="softmax")},
+        routed_scaling_factor=1.7,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_nextn_predict_layers=0,
+    ),
+    glm(
+        "glm4-moe-groups",
+        {"groups": routing(num_groups=1), "group score": routing(group_score="max")},
+        n_group=3,
+        topk_group=2,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+        norm_topk_prob=False,
+    ),
+    ernie("ernie-moe", RENORMALIZED, moe_layer_end_index=1),
+    ernie(
+        "ernie-moe-one-expert",
+        RENORMALIZED,
+        moe_k=1,
+        moe_num_shared_experts=0,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
 ]

@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
+from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
@@ -21,6 +22,7 @@ FAMILIES = {
     "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere",
     "Ernie4_5ForCausalLM": "ernie",
+    "Ernie4_5_MoeForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone",
     "FalconForCausalLM": "bloom",
     "GPT2LMHeadModel": "gpt2",
@@ -30,8 +32,11 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma",
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm",
+    "Glm4MoeForCausalLM": "glm_moe",
     "GlmForCausalLM": "glm",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite",
+    "GraniteMoeSharedForCausalLM": "granite",
     "InternLM3ForCausalLM": "llama",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
@@ -41,6 +46,7 @@ FAMILIES = {
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo",
     "Olmo3ForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmo",
     "OPTForCausalLM": "gpt2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen",
@@ -79,6 +85,8 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     spec = read_json(folder / "config.json", partial(_parse_config, model_impl))
     if spec.tie_word_embeddings and has_own_head(folder):
         spec = msgspec.structs.replace(spec, tie_word_embeddings=False, tied_in_config_only=True)
+    if spec.experts is not None:
+        spec = as_stored(spec, folder)
     if spec.implementation == "transformers":
         spec = msgspec.structs.replace(spec, folder=str(folder))
     if (folder / "generation_config.json").exists():

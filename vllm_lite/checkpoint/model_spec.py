@@ -168,6 +168,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Logits are multiplied by it."""
     logits_soft_cap: float = 0.0
     """Logits become cap * tanh(logit / cap), after scaling; 0 = no cap."""
+    num_unread_layers: int = 0
+    """How many layers may lie behind the others in the files; they predict further tokens, and nobody reads them."""
+    qkv_clip: float = 0.0
+    """Q, K and V are limited to this much on both sides of 0, before Q and K are rotated; 0 = they are not."""
     extra_parameters: int = 0
     """How many weights there are that no other field counts, as those of learned positions."""
     tied_in_config_only: bool = False
@@ -176,6 +180,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def unread_layers(self) -> range:
+        return range(self.num_layers, self.num_layers + self.num_unread_layers)
 
     @property
     def experts(self) -> ExpertsSpec | None:

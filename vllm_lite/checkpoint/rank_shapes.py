@@ -33,10 +33,6 @@ _BY_ROWS = (
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
-_EXPERT_UP, _EXPERT_DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
-"""An expert's own matrices."""
-_FUSED_UP, _FUSED_DOWN = ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")
-"""Those of all experts in one tensor, the first axis of which counts the experts."""
 
 
 def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
@@ -67,23 +63,23 @@ def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
 def is_of_router(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor says which experts a token goes to, or how much it takes of the shared one; none of them is ever
     quantized."""
-    *_, parent, layer, _ = ("", "", *name.split("."))
-    return spec.experts is not None and (layer in ("gate", "shared_expert_gate", "router") or parent == "router")
+    *_, layer, _ = ("", *name.split("."))
+    return spec.experts is not None and layer in ("gate", "shared_expert_gate")
 
 
 def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard: Shard) -> tuple[int, ...]:
     held, inner = own.held(shard), own.inner(shard).size
-    if len(shape) == 3:
+    if len(shape) == 3:  # all experts in one tensor, the first axis of which counts them
         _, rows, columns = shape
-        if path[-1] in _FUSED_UP or path[-2] in _FUSED_UP:
+        if path[-1] == "gate_up_proj":
             return held.size, rows * inner // own.intermediate_size, columns
         return held.size, rows, columns * inner // own.intermediate_size
     index, layer = int(path[-3]), path[-2]
     if not held.start <= index < held.end:
         return 0, *shape[1:]
-    if layer in _EXPERT_UP:
+    if layer in ("gate_proj", "up_proj"):
         return inner, *shape[1:]
-    return (shape[0], inner) if layer in _EXPERT_DOWN else shape
+    return (shape[0], inner) if layer == "down_proj" else shape
 
 
 def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:

@@ -5,6 +5,9 @@ under a prefix of the wrapper's. `canonical` takes these away, for the loader an
 positions are called alike in all families, as they are treated alike, and so are the parts of a layer's experts.
 """
 
+import re
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PREFIXES = (
     ("model.language_model.", "model."),
@@ -72,9 +75,11 @@ def canonical(name: str) -> str:
     return name
 
 
-def is_ignored(name: str, *, tied: bool) -> bool:
+def is_ignored(name: str, *, tied: bool, unread_layers: range = range(0)) -> bool:
     """Whether the canonical `name` is that of a tensor that some checkpoints have and nobody needs: a copy of a `tied`
-    head, old RoPE tables and masks, what sees images."""
+    head, old RoPE tables and masks, what sees images, `unread_layers`."""
+    if unread_layers and (found := _LAYER.match(name)) and int(found[1]) in unread_layers:
+        return True
     if name.endswith((".rotary_emb.inv_freq", *OLD_MASKS)):
         return True
     if tied and name == HEAD:

@@ -23,9 +23,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Those of the tensors that a model takes, by their canonical names."""
-        tied = self.spec.tie_word_embeddings
+        tied, unread = self.spec.tie_word_embeddings, self.spec.unread_layers
         named = {canonical(stored_as): tensor.shape for stored_as, tensor in self.tensors.items()}
-        return {name: shape for name, shape in named.items() if not is_ignored(name, tied=tied)}
+        return {name: shape for name, shape in named.items() if not is_ignored(name, tied=tied, unread_layers=unread)}
 
 
 def weights_bytes(

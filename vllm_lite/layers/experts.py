@@ -17,7 +17,7 @@ from vllm_lite.kernels.routing import Routing
 from vllm_lite.layers.buffers import ExpertRows, Rows
 from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_expert_matmul
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.mlp import GatedNames
+from vllm_lite.layers.mlp import GatedNames, gate_and_up
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DENSE, LinearShape
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
@@ -28,9 +28,13 @@ class SparseNames(NamedTuple):
 
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
+    bias_in_row: bool = False
+    """Whether the choice's bias is stored as [1, experts]."""
     expert: str = "experts.{}."
     matrices: GatedNames = GatedNames()
     """Those of an expert."""
+    fused: GatedNames = GatedNames("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
+    """The tensors that hold the matrices of all experts, where they are stored so."""
     shared: str = "shared_experts."
     shared_matrices: GatedNames = GatedNames()
     shared_gate: str = "shared_expert_gate"
@@ -58,6 +62,7 @@ class Router:
         yield self.linear.group(f"{prefix}{self.names.router}")
         if self.routing.spec.choice_bias:
             slot = whole_slot(f"{prefix}{self.names.choice_bias}", self.routing.spec.num_experts)
+            slot = slot._replace(stacked=(0, 1) if self.names.bias_in_row else None)
             yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_bias)
 
     def load_bias(self, bias: torch.Tensor) -> None:
@@ -72,8 +77,11 @@ class Experts:
         hidden, inner = Split.whole(parts.spec.hidden_size), spec.inner(parts.shard)
         self.held = spec.held(parts.shard)
         self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation)
-        self.gate_up = [parts.linear(hidden, inner, inner, bias=False) for _ in range(self.held.size)]
-        self.down = [parts.linear(inner, hidden, bias=False) for _ in range(self.held.size)]
+        self.fused = spec.stored == "fused"
+        rows = gate_and_up(inner, names.fused if self.fused else names.matrices)
+        held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
+        self.gate_up = [parts.linear(hidden, *rows, bias=False, stacked=stacked) for stacked in held]
+        self.down = [parts.linear(inner, hidden, bias=False, stacked=stacked) for stacked in held]
         none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
         self.elsewhere = parts.linear(hidden, none, none, bias=False), parts.linear(inner, nothing, bias=False)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
@@ -90,6 +98,12 @@ class Experts:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of them under `prefix`, one after another."""
+        if self.fused:
+            fused = self.names.fused
+            for gate_up, down in zip(self.gate_up, self.down, strict=True):
+                yield gate_up.group(f"{prefix}{fused.gate}", f"{prefix}{fused.up}")
+                yield down.group(f"{prefix}{fused.down}")
+            return
         names, held = self.names.matrices, range(self.held.start, self.held.end)
         for expert in range(self.held.total):
             own = prefix + self.names.expert.format(expert)
@@ -106,7 +120,7 @@ class SharedExpert:
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), Split.even(spec.shared_intermediate_size, parts.shard)
         self.ops, self.activation, self.names = ops_for(parts.device), parts.spec.activation, names
-        self.gate_up = parts.linear(hidden, inner, inner, bias=False)
+        self.gate_up = parts.linear(hidden, *gate_and_up(inner, names.shared_matrices), bias=False)
         self.down = parts.linear(inner, hidden, bias=False)
         shape = LinearShape(hidden, (Split.whole(1),), parts.dtype, parts.device)
         self.gate = Linear(shape, bias=False, form=DENSE) if spec.shared_gate else None

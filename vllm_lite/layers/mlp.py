@@ -20,6 +20,14 @@ class GatedNames(NamedTuple):
     down: str = "down_proj"
 
 
+def gate_and_up(inner: Split, names: GatedNames) -> tuple[Split, Split]:
+    """The rows that a rank holds of gate and of up, whose part of the elements between the matrices is `inner`."""
+    if names.gate != names.up:
+        return inner, inner
+    gate = Split(2 * inner.total, inner.start, inner.size)
+    return gate, gate._replace(start=inner.total + inner.start)
+
+
 class GatedMLP:
     """down(activation(gate(x)) * up(x)). Gate and up are one matrix product, split over ranks by columns, and down by
     rows."""
@@ -30,11 +38,7 @@ class GatedMLP:
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
         hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
-        gate = up = inner
-        if self.names.gate == self.names.up:
-            gate = Split(2 * inner.total, inner.start, inner.size)
-            up = Split(2 * inner.total, inner.total + inner.start, inner.size)
-        self.gate_up = parts.linear(hidden, gate, up, bias=spec.mlp_bias)
+        self.gate_up = parts.linear(hidden, *gate_and_up(inner, self.names), bias=spec.mlp_bias)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> None:

@@ -30,9 +30,17 @@ class Parts:
     def shard(self) -> Shard:
         return self.communicator.shard
 
-    def linear(self, inputs: Split, *outputs: Split, bias: bool, transposed: bool = False) -> Linear:
-        """A linear layer whose inputs every rank has in full. `transposed`: the checkpoint has [inputs, outputs]."""
-        shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed)
+    def linear(
+        self,
+        inputs: Split,
+        *outputs: Split,
+        bias: bool,
+        transposed: bool = False,
+        stacked: tuple[int, int] | None = None,
+    ) -> Linear:
+        """A linear layer whose outputs are not added up. `transposed`: the checkpoint has [inputs, outputs]; `stacked`:
+        as WeightSlot's."""
+        shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed, stacked)
         return Linear(shape, bias=bias, form=self.form)
 
     def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool, transposed: bool = False) -> RowParallelLinear:

@@ -98,10 +98,31 @@ class _Weight:
         return WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load)
 
 
-def make_qk_norm(
+class Clipped:
+    """Limits to Q, K and V, behind norms on Q and K where there are some."""
+
+    def __init__(self, norm: QKNorm | None, limit: float) -> None:
+        self.norm, self.limit = norm, limit
+
+    def forward(self, own: HeadRows) -> None:
+        if self.norm is not None:
+            self.norm.forward(own)
+        own.qkv.clamp_(-self.limit, self.limit)
+
+    def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:
+        if self.norm is not None:
+            yield from self.norm.weight_groups(query, key)
+
+
+def make_qk_norm(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None) -> QKNorm | None:
+    """What the model does to Q and K before they are rotated, None if it does nothing."""
+    norm = _norms(parts, splits, head_size, order)
+    return Clipped(norm, parts.spec.qkv_clip) if parts.spec.qkv_clip else norm
+
+
+def _norms(
     parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None
 ) -> HeadNorms | AllHeadsNorms | None:
-    """The norms that the model has on Q and K, None if it has none."""
     match parts.spec.qk_norm:
         case None:
             return None

@@ -24,12 +24,14 @@ class LinearShape(NamedTuple):
     device: torch.device
     transposed: bool = False
     """Whether the checkpoint stores [inputs, outputs]."""
+    stacked: tuple[int, int] | None = None
+    """As WeightSlot's."""
 
     def slot(self, name: str, rows: Split) -> WeightSlot:
         """The part of the matrix `name` that this rank holds of one projection."""
         inputs = self.inputs
         start, size = (rows.start, inputs.start), (rows.size, inputs.size)
-        return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed)
+        return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed, self.stacked)
 
 
 class WeightForm(Protocol):
@@ -46,12 +48,14 @@ class WeightForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DenseForm:
-    """One matrix for each projection, `<name>.weight`: [outputs, inputs]; in memory it may become int8."""
+    """One matrix for each projection, `<name>.weight`: [outputs, inputs]; in memory it may become int8. Where several
+    are stacked their tensor is called `<name>`."""
 
     quantization: Quantization | None = None
 
     def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
-        slots = tuple(shape.slot(f"{name}.weight", rows) for name, rows in zip(names, shape.outputs, strict=True))
+        ending = ".weight" if shape.stacked is None else ""
+        slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
         kind = shape.dtype, shape.device
         return (WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization)),)
 

@@ -21,14 +21,19 @@ class WeightSlot(NamedTuple):
     """The indices that the box has along the first axis, where they do not follow one another from start[0] on."""
     transposed: bool = False
     """Whether the checkpoint stores a matrix with its axes exchanged: shape[1] by shape[0]."""
+    stacked: tuple[int, int] | None = None
+    """Where the checkpoint has several matrices of this shape in one tensor, along its first axis: which one this is,
+    and how many there are."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.transposed else self.shape
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.stacked is None else (self.stacked[1], *shape)
 
     def cut(self, stored: torch.Tensor) -> torch.Tensor:
         """The box of the tensor as it is stored: a view if it lies in one piece, else a copy."""
-        tensor = stored.t() if self.transposed else stored
+        tensor = stored if self.stacked is None else stored[self.stacked[0]]
+        tensor = tensor.t() if self.transposed else tensor
         if self.order is None:
             return tensor[self.box]
         return tensor[(slice(None), *self.box[1:])].index_select(0, torch.tensor(self.order))

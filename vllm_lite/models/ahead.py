@@ -25,10 +25,8 @@ from vllm_lite.runtime import log
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What safetensors calls the types that can be packed."""
-_LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp|block_sparse_moe)\.)\w+\.weight")
-_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What families call the matrices of an expert."""
-_SHARED = ("shared_expert", "shared_experts")
+_LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp)\.)\w+\.weight")
+_SHARED = "shared_experts"
 _ROUTER, _SHARED_GATE = "gate", "shared_expert_gate"
 _NEVER_QUANTIZED = (f".{_ROUTER}", f".{_SHARED_GATE}")
 
@@ -44,6 +42,7 @@ class Slot(NamedTuple):
     size: tuple[int, int]
     order: tuple[int, ...] | None = None
     transposed: bool = False
+    stacked: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, name: str, rows: Split, inputs: Split) -> "Slot":
@@ -78,7 +77,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         stored = {
             name: place
             for name, place in ((canonical(name), place) for name, place in places.items())
-            if not is_ignored(name, tied=tied)
+            if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers)
         }
         shard = Shard.of(config, rank)
         form = config.quantization or config.dtype
@@ -113,7 +112,7 @@ def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iter
         if prefix.endswith("attn."):
             parts = _attention(prefix, stored, spec, layer, shard)
         elif (experts := spec.layers[layer].experts) is not None:
-            parts = _experts(prefix, stored, experts, shard)
+            parts = _experts(prefix, experts, shard)
         else:
             parts = _mlp(prefix, stored, spec, shard)
         for names, rows, inputs in parts:
@@ -152,27 +151,24 @@ def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard
         total = 2 * inner.total
         both = Split(total, inner.start, inner.size), Split(total, inner.total + inner.start, inner.size)
         yield (f"{prefix}gate_up_proj",) * 2, both, None
+        yield (f"{prefix}down_proj",), None, inner
     else:
-        yield (f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), None
-    yield (f"{prefix}down_proj",), None, inner
+        yield from _gated(prefix, inner)
 
 
-def _experts(prefix: str, stored: Mapping[str, Place], own: ExpertsSpec, shard: Shard) -> Parts:
+def _experts(prefix: str, own: ExpertsSpec, shard: Shard) -> Parts:
     yield (f"{prefix}{_ROUTER}",), (Split.whole(own.routing.num_experts),), None
     held, inner = own.held(shard), own.inner(shard)
     for expert in range(held.start, held.end):
-        yield from _gated(f"{prefix}experts.{expert}.", stored, inner)
+        yield from _gated(f"{prefix}experts.{expert}.", inner)
     if own.shared_intermediate_size:
-        for name in _SHARED:
-            yield from _gated(f"{prefix}{name}.", stored, Split.even(own.shared_intermediate_size, shard))
+        yield from _gated(f"{prefix}{_SHARED}.", Split.even(own.shared_intermediate_size, shard))
         yield (f"{prefix}{_SHARED_GATE}",), (Split.whole(1),), None
 
 
-def _gated(prefix: str, stored: Mapping[str, Place], inner: Split) -> Parts:
-    for gate, up, down in _EXPERT:
-        if f"{prefix}{gate}.weight" in stored:
-            yield (f"{prefix}{gate}", f"{prefix}{up}"), (inner, inner), None
-            yield (f"{prefix}{down}",), None, inner
+def _gated(prefix: str, inner: Split) -> Parts:
+    yield (f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), None
+    yield (f"{prefix}down_proj",), None, inner
 
 
 def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:

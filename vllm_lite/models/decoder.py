@@ -139,4 +139,4 @@ class Decoder:
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs."""
-        return is_ignored(name, tied=self.lm_head.tied)
+        return is_ignored(name, tied=self.lm_head.tied, unread_layers=self.spec.unread_layers)

@@ -258,5 +258,7 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     if len(slot.shape) == 1:
         return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
     torch_import.complete()  # a Generator cannot be made without
-    generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
-    return slot.cut(torch.randn(slot.stored_shape, generator=generator).mul_(slot.shape[1] ** -0.5))
+    name = slot.name if slot.stacked is None else f"{slot.name}.{slot.stacked[0]}"
+    alone = slot._replace(stacked=None)  # of a stack only the one that is wanted is drawn
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+    return alone.cut(torch.randn(alone.stored_shape, generator=generator).mul_(slot.shape[1] ** -0.5))

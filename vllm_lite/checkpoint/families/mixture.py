@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.errors import ModelError
 
 NumExperts = Annotated[int, Meta(ge=1, le=16384)]
-"""How many a layer has. Every expert is an object of its own in each layer."""
+"""How many a layer has; each of them is an object of its own."""
 Index = Annotated[int, Meta(ge=0)]
 
 

@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: norms behind the blocks, and on Q and K over all heads together."""
+"""OLMo 2 and 3, and OLMoE: norms on Q and K over all heads together; behind the blocks, but for OLMoE."""
 
+from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     SLIDING,
@@ -14,6 +15,8 @@ from vllm_lite.checkpoint.families.common import (
     ropes_by_type,
     windows_of,
 )
+from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
+from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 
@@ -28,6 +31,13 @@ class Olmo2Config(RawConfig, kw_only=True):
 
 class Olmo3Config(Olmo2Config, kw_only=True):
     sliding_window: Size | None = 4096
+
+
+class OlmoeConfig(LlamaConfig, kw_only=True):
+    num_experts: NumExperts = 64
+    num_experts_per_tok: NumExperts = 8
+    norm_topk_prob: bool = False
+    clip_qkv: Positive | None = None
 
 
 def _decoder(architecture: str, raw: Olmo2Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
@@ -60,7 +70,15 @@ def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
     return _decoder(architecture, raw, layers_of(attention, windows, [ropes[kind] for kind in types]))
 
 
+def _olmoe(architecture: str, raw: OlmoeConfig) -> ModelSpec:
+    """Llama's order of norms and blocks, and experts in every layer."""
+    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
+    layers = with_experts(llama_layers(raw, full_attention(raw)), ExpertsSpec(routing, raw.intermediate_size))
+    return llama_like(architecture, raw, layers, qk_norm="all heads", qkv_clip=raw.clip_qkv or 0.0)
+
+
 FAMILIES = {
     "Olmo2ForCausalLM": Family(Olmo2Config, _olmo2),
     "Olmo3ForCausalLM": Family(Olmo3Config, _olmo3),
+    "OlmoeForCausalLM": Family(OlmoeConfig, _olmoe, {"num_local_experts": "num_experts"}),
 }
