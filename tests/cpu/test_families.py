@@ -17,7 +17,6 @@ from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.rank_shapes import rank_shape
-from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.library import available
@@ -101,7 +100,7 @@ def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
 def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path, *, expert_parallel: bool) -> None:
     if expert_parallel and oracle.spec.experts is None:
         pytest.skip("it has no experts")
-    shapes = {canonical(name): tensor.shape for name, tensor in read_headers(checkpoint).items()}
+    shapes = Checkpoint(oracle.spec, read_headers(checkpoint)).shapes
     for communicator in ThreadGroup(2, expert_parallel=expert_parallel).communicators:
         held = Counter(dict.fromkeys(shapes, 0))
         for group in build(oracle.spec, "float32", "cpu", Sizes(8, 8), None, communicator).weight_groups():
