@@ -243,6 +243,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     enable_expert_parallel: Annotated[
         bool, about("workers share out the experts of a layer, instead of a part of each; for models that have some")
     ] = False
+    expert_load_metrics: Annotated[bool, about("count the tokens that each expert of each layer gets")] = False
     cpu_bind: Annotated[
         str,
         about("cores of CPU workers: auto (each of several has its own), none, or a list for each, like 0-15|16-31"),

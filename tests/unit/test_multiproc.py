@@ -272,6 +272,13 @@ def test_each_worker_is_listened_to(host: Host) -> None:
     host.dies(host.executor.poll, EngineDeadError, "worker 1 .* silent")
 
 
+def test_what_was_last_said_of_the_experts_stays(host: Host) -> None:
+    host.begin()
+    host.workers[0].say(msgspec.structs.replace(beat(1), expert_tokens=[[], [3, 4]]), beat(2))
+    host.executor.poll()
+    assert host.executor.expert_tokens() == [[], [3, 4]]
+
+
 def test_a_worker_that_breathes_without_progress_is_stuck(host: Host) -> None:
     host.begin()
     host.executor.submit(step(1))

@@ -72,9 +72,10 @@ def full(**values: Any) -> Stats:
 
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
-    families = list(
-        text_string_to_metric_families(look(full(cached_tokens=9, host_hits=4, preemptions=7, swaps=2, blocks=BLOCKS)))
-    )
+    counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2}
+    text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
+    families = list(text_string_to_metric_families(text))
+    assert 'vllm_lite:expert_tokens_total{engine="0",expert="1",layer="1",model_name="name"} 37.0' in text
     assert max(Counter(family.name for family in families).values()) == 1
     samples = [sample for family in families for sample in family.samples]
     assert {sample.name for sample in samples} == EXPORTED

@@ -87,6 +87,9 @@ class FakeGroup:
         self.check()
         return self.worker.poll()
 
+    def expert_tokens(self) -> list[list[int]]:
+        return []
+
     def failure(self) -> Failure | None:
         return self.lost if self.knows_cause else None
 

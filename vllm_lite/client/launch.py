@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
@@ -46,6 +47,8 @@ LONGEST_SOCKET = "workers-99.9999"
 """The longest name of a socket in the engine's folder, that of a late group of workers (executor/select.py): a TMPDIR
 that is too long for it is refused at the start, and not when workers are replaced for the tenth time."""
 SPAWNS_ENGINE = "checks the model, starts the engine"
+MAX_COUNTED_EXPERTS = 16_384
+"""Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -215,9 +218,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
             "transformers: its operations may depend on what else is in a step"
         )
     spec.check_tensor_parallel(Shard.of(config))
-    if config.enable_expert_parallel and (spec.experts is None or config.tensor_parallel_size == 1):
-        why = "the model has no experts" if spec.experts is None else "tensor_parallel_size is 1"
-        logger.warning("enable_expert_parallel changes nothing: %s", why)
+    _check_experts(config, spec)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),
@@ -229,6 +230,22 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.tensor_parallel_size, resolved.device)
     return resolved
+
+
+def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:
+    """Say what the settings for experts do not do. Raises ConfigError if there are too many to count."""
+    has_none = spec.experts is None
+    if config.enable_expert_parallel and (has_none or config.tensor_parallel_size == 1):
+        why = "the model has no experts" if has_none else "tensor_parallel_size is 1"
+        logger.warning("enable_expert_parallel changes nothing: %s", why)
+    if config.expert_load_metrics and has_none:
+        logger.warning("expert_load_metrics counts nothing: the model has no experts")
+    num_counted = sum(own.experts.routing.num_experts for own in spec.layers if own.experts is not None)
+    if config.expert_load_metrics and num_counted > MAX_COUNTED_EXPERTS:
+        raise ConfigError(
+            f"expert_load_metrics counts at most {MAX_COUNTED_EXPERTS:,} experts, those of all layers together, and "
+            f"this model has {num_counted:,}; leave it off"
+        )
 
 
 def _check_free(address: str | None) -> None:

@@ -81,6 +81,9 @@ class EngineCore:
         if config.kv_cache_metrics:
             one_in = round(1 / config.kv_cache_metrics_sample)
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
+        self._counts_experts = config.expert_load_metrics
+        self._expert_tokens: list[list[int]] = []
+        """Those of groups that are gone."""
         self.max_model_len = self.scheduler.max_len
         self._intake = Intake(self.scheduler, self.recorder, Vocabulary.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
@@ -190,6 +193,7 @@ class EngineCore:
 
     def resume(self, executor: Executor, generation: int, swap_blocks_per_s: float) -> None:
         """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
+        self._expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
         self._executor = executor
         self.recorder.resume(generation, swap_blocks_per_s, self._clock())
 
@@ -200,8 +204,17 @@ class EngineCore:
     def stats(self) -> Stats:
         """The engine's counters, with its gauges as they are now."""
         counters = self.meter.stats(self._clock())
+        if self._counts_experts:
+            counters.expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
         counters.num_running, counters.num_waiting = len(self.scheduler.running), self.scheduler.queues.num_waiting
         return counters
+
+
+def sum_of(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
+    """Tokens by layer and expert; either may be empty."""
+    if not first or not second:
+        return first or second
+    return [list(map(sum, zip(*both, strict=True))) for both in zip(first, second, strict=True)]
 
 
 def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:

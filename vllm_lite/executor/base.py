@@ -62,6 +62,9 @@ class Executor(Watched, Protocol):
     def poll(self) -> ModelOutput | None:
         """The result of the oldest step whose result has not been taken, or None."""
 
+    def expert_tokens(self) -> list[list[int]]:
+        """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""
+
     def failure(self) -> Failure | None:
         """After a WorkersLostError: what happened. None as long as a message that says more may be on its way."""
 

@@ -107,6 +107,7 @@ class MultiprocExecutor:
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
         self._malformed = 0
+        self._expert_tokens: list[list[int]] = []
         self._deadline: Deadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -197,6 +198,9 @@ class MultiprocExecutor:
             worker.health.on_unreachable(time.monotonic())
             self._check()
 
+    def expert_tokens(self) -> list[list[int]]:
+        return self._expert_tokens
+
     # ---- what workers say
 
     def _receive(self) -> None:
@@ -229,6 +233,7 @@ class MultiprocExecutor:
         health.last_heard_s = time.monotonic()
         if isinstance(message, WorkerHeartbeat):
             health.on_heartbeat(message, health.last_heard_s)
+            self._expert_tokens = message.expert_tokens or self._expert_tokens
         elif isinstance(message, Failed):
             health.on_failed(message, health.last_heard_s)
         elif isinstance(message, WorkerHello):

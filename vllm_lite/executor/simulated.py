@@ -116,6 +116,9 @@ class SimulatedExecutor:
     def pollables(self) -> tuple[Pollable, ...]:
         return ()
 
+    def expert_tokens(self) -> list[list[int]]:
+        return []
+
     def failure(self) -> Failure | None:
         return None
 

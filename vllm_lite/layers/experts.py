@@ -5,6 +5,7 @@ share an MLP, by columns and rows, or, where `Shard.expert_parallel` says so, ea
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -156,6 +157,8 @@ class SparseMLP:
 
     def __init__(self, parts: Parts, spec: ExpertsSpec) -> None:
         self.communicator = parts.communicator
+        self.kept: torch.Tensor | None = None
+        """Where this layer writes who chose what, if that is counted: int32 [max_num_tokens, experts_per_token]."""
         self.router = Router(parts, spec, self.names)
         self.experts = Experts(parts, spec, self.names)
         self.shared = SharedExpert(parts, spec, self.names) if spec.shared_intermediate_size else None
@@ -165,6 +168,8 @@ class SparseMLP:
         own = rows.experts
         if own is None:
             raise ValueError("the buffers were made for a model without experts")
+        if self.kept is not None:
+            own = replace(own, chosen=own.chosen._replace(experts=self.kept[: len(x)]))
         self.router.forward(x, own)
         if self.shared is not None:
             self.shared.forward(x, own)

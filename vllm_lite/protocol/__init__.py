@@ -10,7 +10,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

@@ -320,6 +320,8 @@ class Stats(_Counts, tag="stats"):
     `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
     is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
     by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
+    `expert_tokens` has for each layer how many tokens each of its experts got, up to half a second ago; None unless
+    that is counted.
     """
 
     num_running: int = 0
@@ -362,6 +364,7 @@ class Stats(_Counts, tag="stats"):
     recovered_requests: int = 0
     poisoned_requests: int = 0
     lost_s: float = 0.0
+    expert_tokens: list[list[int]] | None = None
 
 
 class AdmissionState(Message):

@@ -67,13 +67,16 @@ class Started(Message, tag=33):
 class WorkerHeartbeat(Message, tag=34):
     """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still.
 
-    `waiting`: at this moment it waits for another rank, or for the engine's next message.
+    `waiting`: at this moment it waits for another rank, or for the engine's next message. `expert_tokens`, of rank 0
+    and where they are counted: for each layer how many tokens each of its experts has got since the worker's start;
+    None if these are no others than before.
     """
 
     rank: int
     generation: int
     progress: int
     waiting: bool
+    expert_tokens: list[list[int]] | None = None
 
 
 class Failed(Message, tag=35):

@@ -4,6 +4,7 @@ The engine measures, because it knows the requests of every client: whichever se
 Only those labelled `server` are that server's own.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -193,6 +194,13 @@ def _responses(at: Scrape) -> Values:
     return {(at.server, *key): count for key, count in at.responses.items()}
 
 
+def _expert_tokens(at: Scrape) -> Values | None:
+    if at.stats.expert_tokens is None:
+        return None
+    by_layer = enumerate(at.stats.expert_tokens)
+    return {(str(layer), str(expert)): count for layer, row in by_layer for expert, count in enumerate(row)}
+
+
 def _device_hits(at: Scrape) -> float:
     return at.stats.cached_tokens - at.stats.host_hits
 
@@ -204,6 +212,7 @@ _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in
 _WORKERS = "Ranks that hold the model together; each has a part of every KV block."
 _RESTARTS = "Groups of workers that were replaced, by what happened to one of them; engine: engines that were."
 _RECOVERING = "1 while workers are being replaced."
+_EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
 _LOAD = "HTTP requests under way that generate."
 
 METRICS: tuple[Definition, ...] = (
@@ -226,6 +235,7 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),
     Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
+    Definition("vllm_lite:expert_tokens", "counter", _EXPERTS, _expert_tokens, ("layer", "expert")),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
     *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
@@ -251,9 +261,11 @@ class Metrics:
     async def get(self, _: Request) -> Response:
         """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
         stats, load = await self._calls.stats(), len(self._calls)
-        scrape = Scrape(stats, self._config, self._engine, load, self._responses, self._server, self._model_name)
-        # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`.
-        text = generate_latest(scrape)
+        responses = dict(self._responses)
+        scrape = Scrape(stats, self._config, self._engine, load, responses, self._server, self._model_name)
+        # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`. In a thread,
+        # because 6,144 experts take 0.1 s, in which streams would stand still.
+        text = await asyncio.to_thread(generate_latest, scrape)
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:

@@ -18,6 +18,7 @@ from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
+from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
@@ -76,6 +77,7 @@ class ModelRunner:
             windows=[group.window for group in model.spec.kv_groups],
         )
         self.sampler = sampler_of(model, device)
+        self.expert_load: ExpertLoad | None = None
         self.drafter = drafter
         communicator = model.communicator
         self.batch.rules.fills_masks = communicator.shard.rank == 0 or not communicator.shares_memory
@@ -100,6 +102,9 @@ class ModelRunner:
         logits, prompts = self._logits(inputs)
         waiting = self._settle(unsettled, inputs) if unsettled else set()
         sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
+        if self.expert_load is not None:  # the device has done the step, or there would be no tokens
+            num_wanted = inputs.num_tokens if inputs.wanted is None else len(inputs.wanted)
+            self.expert_load.count(inputs.num_tokens, num_wanted)
         self._explain(sampled, inputs)
         kept = _num_kept(inputs, sampled, waiting)
         self.batch.commit(inputs, sampled.tokens, kept)

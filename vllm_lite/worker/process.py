@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -78,6 +78,8 @@ class Progress:
         self.count = 0
         self.is_idle = False
         """It waits for the engine's next message."""
+        self.expert_tokens: Callable[[], list[list[int]]] | None = None
+        """What WorkerHeartbeat says of the experts; None if that is not counted here."""
 
     def advance(self) -> None:
         self.count += 1
@@ -203,6 +205,7 @@ class _Heartbeat:
         self.progress = progress
         self.member = member
         self.done = threading.Event()
+        self.said: list[list[int]] | None = None
         self.thread = threading.Thread(target=self._beat, name=f"worker {settings.rank} heartbeat", daemon=True)
 
     def __enter__(self) -> None:
@@ -218,12 +221,21 @@ class _Heartbeat:
         try:
             while True:
                 waiting = self.progress.is_idle or self.member.is_waiting()
-                message = WorkerHeartbeat(rank, self.settings.generation, self.progress.count, waiting)
+                progress, experts = self.progress.count, self.expert_tokens()
+                message = WorkerHeartbeat(rank, self.settings.generation, progress, waiting, experts)
                 connection.send(worker_to_engine.encode(message))
                 if self.done.wait(HEARTBEAT_EVERY_S):
                     return
         finally:
             connection.close()
+
+    def expert_tokens(self) -> list[list[int]] | None:
+        """None if they are those that were said last."""
+        counted = self.progress.expert_tokens and self.progress.expert_tokens()
+        if counted == self.said:
+            return None
+        self.said = counted
+        return counted
 
 
 def _import_worker() -> "type[Worker]":

@@ -23,6 +23,7 @@ from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.vocabulary import load_vocabulary
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
+from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
@@ -113,10 +114,13 @@ class Worker:
 
     def _load_model(self, ahead: FilePacker | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
-        memory, limits = self.device.memory, self.limits
+        memory, limits, device = self.device.memory, self.limits, self.device.torch
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens)
         parts = (self.config.quantization, self.communicator)
-        self.model = build(self.spec, self.dtype, self.device.torch, sizes, *parts)
+        self.model = build(self.spec, self.dtype, device, sizes, *parts)
+        self.expert_load: ExpertLoad | None = None
+        if self.config.expert_load_metrics and self.rank == 0:
+            self.expert_load = ExpertLoad.of(self.model, limits.max_num_tokens, device)
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,
@@ -179,6 +183,9 @@ class Worker:
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes)
+        self.runner.expert_load = self.expert_load  # warming up does not count
+        if self.expert_load is not None:
+            self.progress.expert_tokens = self.expert_load.tokens
         self.generation = start.generation
         return Started(self.rank, start.generation, swap_blocks_per_s)
 

@@ -1,0 +1,55 @@
+"""How many tokens each expert of each layer got: counted where --expert-load-metrics asks for it.
+
+Each layer then writes who chose what to memory of its own, instead of all layers to the same, and a step is counted
+once it is done, in one go. So kernels, recorded programs and graphs know nothing of it. Every rank computes all routers
+in full; rank 0 counts, also the experts that other ranks hold.
+"""
+
+import torch
+
+from vllm_lite.layers.experts import SparseMLP
+from vllm_lite.models.registry import Model
+
+
+class ExpertLoad:
+    """Counts for one model, from its start on."""
+
+    def __init__(
+        self, layers: dict[int, SparseMLP], num_layers: int, max_num_tokens: int, device: torch.device
+    ) -> None:
+        """`layers`: those that have experts, by their index. They keep their choices here from now on."""
+        spec = next(iter(layers.values())).router.routing.spec
+        self._layers, self._num_layers, self._num_experts = list(layers), num_layers, spec.num_experts
+        # After every step all rows that count are those of this step; no other is looked at.
+        shape = len(layers), max_num_tokens, spec.experts_per_token
+        self._chosen = torch.zeros(shape, dtype=torch.int32, device=device)
+        first = torch.arange(len(layers), dtype=torch.int32, device=device) * spec.num_experts
+        self._first = first[:, None, None]
+        self._counts = torch.zeros(len(layers) * spec.num_experts, dtype=torch.int64)
+        for layer, kept in zip(layers.values(), self._chosen, strict=True):
+            layer.kept = kept
+
+    @classmethod
+    def of(cls, model: Model, max_num_tokens: int, device: torch.device) -> "ExpertLoad | None":
+        """None if the model has no experts."""
+        blocks = [getattr(layer, "mlp", None) for layer in getattr(model, "layers", ())]
+        sparse = {index: block for index, block in enumerate(blocks) if isinstance(block, SparseMLP)}
+        return cls(sparse, len(blocks), max_num_tokens, device) if sparse else None
+
+    @torch.inference_mode()
+    def count(self, num_tokens: int, num_wanted: int) -> None:
+        """Add a step of so many tokens, of which so many passed the experts of the model's last layer. The device has
+        done it, or is waited for."""
+        ends_sparse = self._layers[-1] == self._num_layers - 1
+        whole = len(self._layers) - ends_sparse
+        self._add(slice(0, whole), num_tokens)
+        self._add(slice(whole, None), num_wanted)
+
+    def _add(self, layers: slice, num_tokens: int) -> None:
+        chosen = self._chosen[layers, :num_tokens] + self._first[layers]
+        self._counts += torch.bincount(chosen.flatten(), minlength=len(self._counts)).cpu()
+
+    def tokens(self) -> list[list[int]]:
+        """For each layer those of each expert, [] for a layer without any. May be asked for by any thread."""
+        by_layer = iter(self._counts.view(-1, self._num_experts).tolist())
+        return [next(by_layer) if index in self._layers else [] for index in range(self._num_layers)]
