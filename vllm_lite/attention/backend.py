@@ -1,7 +1,8 @@
 """The interface of an attention backend: five methods for CUDA kernels with graphs, native CPU kernels, plain torch.
 
 A layer's cache is a strided view `kv: [num_blocks, 2, num_kv_heads, block_size, head_size]` of the pool, K at index 0
-of the second axis and V at 1. Only the last axis is sure to have stride 1.
+of the second axis and V at 1. Only the last axis is sure to have stride 1. Where `AttentionSpec.value_size` says that V
+is a part of K, that axis has K alone, and what comes out has `value_size` elements a head.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class Heads:
 
     query: torch.Tensor  # [num_tokens, num_heads, head_size]
     key: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
-    value: torch.Tensor  # [num_tokens, num_kv_heads, head_size]
+    value: torch.Tensor  # [num_tokens, num_kv_heads, head_size]; where V is a part of K, that part of `key`
     rotation: Rotation | None = None
     """The rotary embedding that Q and K still lack, to be applied before K is stored; None = none."""
 
@@ -125,7 +126,7 @@ class AttentionBackend(Protocol):
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
         batch: StepBatch,
         group: int,
-        out: torch.Tensor,  # [num_tokens, num_heads, head_size]
+        out: torch.Tensor,  # [num_tokens, num_heads, head_size or value_size]
         sinks: torch.Tensor | None = None,  # float32 [num_heads], contiguous, on the device
     ) -> None:
         """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.

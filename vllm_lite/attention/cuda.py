@@ -159,6 +159,8 @@ def kernels_reason(shape: AttentionShape) -> str | None:
         return f"its kernels take blocks of 2^n tokens, not of {shape.block_size}"
 
     def reason(spec: AttentionSpec) -> str | None:
+        if spec.value_size is not None:
+            return "it has no latent attention, whose V is a part of K"
         if shape.dtype != torch.float32:
             return tensor_core_reason(shape.dtype, spec.head_size, shape.cache_dtype)
         if spec.head_size > 256:

@@ -129,6 +129,8 @@ def split_layout_reason(shape: AttentionShape) -> str | None:
         return f"a KV cache of {shape.cache_dtype} does not go with queries of {shape.dtype}"
 
     def reason(spec: AttentionSpec) -> str | None:
+        if spec.value_size is not None:
+            return "it has no latent attention, whose V is a part of K"
         if spec.head_size in HEAD_SIZES and spec.head_size * shape.cache_dtype.itemsize % 16 == 0:
             return None
         return f"its kernels take heads of {', '.join(map(str, HEAD_SIZES))}, not of {spec.head_size}"

@@ -127,13 +127,10 @@ class ReferenceBackend:
             self.ops.rotate(heads.query, heads.rotation)
             self.ops.rotate(heads.key, heads.rotation)
         write: _Write = batch.plan.writes[group]
-        key, value = heads.key, heads.value
-        if write.rows is not None:
-            key, value = key[write.rows], value[write.rows]
-        keys, values = kv[:, 0], kv[:, 1]  # [num_blocks, num_kv_heads, block_size, head_size]
-        keys, values = _as_bytes(keys), _as_bytes(values)
-        keys[write.blocks, :, write.offsets] = self._stored(key, self.shape.k_scale)
-        values[write.blocks, :, write.offsets] = self._stored(value, self.shape.v_scale)
+        parts = [(heads.key, self.shape.k_scale), (heads.value, self.shape.v_scale)]
+        for cached, (part, scale) in zip(_as_bytes(kv).unbind(1), parts, strict=False):  # V may be a part of K
+            new = part if write.rows is None else part[write.rows]
+            cached[write.blocks, :, write.offsets] = self._stored(new, scale)
 
     def _stored(self, new: torch.Tensor, scale: float) -> torch.Tensor:
         """`new` as the cache keeps it. What float8 cannot hold becomes its largest number: torch would give NaN."""
@@ -176,13 +173,14 @@ class ReferenceBackend:
         sequence: _Sequence,
         group: int,
         sinks: torch.Tensor | None,  # float32 [num_kv_heads, group_heads, 1, 1]
-    ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size]
+    ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size, or value_size]
         spec, slopes = self.shape.groups[group], self.slopes[group]
         blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
-        cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, n * block_size, head_size]
+        cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2 or 1, num_kv_heads, n * block_size, head_size]
         span = sequence.spans[group]
-        key, value = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
-        key, value = self._loaded(key, self.shape.k_scale), self._loaded(value, self.shape.v_scale)
+        key, *values = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
+        key = self._loaded(key, self.shape.k_scale)
+        value = self._loaded(values[0], self.shape.v_scale) if values else key[..., : spec.value_size]
         if spec.soft_cap or slopes is not None or sinks is not None:
             scores = query.float() @ key.float()[:, None].transpose(2, 3) * spec.scale
             _bend(scores, span, spec.soft_cap, slopes)
@@ -195,7 +193,7 @@ class ReferenceBackend:
             attn_mask=span.visible,
             scale=spec.scale,
         )
-        return attended.view(query.shape)
+        return attended.view(*query.shape[:-1], -1)
 
 
 def _slopes(spec: AttentionSpec, device: torch.device) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ import msgspec
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
 from vllm_lite.errors import ConfigError
@@ -38,11 +39,29 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """Whether each head has a learned logit that joins the softmax and attends to nothing."""
     block_sparse: BlockSparse | None = None
     """The pattern of key blocks that a query sees; None = all."""
+    value_size: int | None = None
+    """None = V is as large as K, and is kept beside it; else V is the first so many elements of K, and only K is kept,
+    as in latent attention."""
 
     @property
     def query_size(self) -> int:
         """Elements of a token's Q."""
         return self.num_heads * self.head_size
+
+    @property
+    def output_size(self) -> int:
+        """Elements of what a token gets from V."""
+        return self.num_heads * (self.value_size or self.head_size)
+
+    @property
+    def cached_parts(self) -> int:
+        """How many parts the cache keeps: 2 for K and V, 1 where V is a part of K."""
+        return 2 if self.value_size is None else 1
+
+    @property
+    def cached_size(self) -> int:
+        """Elements that the cache keeps of a token."""
+        return self.cached_parts * self.num_kv_heads * self.head_size
 
     @property
     def qkv_size(self) -> int:
@@ -96,6 +115,22 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """How Q is made larger at late positions; None = it is not."""
     experts: ExpertsSpec | None = None
     """None = it has an MLP."""
+    latent: LatentSpec | None = None
+    """The projections of latent attention; None = each head has K and V of its own in the cache."""
+
+    @property
+    def rotated_size(self) -> int:
+        """Elements of a head that `rope` is made for."""
+        return self.attention.head_size if self.latent is None else self.latent.rope_size
+
+    @property
+    def attention_buffers(self) -> tuple[int, int, int]:
+        """Elements of a token's activations on its way through attention: what the first projections give, what it
+        gets from V, and what else there is."""
+        own, latent = self.attention, self.latent
+        if latent is None:
+            return own.qkv_size, own.output_size, 0
+        return latent.projected_size(own.num_heads), own.output_size, sum(latent.other_sizes(own.num_heads))
 
 
 class NormSpec(msgspec.Struct, frozen=True):
@@ -125,8 +160,10 @@ class LayerGroup(msgspec.Struct, frozen=True):
         return "full" if self.window is None else "sliding"
 
     def kv_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size]."""
-        return len(self.layers), 2, self.attention.num_kv_heads, block_size, self.attention.head_size
+        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size]; with 1 in place of 2 where V
+        is a part of K."""
+        own = self.attention
+        return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, own.head_size
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,22 +289,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         mlp = num_matrices * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * ((num_matrices - 1) * self.intermediate_size + self.hidden_size)
         norm = self.hidden_size * (2 if self.norm.bias else 1)
-        attention = sum(self._attention_parameters(layer.attention) for layer in self.layers)
+        attention = sum(map(self._attention_parameters, self.layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         mlps = sum(mlp if own.experts is None else own.experts.parameters(self.hidden_size) for own in self.layers)
         layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
 
-    def active_parameters(self, num_tokens: int = 1) -> int:
-        """Those that a step of so many tokens passes: all but the experts that none of them is likely to be sent to."""
-        sparse = [own.experts for own in self.layers if own.experts is not None]
-        return self.num_parameters() - sum(own.idle_parameters(self.hidden_size, num_tokens) for own in sparse)
-
-    def size(self) -> str:
-        """How many parameters it has, for people."""
-        return describe_parameters(self.num_parameters(), self.active_parameters())
-
-    def _attention_parameters(self, spec: AttentionSpec) -> int:
+    def _attention_parameters(self, layer: LayerSpec) -> int:
+        spec = layer.attention
+        if layer.latent is not None:
+            return layer.latent.parameters(spec.num_heads, self.hidden_size)
         matrices = self.hidden_size * (spec.qkv_size + spec.query_size)
         biases = self.qkv_bias * spec.qkv_size + self.output_bias * self.hidden_size
         heads = {None: 0, "head": 2, "all heads": spec.num_heads + spec.num_kv_heads}[self.qk_norm]
@@ -287,7 +318,7 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     for index, layer in enumerate(layers):
         kinds.setdefault(layer.attention, []).append(index)
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
-    widths = {kind: own.num_kv_heads * own.head_size for kind, own in held.items()}  # of a layer in a block, per token
+    widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token
     widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())
 
     def cost(size: int) -> int:

@@ -27,6 +27,8 @@ _BY_ROWS = (
     "lm_head",
     "c_attn",
     "query_key_value",
+    "q_b_proj",
+    "kv_b_proj",
     *_UP,
 )
 """Ranks share out their outputs, the first axis of weight and bias."""

@@ -207,12 +207,12 @@ class _Sizes:
         spec, tp = self.spec, self.tp
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         kinds = {layer.attention for layer in largest.layers}
-        turned = sum(size for _, size in {(own.rope, own.attention.head_size) for own in largest.layers if own.rope})
-        row = 2 * spec.hidden_size + max(own.qkv_size for own in kinds) + max(own.query_size for own in kinds)
+        turned = sum(size for _, size in {(own.rope, own.rotated_size) for own in largest.layers if own.rope})
+        row = 2 * spec.hidden_size + sum(map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True)))
         row += 2 * turned + 3 * (spec.intermediate_size // tp)
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
-        results = max(own.query_size + own.num_heads for own in kinds)
+        results = max(own.output_size + own.num_heads for own in kinds)
         scratch = 4 * self.num_seqs * results * splits if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
