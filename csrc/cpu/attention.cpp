@@ -16,7 +16,6 @@ using namespace vllm_lite;
 
 namespace {
 
-constexpr int kMaxPartialRows = 128;  // of a sequence, for all its splits; workspace_bytes relies on it
 constexpr int kBlockRows = 6;         // the kernel takes so many rows together
 
 // Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
@@ -39,15 +38,20 @@ int64_t element_bytes(int dtype) {
   return dtype == kFloat32 ? 4 : dtype == kFp8E4M3 || dtype == kFp8E5M2 ? 1 : 2;
 }
 
+// Rows of partial results of a sequence, for all its splits; workspace_bytes relies on it.
+int most_partial_rows(int group) {
+  return kMaxSections * std::clamp(group, 8, 16);
+}
+
 int round_up(int x, int unit) {
   return (x + unit - 1) / unit * unit;
 }
 
 // Adds an item for each section of `item`'s rows, whose keys are set for all of them; or `item` itself, if there is one
 // section only or if the results of all would take too much memory.
-void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int size) {
+void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int size, int most) {
   const int begin = item.key_begin, end = item.key_end, first = begin / size, count = (end - 1) / size + 1 - first;
-  if (count == 1 || count > kMaxSections || count * item.num_rows > kMaxPartialRows) {
+  if (count == 1 || count > kMaxSections || count * item.num_rows > most) {
     items->push_back(item);
     return;
   }
@@ -98,7 +102,8 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
     const int position = rows.position + (end - 1) / rows.group, alike = first_alike(position, window);
     const int begin = std::max(0, alike - rows.position) * rows.group;
     if (begin == 0 && end == rows.num_rows && rows.num_rows <= rows.most) {
-      return add_splits(plan, items, rows.item(0, rows.num_rows, window), section_keys(position, window));
+      return add_splits(plan, items, rows.item(0, rows.num_rows, window), section_keys(position, window),
+                        most_partial_rows(rows.group));
     }
     add_tiles(plan, items, rows, begin, end);
     end = begin;
@@ -106,7 +111,7 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
 }
 
 double item_ns(const AttentionShape& shape, const AttentionItem& item) {
-  const double products = 2.0 * (item.key_end - item.key_begin) * shape.head_size;
+  const double products = 1.0 * (item.key_end - item.key_begin) * (shape.head_size + shape.value_size);
   return kNsPerItem + products * static_cast<double>(element_bytes(shape.kv_dtype)) / kBytesPerNs +
          2 * products * item.num_rows / kFlopsPerNs;
 }
@@ -174,10 +179,11 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
 }
 VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 
-// One layer. Strides count elements: of a row of `query` and of `out` [num_tokens, num_heads, head_size], of a row of
-// `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense.
+// One layer. Strides count elements: of a row of `query` [num_tokens, num_heads, head_size] and of `out` [num_tokens, num_heads, value_size], of a row of
+// `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense; kv_strides[1]
+// is 0 where V is the first value_size elements of K.
 // sinks: [num_heads], one more score of each head's softmax, which attends to nothing; or null.
-// partials: room for num_partial_rows * num_kv_heads * (head_size + 2) floats; counters: num_counters * num_kv_heads
+// partials: room for num_partial_rows * num_kv_heads * (value_size + 2) floats; counters: num_counters * num_kv_heads
 // zeros, which are zeros again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
@@ -207,7 +213,7 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   call.sinks = sinks;
   call.partials = partials;
 
-  const size_t row_bytes = static_cast<size_t>(shape->num_heads * shape->head_size * size);
+  const size_t row_bytes = static_cast<size_t>(shape->num_heads * shape->value_size * size);
   for (int i = 0; i < plan.num_gaps; ++i) {
     for (int row = 0; row < gaps[2 * i + 1]; ++row) {
       std::memset(call.out + (gaps[2 * i] + row) * call.out_stride, 0, row_bytes);

@@ -11,12 +11,12 @@
 
 namespace vllm_lite {
 
-constexpr int kMaxHeadSize = 512;
+constexpr int kMaxHeadSize = 576;
 constexpr int kMaxRows = 96;     // of one item
 constexpr int kWideHead = 256;   // items of larger heads have half as many rows, for what they keep to fit into a cache
 constexpr int kStreamRows = 16;  // items of up to so many rows read the cache as it lies, larger ones pack it first
 
-constexpr int64_t kAttentionScratchBytes = 640 << 10;  // of a thread
+constexpr int64_t kAttentionScratchBytes = 720 << 10;  // of a thread
 
 VLLM_LITE_INLINE int max_rows(int head_size) {
   return head_size > kWideHead ? kMaxRows / 2 : kMaxRows;
@@ -24,7 +24,7 @@ VLLM_LITE_INLINE int max_rows(int head_size) {
 
 // What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.
 struct AttentionShape {
-  int32_t num_heads, num_kv_heads, head_size, block_size;
+  int32_t num_heads, num_kv_heads, head_size, value_size, block_size;
   int32_t dtype, kv_dtype;  // DType
   float scale, soft_cap, k_scale, v_scale;
   const float* slopes;  // [num_heads] or null
@@ -47,19 +47,21 @@ struct AttentionCall {
   const AttentionShape* shape;
   const char* query;  // [num_tokens, num_heads, head_size], rows strided
   int64_t query_stride;
-  char* out;
+  char* out;  // [num_tokens, num_heads, value_size], rows strided
   int64_t out_stride;
   const char* kv;
-  int64_t block_stride, value_offset, head_stride, token_stride;
+  int64_t block_stride;
+  int64_t value_offset;  // from K to V; 0 = V is the first value_size elements of K
+  int64_t head_stride, token_stride;
   const int32_t* table;  // [num_seqs, table_stride]
   int64_t table_stride;
   int32_t window;      // 0 = none
   const float* sinks;  // [num_heads] or null: one more score of each head, which attends to nothing
-  float* partials;     // rows of head_size + 2: weighted sum of V, largest score, sum of weights
+  float* partials;     // rows of value_size + 2: weighted sum of V, largest score, sum of weights
 };
 
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
-  return shape.head_size + 2;
+  return shape.value_size + 2;
 }
 
 // The keys of a row are summed up in sections, which begin at multiples of a size that the row's position alone

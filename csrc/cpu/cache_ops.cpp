@@ -18,7 +18,8 @@ constexpr int64_t kTaskBytes = 128 << 10;  // what a task moves: about 10 us
 }  // namespace
 
 // Turns Q and K in place by cos and sin, unless these are null, and stores K and V at their slots; a negative slot is
-// not stored. Strides count elements; kv_strides [4] are those of the first axes of `kv`.
+// not stored. Strides count elements; kv_strides [4] are those of the first axes of `kv`, the second
+// 0 where V is a part of K.
 VLLM_LITE_API void vllm_lite_write_kv(const AttentionShape* shape, void* query, int64_t query_stride, void* key,
                                       int64_t key_stride, const void* value, int64_t value_stride, const void* cos,
                                       const void* sin, int64_t rotation_stride, const int64_t* slots,

@@ -21,7 +21,9 @@ struct CacheWrite {
   int64_t rotation_stride;
   const int64_t* slots;  // [num_tokens]; negative = not stored
   void* kv;              // [num_blocks, 2, num_kv_heads, block_size, head_size]
-  int64_t block_stride, value_offset, head_stride, token_stride;
+  int64_t block_stride;
+  int64_t value_offset;  // from K to V; 0 = V is a part of K, and is not stored
+  int64_t head_stride, token_stride;
 };
 
 }  // namespace vllm_lite

@@ -53,9 +53,12 @@ struct AddWideNorm {
 struct Rotate {
   int32_t dtype;
   int64_t num_heads, head_size;
-  void* heads;
+  const void* heads;
+  int64_t token_stride, head_stride;
+  void* out;  // may be `heads`
+  int64_t out_token_stride, out_head_stride;
   const void *cos, *sin;
-  int64_t token_stride, head_stride, rotation_stride;
+  int64_t rotation_stride;
 };
 
 // table: float32 [max_position, 2, half]; cos, sin: [num_tokens, 2 * half], with the first half of sin negated.

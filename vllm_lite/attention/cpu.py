@@ -69,7 +69,7 @@ class CpuBackend:
         for spec in set(self._heads):
             sharing = spec.num_heads // spec.num_kv_heads
             num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing)
-            partials += num_rows * spec.num_kv_heads * (spec.head_size + 2) * 4
+            partials += num_rows * spec.num_kv_heads * ((spec.value_size or spec.head_size) + 2) * 4
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
     def prepare(self, batch: StepBatch) -> None:
@@ -110,6 +110,8 @@ class CpuBackend:
 def _reason(spec: AttentionSpec) -> str | None:
     if spec.head_size % 8 or not 0 < spec.head_size <= kernels.MAX_HEAD_SIZE:
         return f"head size {spec.head_size} is no multiple of 8 up to {kernels.MAX_HEAD_SIZE}"
+    if spec.value_size is not None and spec.value_size % 8:
+        return f"values of {spec.value_size} elements are no multiple of 8"
     return None
 
 
@@ -118,12 +120,13 @@ def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
+        value_size=spec.value_size or spec.head_size,
         block_size=shape.block_size,
         dtype=dtype_code(shape.dtype),
         kv_dtype=dtype_code(shape.cache_dtype),
         scale=spec.scale,
         soft_cap=spec.soft_cap,
         k_scale=shape.k_scale,
-        v_scale=shape.v_scale,
+        v_scale=shape.v_scale if spec.value_size is None else shape.k_scale,
     )
     return kernels.Kernels(sizes, spec.alibi_slopes)

@@ -21,6 +21,8 @@ from vllm_lite.errors import ConfigError, ModelError
 FAMILIES = {
     "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie",
     "Ernie4_5_MoeForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone",

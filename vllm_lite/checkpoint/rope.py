@@ -231,10 +231,14 @@ def _yarn(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | None,
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    def magnitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    if mscale and mscale_all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
 
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """By how much YaRN enlarges Q and K, `scale` being what config.json calls mscale."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _longrope(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | None, float]:

@@ -55,6 +55,10 @@ class Ops(Protocol):
         """heads: [num_tokens, num_heads, head_size], turned in place."""
         ...
 
+    def rotate_into(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
+        """The same into `out`, of the shape of `heads`."""
+        ...
+
     def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
         """out = norm of x over the last axis, computed in float32 to its end and rounded once; x, out: [..., size].
 
@@ -127,6 +131,9 @@ class TorchOps:
         half = heads.shape[-1] // 2
         swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
         heads.mul_(rotation.cos[:, None]).addcmul_(swapped, rotation.sin[:, None])
+
+    def rotate_into(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
+        self.rotate(out.copy_(heads), rotation)
 
     def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
         wide = x.float()

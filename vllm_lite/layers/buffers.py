@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.attention.backend import Heads
+from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
@@ -17,10 +18,20 @@ from vllm_lite.layers.rope import RotaryEmbedding
 class HeadRows:
     """The attention activations of layers of one kind. Heads are views into the fused rows of `qkv`."""
 
-    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]
+    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]; what else the first projections give if latent
     heads: Heads  # in qkv
-    attended: torch.Tensor  # [n, num_heads * head_size]
-    attended_heads: torch.Tensor  # [n, num_heads, head_size], the same memory
+    attended: torch.Tensor  # [n, num_heads * head_size], or num_heads * value_size
+    attended_heads: torch.Tensor  # [n, num_heads, head_size or value_size], the same memory
+    latent: "LatentRows | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """What layers with latent attention compute beside the heads that the cache is attended with."""
+
+    query: torch.Tensor  # [n, num_heads * query_size], before it is multiplied into the space of the latent
+    values: torch.Tensor  # [n, num_heads * value_size], what the heads get, as elements of V
+    rotation: Rotation  # of the rotated part of Q and K
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +72,11 @@ class Buffers:
         self.max_num_tokens = max_num_tokens
         self.residual = buffer(spec.hidden_size)
         self.hidden = buffer(spec.hidden_size)
-        self.qkv = buffer(max(kind.attention.qkv_size for kind in self.kinds)).flatten()
-        self.attended = buffer(max(kind.attention.query_size for kind in self.kinds)).flatten()
+        sizes = [max(of_kind) for of_kind in zip(*(kind.attention_buffers for kind in self.kinds), strict=True)]
+        self.qkv, self.attended, self.latent = (buffer(size).flatten() for size in sizes)
         self.gate_up = buffer(2 * intermediate_size if spec.gated_mlp else 0)
         self.activated = buffer(intermediate_size)
-        ropes = dict.fromkeys((kind.rope, kind.attention.head_size) for kind in self.kinds if kind.rope is not None)
+        ropes = dict.fromkeys((kind.rope, kind.rotated_size) for kind in self.kinds if kind.rope is not None)
         self._ropes = list(ropes)
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
         self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
@@ -110,12 +121,34 @@ class Buffers:
     def _head_rows(self, kind: LayerSpec, n: int, rotations: Sequence[Rotation]) -> HeadRows:
         own, rope = kind.attention, kind.rope
         heads, keys = own.num_heads, own.num_heads + own.num_kv_heads
-        qkv = self.qkv[: n * own.qkv_size].view(n, own.qkv_size)
-        attended = self.attended[: n * own.query_size].view(n, own.query_size)
+        first_size, attended_size, _ = kind.attention_buffers
+        qkv = self.qkv[: n * first_size].view(n, first_size)
+        attended = self.attended[: n * attended_size].view(n, attended_size)
+        rotation = None if rope is None else rotations[self._ropes.index((rope, kind.rotated_size))]
+        if kind.latent is not None and rotation is not None:
+            views, latent = _latent_rows(kind.latent, heads, qkv, self.latent, rotation)
+            return HeadRows(qkv, views, attended, attended.view(n, heads, -1), latent)
         by_head = qkv.view(n, heads + 2 * own.num_kv_heads, own.head_size)
-        rotation = None if rope is None else rotations[self._ropes.index((rope, own.head_size))]
         views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
         return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))
+
+
+def _latent_rows(
+    spec: LatentSpec,
+    num_heads: int,
+    projected: torch.Tensor,  # [n, projected_size], whose last elements are what the cache keeps
+    memory: torch.Tensor,  # for all other_sizes of n tokens
+    rotation: Rotation,
+) -> tuple[Heads, LatentRows]:
+    """The heads lack no rotation: only a part of each turns."""
+    n, sizes = len(projected), spec.other_sizes(num_heads)
+    expanded, absorbed, values = (
+        part.view(n, size) for part, size in zip(memory[: n * sum(sizes)].split([n * s for s in sizes]), sizes, strict=True)
+    )
+    query = expanded if spec.query_rank else projected[:, : num_heads * spec.query_size]
+    key = projected[:, None, -spec.cached_size :]
+    heads = Heads(absorbed.view(n, num_heads, spec.cached_size), key, key[..., : spec.rank])
+    return heads, LatentRows(query, values, rotation)
 
 
 def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:

@@ -20,6 +20,8 @@ from vllm_lite.parallel.communicator import Communicator, SingleRank
 MODELS = {
     "BloomForCausalLM": "vllm_lite.models.bloom:Bloom",
     "Cohere2ForCausalLM": "vllm_lite.models.cohere:Cohere2",
+    "DeepseekV2ForCausalLM": "vllm_lite.models.deepseek:Deepseek",
+    "DeepseekV3ForCausalLM": "vllm_lite.models.deepseek:Deepseek",
     "Ernie4_5ForCausalLM": "vllm_lite.models.llama:Llama",
     "Ernie4_5_MoeForCausalLM": "vllm_lite.models.ernie:ErnieMoe",
     "Exaone4ForCausalLM": "vllm_lite.models.exaone:Exaone4",

@@ -20,7 +20,7 @@ void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::Attentio
 }
 
 void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head) {
-  const int size = call.shape->head_size;
+  const int size = call.shape->value_size;
   alignas(64) float acc[kMaxHeadSize + kWidth];
   for (int i = 0; i < item.num_rows; ++i) {
     const int64_t offset = i * vllm_lite::partial_size(*call.shape);

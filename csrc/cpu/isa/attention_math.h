@@ -168,9 +168,9 @@ VLLM_LITE_INLINE void add_section(Result* all, float top, float sum, const float
 }
 
 template <class T>
-VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int head_size) {
-  for (int d = 0; d < head_size; d += kWidth) {
-    store_some(reinterpret_cast<T*>(to) + d, load(acc + d) * factor, head_size - d);
+VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int size) {
+  for (int d = 0; d < size; d += kWidth) {
+    store_some(reinterpret_cast<T*>(to) + d, load(acc + d) * factor, size - d);
   }
 }
 
@@ -188,7 +188,7 @@ VLLM_LITE_INLINE float normalizer(const AttentionCall& call, int head, float top
 VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int i,
                               const Result& all) {
   const AttentionShape& shape = *call.shape;
-  const int group = shape.num_heads / shape.num_kv_heads, size = shape.head_size;
+  const int group = shape.num_heads / shape.num_kv_heads, size = shape.value_size;
   const int row = (item.first + i) / group, head = kv_head * group + (item.first + i) % group;
   char* line = call.out + (item.query_row + row) * call.out_stride;
   const float factor = normalizer(call, head, all.top, all.sum);
@@ -204,7 +204,7 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
 template <class Add>
 VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& item, int kv_head, Softmax& softmax,
                                 float* acc, float* all, int stride, const Add& add) {
-  const int size = call.shape->head_size, section = section_keys(call, item);
+  const int size = call.shape->value_size, section = section_keys(call, item);
   const bool several = item.num_splits == 1 && item.key_begin / section < (item.key_end - 1) / section;
   Result results[kMaxRows];
   if (several) std::memset(all, 0, static_cast<size_t>(item.num_rows * stride) * 4);

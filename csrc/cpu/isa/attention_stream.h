@@ -17,7 +17,7 @@ struct StreamScratch {
   using Element = typename Words::Element;
   Softmax softmax;
   alignas(64) Element query[kStreamRows * kMaxHeadSize];  // [num_rows][padded head_size], filled up with zeros
-  alignas(64) float acc[kStreamRows * kMaxHeadSize];      // [num_rows][padded head_size]
+  alignas(64) float acc[kStreamRows * kMaxHeadSize];      // [num_rows][padded value_size]
   alignas(64) float all[kStreamRows * kMaxHeadSize];      // the same for the sections before
   alignas(64) float scores[kStreamRows][kKeys];
   alignas(64) Element weights[kStreamRows][kKeys];
@@ -166,9 +166,10 @@ template <class Words, bool kConvert>
 static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int num_rows, const char* const* rows,
                        int first, int end, const char* const* next) {
   constexpr int kMost = kWidth == 16 ? 8 : 4;  // rows whose sums fit into the registers
-  const int size = call.shape->head_size, padded = round_up(size, 32);
+  const int size = call.shape->head_size, value_size = call.shape->value_size, padded = round_up(size, 32);
   const int count = round_up(end - first, kGroup), kv_dtype = call.shape->kv_dtype;
   const int64_t row_bytes = size * bytes_of(kv_dtype), offset = call.value_offset;
+  const bool shared = offset == 0;  // V is fetched and converted with K
   const char* const* keys = rows;
   const char* values[kKeys];
   for (int t = 0; t < count; ++t) values[t] = rows[t] + offset;
@@ -176,10 +177,12 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
     for (int t = 0; t < count; ++t) {
       fetch_row(next[t], row_bytes);
       convert_row(kv_dtype, rows[t], s.keys + t * padded, size);
-      fetch_row(next[t] + offset, row_bytes);
-      convert_row(kv_dtype, values[t], s.values + t * padded, size);
       s.converted[t] = reinterpret_cast<const char*>(s.keys + t * padded);
-      values[t] = reinterpret_cast<const char*>(s.values + t * padded);
+      if (!shared) {
+        fetch_row(next[t] + offset, row_bytes);
+        convert_row(kv_dtype, values[t], s.values + t * padded, size);
+      }
+      values[t] = reinterpret_cast<const char*>((shared ? s.keys : s.values) + t * padded);
     }
     keys = s.converted;
   }
@@ -188,12 +191,13 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
   for (int i = 0; i < num_rows; ++i) {
     s.softmax.template step<Words, true>(s.scores[i], s.weights[i], i, first, end);
   }
+  const int stride = round_up(value_size, 32);
   for (int i = 0; i < num_rows; i += kMost) {
-    if (i == 0) {
-      add_some<Words, kMost, !kConvert>(s, i, num_rows - i, padded, values, count, size,
+    if (i == 0 && !shared) {
+      add_some<Words, kMost, !kConvert>(s, i, num_rows - i, stride, values, count, value_size,
                                         {next, offset, row_bytes, 0, 0});
     } else {
-      add_some<Words, kMost, false>(s, i, num_rows - i, padded, values, count, size, {});
+      add_some<Words, kMost, false>(s, i, num_rows - i, stride, values, count, value_size, {});
     }
   }
 }
@@ -211,7 +215,8 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   for (int t = 0; t < kGroup; ++t) fetch_row(now[t], row_bytes);
   s.softmax.init(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
-  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, padded, [&](int first, int end) {
+  const int stride = round_up(shape.value_size, 32);
+  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, [&](int first, int end) {
     const bool more = end < item.key_end;
     if (more) find_keys(next, cache, end, item.key_begin, item.key_end);
     const char* const* ahead = more ? next : now;  // after the last tokens these again, which costs nothing

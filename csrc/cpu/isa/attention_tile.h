@@ -18,12 +18,12 @@ template <class Words>
 struct TileScratch {
   using Element = typename Words::Element;
   static constexpr int kSize = kMaxHeadSize;
-  static constexpr int kRows = kMaxRows * vllm_lite::kWideHead;  // elements of an item's rows, see max_rows
+  static constexpr int kRows = kMaxRows / 2 * kSize;  // elements of an item's rows, see max_rows
   Softmax softmax;
   alignas(64) float keys[kSize / Words::kPack * kKeys];    // words [head_size / kPack][kKeys]
-  alignas(64) float values[kKeys / Words::kPack * kSize];  // words [kKeys / kPack][padded head_size]
+  alignas(64) float values[kKeys / Words::kPack * kSize];  // words [kKeys / kPack][padded value_size]
   alignas(64) Element query[kRows];                        // [num_rows][head_size]
-  alignas(64) float acc[kRows];                            // [num_rows][padded head_size]
+  alignas(64) float acc[kRows];                            // [num_rows][padded value_size]
   alignas(64) float all[kRows];                            // the same for the sections before
   alignas(64) float scores[kBlockRows][kKeys];
   alignas(64) Element weights[kBlockRows][kKeys];
@@ -67,9 +67,10 @@ static void multiply_all(const float* x, int x_stride, const float* y, int y_str
   }
 }
 
-// Sizes of the item in words.
 struct Sizes {
-  int head, query, padded;  // head size; words of a query row; head size filled up to whole groups
+  int head, value;  // elements of K and V
+  int query;        // words of a query row
+  int padded;       // of V, filled up to whole groups
 };
 
 // kRows rows of the item, from row `first_row` on, meet the keys at [first, end).
@@ -101,7 +102,7 @@ VLLM_LITE_INLINE void pack_values(Floats, const char* const* rows, const Sizes& 
   for (int t = 0; t < kGroup; ++t) {
     const float* row = reinterpret_cast<const float*>(rows[t]);
     for (int d = 0; d < sizes.padded; d += kWidth) {
-      store(to + t * sizes.padded + d, sizes.head > d ? load_some(row + d, sizes.head - d) : Vec{});
+      store(to + t * sizes.padded + d, sizes.value > d ? load_some(row + d, sizes.value - d) : Vec{});
     }
   }
 }
@@ -109,8 +110,8 @@ VLLM_LITE_INLINE void pack_values(Floats, const char* const* rows, const Sizes& 
 VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& sizes, float* to) {
   for (int t = 0; t < kGroup; t += 2, to += sizes.padded) {
     for (int d = 0; d < sizes.padded; d += 32) {
-      const __m512i x = load_halves(rows[t] + 2 * d, sizes.head - d);
-      const __m512i y = load_halves(rows[t + 1] + 2 * d, sizes.head - d);
+      const __m512i x = load_halves(rows[t] + 2 * d, sizes.value - d);
+      const __m512i y = load_halves(rows[t + 1] + 2 * d, sizes.value - d);
       _mm512_storeu_si512(to + d, pairs_low(x, y));
       if (d + 16 < sizes.padded) _mm512_storeu_si512(to + d + 16, pairs_high(x, y));
     }
@@ -118,35 +119,36 @@ VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& s
 }
 #endif
 
+// Addresses of 16 rows of K or V in the cache, or of the same converted. Meanwhile fetches the first num_next of `next`.
+template <class Words>
+VLLM_LITE_INLINE void find_rows(TileScratch<Words>& s, int kv_dtype, int size, const char* const* keys, int64_t offset,
+                                const char* const* next, int num_next, const char** rows) {
+  const int stride = round_up(size, 16);
+  for (int t = 0; t < kGroup; ++t) {
+    rows[t] = keys[t] + offset;
+    if (t < num_next) fetch_row(next[t] + offset, size * bytes_of(kv_dtype));
+    if (kv_dtype == Words::kElement) continue;
+    typename Words::Element* const to = s.converted + t * stride;
+    convert_row(kv_dtype, rows[t], to, size);
+    rows[t] = reinterpret_cast<const char*>(to);
+  }
+}
+
 // Packs K and V of `count` tokens from the cache; keys: addresses of K. Meanwhile fetches the first num_next of `next`.
 template <class Words>
 static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* const* keys, const Sizes& sizes,
                  int count, const char* const* next, int num_next) {
-  using Element = typename Words::Element;
   const int kv_dtype = call.shape->kv_dtype;
-  const bool convert = kv_dtype != Words::kElement;
-  const int row_bytes = sizes.head * bytes_of(kv_dtype);
   for (int group = 0; group < count; group += kGroup) {
-    for (int which = 0; which < 2; ++which) {  // K, V
-      const char* rows[kGroup];
-      for (int t = 0; t < kGroup; ++t) {
-        const int64_t offset = which == 0 ? 0 : call.value_offset;
-        rows[t] = keys[group + t] + offset;
-        if (group + t < num_next) fetch_row(next[group + t] + offset, row_bytes);
-        if (convert) {
-          Element* const to = s.converted + t * sizes.padded;
-          convert_row(kv_dtype, rows[t], to, sizes.head);
-          rows[t] = reinterpret_cast<const char*>(to);
-        }
-      }
-      if (which == 1) {
-        pack_values(Words{}, rows, sizes, s.values + group / Words::kPack * sizes.padded);
-        continue;
-      }
-      for (int word = 0; word < sizes.query; word += 16) {
-        transpose(rows, word * 4, least(16, sizes.query - word), s.keys + word * kKeys + group, kKeys);
-      }
+    const char* rows[kGroup];
+    find_rows<Words>(s, kv_dtype, sizes.head, keys + group, 0, next + group, num_next - group, rows);
+    for (int word = 0; word < sizes.query; word += 16) {
+      transpose(rows, word * 4, least(16, sizes.query - word), s.keys + word * kKeys + group, kKeys);
     }
+    if (call.value_offset != 0) {
+      find_rows<Words>(s, kv_dtype, sizes.value, keys + group, call.value_offset, next + group, num_next - group, rows);
+    }
+    pack_values(Words{}, rows, sizes, s.values + group / Words::kPack * sizes.padded);
   }
 }
 
@@ -172,8 +174,8 @@ VLLM_LITE_INLINE void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int
 template <class Words>
 static void tile(const AttentionCall& call, const AttentionItem& item, int kv_head, char* memory) {
   TileScratch<Words>& s = *reinterpret_cast<TileScratch<Words>*>(memory);
-  const int head = call.shape->head_size;
-  const Sizes sizes = {head, head / Words::kPack, round_up(head, 16)};
+  const int head = call.shape->head_size, value = call.shape->value_size;
+  const Sizes sizes = {head, value, head / Words::kPack, round_up(value, 16)};
   const Cached cache = cached(call, item, kv_head);
   const int64_t row_bytes = head * bytes_of(call.shape->kv_dtype);
   s.softmax.init(call, item, kv_head);
@@ -192,7 +194,7 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
       const int until = few ? 0 : least(num_next, num_next * (row + kBlockRows) / item.num_rows);
       for (int t = num_next * row / item.num_rows; t < until; ++t) {
         fetch_row(next[t], row_bytes);
-        fetch_row(next[t] + cache.value_offset, row_bytes);
+        if (cache.value_offset != 0) fetch_row(next[t] + cache.value_offset, row_bytes);
       }
     }
     const char** const used = now;

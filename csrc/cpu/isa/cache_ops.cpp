@@ -68,7 +68,7 @@ static void write(const vllm_lite::CacheWrite& w, int64_t first, int64_t end) {
     const T* value = static_cast<const T*>(w.value) + token * w.value_stride;
     for (int head = 0; head < w.num_kv_heads; ++head, to += w.head_stride) {
       put(key + head * w.head_size, to, w.k_scale, w.head_size);
-      put(value + head * w.head_size, to + w.value_offset, w.v_scale, w.head_size);
+      if (w.value_offset != 0) put(value + head * w.head_size, to + w.value_offset, w.v_scale, w.head_size);
     }
   }
 }

@@ -107,12 +107,13 @@ void rotate_tokens(const Rotate& op, int64_t first, int64_t last) {
     const T* cos = static_cast<const T*>(op.cos) + token * op.rotation_stride;
     const T* sin = static_cast<const T*>(op.sin) + token * op.rotation_stride;
     for (int64_t head = 0; head < op.num_heads; ++head) {
-      T* low = static_cast<T*>(op.heads) + token * op.token_stride + head * op.head_stride;
-      T* high = low + half;
+      const T* low = static_cast<const T*>(op.heads) + token * op.token_stride + head * op.head_stride;
+      const T* high = low + half;
+      T* out = static_cast<T*>(op.out) + token * op.out_token_stride + head * op.out_head_stride;
       each_vector(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const Vec a = load_at(low, i, count), b = load_at(high, i, count);
-        store_at(low, i, a * load_at(cos, i, count) + b * load_at(sin, i, count), count);
-        store_at(high, i, b * load_at(cos + half, i, count) + a * load_at(sin + half, i, count), count);
+        store_at(out, i, a * load_at(cos, i, count) + b * load_at(sin, i, count), count);
+        store_at(out + half, i, b * load_at(cos + half, i, count) + a * load_at(sin + half, i, count), count);
       });
     }
   }

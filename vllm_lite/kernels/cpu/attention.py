@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 576
 MAX_ROWS, WIDE_HEAD = 96, 256
 """How many rows of Q are computed together, half as many for heads of more than WIDE_HEAD elements; each head that
 shares a KV head has rows of its own."""
-MAX_PARTIAL_ROWS, SPLIT_KEYS, MAX_SPLITS = 128, 512, 16
+SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
-THREAD_BYTES = 640 << 10
+THREAD_BYTES = 720 << 10
 """Scratch memory of each thread."""
 _PLAN_INTS, _ITEM_INTS = 6, 11
 """How many numbers the records Plan and AttentionItem of csrc/cpu have."""
@@ -29,6 +29,7 @@ class Shape(ctypes.Structure):
         ("num_heads", int32),
         ("num_kv_heads", int32),
         ("head_size", int32),
+        ("value_size", int32),
         ("block_size", int32),
         ("dtype", int32),
         ("kv_dtype", int32),
@@ -50,13 +51,15 @@ def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: in
     num_splits = max_splits(max_seq_len)
     if num_splits <= 1:
         return 0
-    return min(num_seqs * min(MAX_PARTIAL_ROWS, num_splits * MAX_ROWS), num_splits * num_tokens * group)
+    most = MAX_SPLITS * min(max(group, 8), 16)
+    return min(num_seqs * min(most, num_splits * MAX_ROWS), num_splits * num_tokens * group)
 
 
 class Kernels:
     """The kernels for one shape of attention, with the scratch memory that its calls share; they must not overlap.
 
-    The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1.
+    The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1;
+    with 1 in place of 2, V is the first value_size elements of K.
     """
 
     def __init__(self, shape: Shape, slopes: Sequence[float] | None = None) -> None:
@@ -64,7 +67,7 @@ class Kernels:
         self._shape, self._slopes = shape, (float32 * len(slopes or ()))(*slopes or ())
         shape.slopes = None if slopes is None else ctypes.addressof(self._slopes)
         self._shape_address = ctypes.addressof(shape)
-        self._partial_floats = shape.num_kv_heads * (shape.head_size + 2)
+        self._partial_floats = shape.num_kv_heads * (shape.value_size + 2)
         self._strides: dict[tuple[int, ...], Any] = {}
         self._plan = function(
             "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64, int64), int64
@@ -127,7 +130,7 @@ class Kernels:
         table: tuple[int, int],  # address and stride of the block table, int32 [num_seqs, max_blocks]
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows strided
         kv: torch.Tensor,
-        out: torch.Tensor,  # like query
+        out: torch.Tensor,  # [num_tokens, num_heads, value_size], rows strided
         sinks: torch.Tensor | None = None,  # float32 [num_heads], one more logit of each head, dense
     ) -> None:
         """Attention of one layer into `out`."""
@@ -178,6 +181,8 @@ class Kernels:
     def _strides_of(self, kv: torch.Tensor) -> int:
         """Address of the first four strides of `kv`, int64 [4]."""
         strides = kv.stride()
+        if kv.dim() == 5 and kv.shape[1] == 1:
+            strides = (strides[0], 0, *strides[2:])
         known = self._strides.get(strides)
         if known is None:
             if kv.dim() != 5 or strides[-1] != 1:

@@ -31,8 +31,7 @@ _ADD_ROWS = (int32, int64, int64, pointer, int64, pointer, int64, int64, pointer
 _SCALE = (int32, int64, int64, pointer, int64, float32)
 _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
-_ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
-_ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, pointer, int64)
+_ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
 
@@ -103,16 +102,25 @@ class CpuOps(TorchOps):
         return None
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
+        if not self._turn(heads, rotation, heads):
+            super().rotate(heads, rotation)
+
+    def rotate_into(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
+        if heads.shape != out.shape or not self._turn(heads, rotation, out):
+            super().rotate_into(heads, rotation, out)
+
+    def _turn(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> bool:
+        """False, and nothing is done, where the kernel does not take them."""
         cos, sin = rotation
-        code = _code(heads, cos, sin)
+        code = _code(heads, cos, sin, out)
         num_tokens, num_heads, head_size = heads.shape
         if code is None or not cos.shape == sin.shape == (num_tokens, head_size) or cos.stride() != sin.stride():
-            return super().rotate(heads, rotation)
+            return False
         self._rotate(
             code, num_tokens, num_heads, head_size, heads.data_ptr(), heads.stride(0), heads.stride(1),
-            cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+            out.data_ptr(), out.stride(0), out.stride(1), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
         )  # fmt: skip
-        return None
+        return True
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         shape, code = residual.shape, _code(residual, x)

@@ -1,0 +1,91 @@
+"""Checkpoints of the families with latent attention, DeepSeek's."""
+
+from typing import Any
+
+import msgspec
+
+from tests.families.llama_like import YARN, halves
+from tests.families.mixtures import routing
+from tests.families.variant import Control, Variant, drop_in_layers
+from vllm_lite.checkpoint.model_spec import LayerSpec
+
+SIZES = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "initializer_range": 0.25,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "num_experts_per_tok": 3,
+}
+MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+GROUPS = {"n_routed_experts": 6, "n_group": 3, "topk_group": 2}
+"""Three groups of two experts."""
+
+
+def scaled_plainly(layer: LayerSpec) -> LayerSpec:
+    """The scale without YaRN's magnitude."""
+    assert layer.latent is not None
+    attention = msgspec.structs.replace(layer.attention, scale=layer.latent.query_size**-0.5)
+    return msgspec.structs.replace(layer, attention=attention)
+
+
+def unrotated(layer: LayerSpec) -> LayerSpec:
+    """The part of K that all heads have in common does not turn with its position, nor does that of Q."""
+    rope = layer.rope and msgspec.structs.replace(layer.rope, theta=1e30, scaling=None)
+    return msgspec.structs.replace(layer, rope=rope)
+
+
+def other_eps(layer: LayerSpec) -> LayerSpec:
+    latent = layer.latent and msgspec.structs.replace(layer.latent, norm_eps=0.5)
+    return msgspec.structs.replace(layer, latent=latent)
+
+
+def deepseek(version: str, name: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
+    config, model = f"Deepseek{version}Config", f"Deepseek{version}ForCausalLM"
+    usual = {"n_routed_experts": 5, "rope_parameters": MSCALE}
+    return Variant(f"deepseek-{name}", config, model, SIZES | usual | settings, controls)
+
+
+VARIANTS = [
+    deepseek(
+        "V2",
+        "v2-lite",
+        {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+        {
+            "magnitude": drop_in_layers(scaled_plainly),
+            "neighbours": drop_in_layers(halves),
+            "shared rotated part": drop_in_layers(unrotated),
+            "norms": drop_in_layers(other_eps),
+            "scale": routing(scale=1.0),
+        },
+    ),
+    deepseek(
+        "V2",
+        "v2-groups",
+        GROUPS | {"q_lora_rank": 20, "n_shared_experts": 1, "topk_method": "group_limited_greedy"},
+        {"groups": routing(num_groups=1)},
+    ),
+    deepseek(
+        "V3",
+        "v3",
+        GROUPS | {"q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        {
+            "magnitude": drop_in_layers(scaled_plainly),
+            "neighbours": drop_in_layers(halves),
+            "sum": routing(renormalize=False),
+        },
+    ),
+    deepseek(
+        "V3",
+        "v3-plain",
+        {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "norm_topk_prob": False},
+        {"scoring": routing(scoring="softmax")},
+    ),
+]

@@ -1,0 +1,130 @@
+"""DeepSeek V2 and V3, and those that are V3 by another name: latent attention, experts behind the first layers."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
+from vllm_lite.checkpoint.families.common import Family, RawConfig, decoder, rope_of
+from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.rope import yarn_magnitude
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+Index = Annotated[int, Meta(ge=0)]
+
+
+class DeepseekConfig(RawConfig, kw_only=True):
+    intermediate_size: Size
+    rms_norm_eps: Positive
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    moe_intermediate_size: Size
+    n_routed_experts: Size
+    num_experts_per_tok: Size
+    routed_scaling_factor: Positive = 1.0
+    q_lora_rank: Size | None = None
+    n_shared_experts: Index | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    first_k_dense_replace: Index = 0
+    attention_bias: bool = False
+
+
+class DeepseekV2Config(DeepseekConfig, kw_only=True):
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    norm_topk_prob: bool = False
+    scoring_func: Literal["softmax"] = "softmax"
+
+
+class DeepseekV3Config(DeepseekConfig, kw_only=True):
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    rope_interleave: bool = True
+
+
+def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
+    if raw.norm_topk_prob:
+        raise ModelError("norm_topk_prob true is not supported: implementations of DeepSeek V2 differ in what it means")
+    groups = _groups(raw) if raw.topk_method == "group_limited_greedy" else (1, 1)
+    routing = _routing(raw, groups)
+    return _deepseek(architecture, raw, routing, interleaved=True)
+
+
+def _v3(architecture: str, raw: DeepseekV3Config) -> ModelSpec:
+    routing = msgspec.structs.replace(
+        _routing(raw, _groups(raw)),
+        scoring="sigmoid",
+        renormalize=raw.norm_topk_prob,
+        epsilon=1e-20,
+        choice_bias=True,
+        group_score="top two",
+    )
+    return _deepseek(architecture, raw, routing, interleaved=raw.rope_interleave)
+
+
+def _groups(raw: DeepseekConfig) -> tuple[int, int]:
+    """How many groups there are, and from how many of them a token chooses."""
+    groups, chosen = raw.n_group or 1, raw.topk_group or 1
+    if raw.n_routed_experts % groups or chosen > groups:
+        raise ModelError(
+            f"n_group {groups} must divide n_routed_experts {raw.n_routed_experts}, and topk_group {chosen} be no more"
+        )
+    if raw.num_experts_per_tok > chosen * (raw.n_routed_experts // groups):
+        raise ModelError(f"num_experts_per_tok {raw.num_experts_per_tok} is more than topk_group {chosen} groups have")
+    return groups, chosen
+
+
+def _routing(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
+    if raw.num_experts_per_tok > raw.n_routed_experts:
+        raise ModelError(
+            f"num_experts_per_tok {raw.num_experts_per_tok} exceeds the {raw.n_routed_experts} of n_routed_experts"
+        )
+    num_groups, groups_per_token = groups
+    return RoutingSpec(
+        raw.n_routed_experts,
+        raw.num_experts_per_tok,
+        scale=raw.routed_scaling_factor,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+    )
+
+
+def _deepseek(architecture: str, raw: DeepseekConfig, routing: RoutingSpec, *, interleaved: bool) -> ModelSpec:
+    if raw.attention_bias:
+        raise ModelError("attention_bias true is not supported with latent attention; it must be false")
+    latent = LatentSpec(
+        raw.kv_lora_rank, raw.qk_nope_head_dim, raw.qk_rope_head_dim, raw.v_head_dim, query_rank=raw.q_lora_rank
+    )
+    rope = rope_of(raw, raw.qk_rope_head_dim, interleaved=interleaved)
+    attention = AttentionSpec(
+        raw.num_attention_heads, 1, latent.cached_size, scale=_scale(raw, latent), value_size=latent.rank
+    )
+    shared = (raw.n_shared_experts or 0) * raw.moe_intermediate_size
+    experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared)
+    layers = tuple(
+        LayerSpec(attention, rope, experts=experts if index >= raw.first_k_dense_replace else None, latent=latent)
+        for index in range(raw.num_hidden_layers)
+    )
+    return decoder(architecture, raw, layers, NormSpec(raw.rms_norm_eps), raw.intermediate_size)
+
+
+def _scale(raw: DeepseekConfig, latent: LatentSpec) -> float:
+    """That of a head before it is multiplied into the space of the latent, times the square of YaRN's magnitude."""
+    values = raw.rope_parameters or raw.rope_scaling or {}
+    scale, factor, magnitude = latent.query_size**-0.5, values.get("factor"), values.get("mscale_all_dim")
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind == "default" or not magnitude or not factor:
+        return scale
+    return float(scale * yarn_magnitude(factor, magnitude) ** 2)
+
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(DeepseekV2Config, _v2, {"num_experts": "n_routed_experts"}),
+    "DeepseekV3ForCausalLM": Family(DeepseekV3Config, _v3, {"num_local_experts": "n_routed_experts"}),
+}

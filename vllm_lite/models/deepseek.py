@@ -1,0 +1,23 @@
+"""DeepSeek V2 and V3: latent attention."""
+
+import re
+from typing import ClassVar
+
+from vllm_lite.layers.decoder_layer import DecoderLayer
+from vllm_lite.layers.latent_attention import LatentAttention
+from vllm_lite.models.decoder import Decoder, Layer
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class DeepseekLayer(DecoderLayer):
+    attention_block: ClassVar = LatentAttention
+
+
+class Deepseek(Decoder):
+    layer: ClassVar[type[Layer]] = DeepseekLayer
+
+    def ignores(self, name: str) -> bool:
+        """Also layers behind the last one, which V3 has to predict several tokens at once."""
+        layer = _LAYER.match(name)
+        return super().ignores(name) or (layer is not None and int(layer[1]) >= self.spec.num_layers)
