@@ -10,6 +10,7 @@ import transformers
 
 from tests.checkpoints import transformers_model
 from tests.families.all import VARIANTS
+from tests.families.latent import round_by_head
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
@@ -126,6 +127,7 @@ def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
     reference = transformers_model(checkpoint, oracle.spec.architecture)
     head = reference.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    round_by_head(reference, oracle.spec, rounded)
     for name, module in reference.named_modules():
         if any(part in name for part in ("visual", "vision", "multi_modal")):
             continue

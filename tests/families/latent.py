@@ -1,13 +1,15 @@
 """Checkpoints of the families with latent attention, DeepSeek's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from tests.families.llama_like import YARN, halves
 from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop_in_layers
-from vllm_lite.checkpoint.model_spec import LayerSpec
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 
 SIZES = {
     "hidden_size": 96,
@@ -50,6 +52,32 @@ def deepseek(version: str, name: str, settings: dict[str, Any], controls: dict[s
     config, model = f"Deepseek{version}Config", f"Deepseek{version}ForCausalLM"
     usual = {"n_routed_experts": 5, "rope_parameters": MSCALE}
     return Variant(f"deepseek-{name}", config, model, SIZES | usual | settings, controls)
+
+
+class Fixed(torch.nn.Module):
+    """A product with a weight that is no torch.nn.Linear's."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.fixed = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.fixed.t()
+
+
+def round_by_head(reference: Any, spec: ModelSpec, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a model of transformers have the matrices that expand the latent as int8 has them when they are absorbed:
+    that from Q into the space of the latent has its scales there. `rounded`: a matrix with a scale for each row."""
+    if any(own.latent is None for own in spec.layers):
+        return
+    for layer, own in zip(reference.get_decoder().layers, spec.layers, strict=True):
+        assert own.latent is not None
+        sizes = (own.latent.nope_size, own.latent.value_size)
+        weight = layer.self_attn.kv_b_proj.weight.detach()
+        pairs = (head.split(sizes) for head in weight.split(sum(sizes)))
+        layer.self_attn.kv_b_proj = Fixed(
+            torch.cat([part for k, v in pairs for part in (rounded(k.t()).t(), rounded(v))])
+        )
 
 
 VARIANTS = [

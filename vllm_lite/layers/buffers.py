@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -30,7 +31,9 @@ class LatentRows:
     """What layers with latent attention compute beside the heads that the cache is attended with."""
 
     query: torch.Tensor  # [n, num_heads * query_size], before it is multiplied into the space of the latent
+    query_heads: torch.Tensor  # [n, num_heads, query_size], the same memory
     values: torch.Tensor  # [n, num_heads * value_size], what the heads get, as elements of V
+    value_heads: torch.Tensor  # [n, num_heads, value_size], the same memory
     rotation: Rotation  # of the rotated part of Q and K
 
 
@@ -142,13 +145,15 @@ def _latent_rows(
 ) -> tuple[Heads, LatentRows]:
     """The heads lack no rotation: only a part of each turns."""
     n, sizes = len(projected), spec.other_sizes(num_heads)
+    ends = accumulate(n * size for size in sizes)
     expanded, absorbed, values = (
-        part.view(n, size) for part, size in zip(memory[: n * sum(sizes)].split([n * s for s in sizes]), sizes, strict=True)
+        memory[end - n * size : end].view(n, size) for end, size in zip(ends, sizes, strict=True)
     )
     query = expanded if spec.query_rank else projected[:, : num_heads * spec.query_size]
     key = projected[:, None, -spec.cached_size :]
     heads = Heads(absorbed.view(n, num_heads, spec.cached_size), key, key[..., : spec.rank])
-    return heads, LatentRows(query, values, rotation)
+    query_heads, value_heads = (flat.view(n, num_heads, -1) for flat in (query, values))
+    return heads, LatentRows(query, query_heads, values, value_heads, rotation)
 
 
 def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:

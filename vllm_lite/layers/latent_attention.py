@@ -78,12 +78,12 @@ class LatentAttention:
         """Make of what the first projections gave the heads that attend, and what the cache keeps."""
         latent, spec, heads = _latent(own), self.spec, own.heads
         if self.query is not None and spec.query_rank is not None:
-            query = own.qkv[:, : spec.query_rank]
-            self.query_norm.forward(query, out=query)
-            self.query.forward(query, out=latent.query)
-        by_head = latent.query.unflatten(1, (self.heads.size, spec.query_size))
-        self.absorbing.forward(by_head[..., : spec.nope_size], heads.query[..., : spec.rank])
-        self.ops.rotate_into(by_head[..., spec.nope_size :], latent.rotation, heads.query[..., spec.rank :])
+            vector = own.qkv[:, : spec.query_rank]
+            self.query_norm.forward(vector, out=vector)
+            self.query.forward(vector, out=latent.query)
+        query = latent.query_heads
+        self.absorbing.forward(query[..., : spec.nope_size], heads.query[..., : spec.rank])
+        self.ops.rotate_into(query[..., spec.nope_size :], latent.rotation, heads.query[..., spec.rank :])
         vector = heads.value[:, 0]
         self.latent_norm.forward(vector, out=vector)
         self.ops.rotate(heads.key[..., spec.rank :], latent.rotation)
@@ -91,9 +91,9 @@ class LatentAttention:
     def project(self, rows: Rows) -> None:
         """As AttentionBlock's."""
         own = rows.by_kind[self.kind]
-        values = _latent(own).values
-        self.expanding.forward(own.attended_heads, values.unflatten(1, (self.heads.size, self.spec.value_size)))
-        self.output.forward(values, out=rows.hidden)
+        latent = _latent(own)
+        self.expanding.forward(own.attended_heads, latent.value_heads)
+        self.output.forward(latent.values, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """As AttentionBlock's."""
