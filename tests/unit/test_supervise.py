@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -183,3 +184,69 @@ def test_a_stopped_child_is_seen_to_be(tmp_path: Path) -> None:
     assert child.is_stopped()
     child.stop(DEADLINE_S)
     assert not child.is_stopped()
+
+
+def wait_none_with(marker: str) -> None:
+    """Until no process has `marker` in its environment any more."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while left := [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and _has(entry, marker)]:
+        assert time.monotonic() < deadline_s, f"processes {left} live on"
+        time.sleep(0.01)
+
+
+def _has(process: Path, marker: str) -> bool:
+    try:
+        return marker.encode() in (process / "environ").read_bytes()  # that of a zombie is empty
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def early() -> Iterator[int]:
+    """The process of a child that waits for its settings."""
+    supervise.spawn_early(CHILD)
+    yield supervise._early[CHILD].pid
+    supervise.end_early()
+
+
+def test_spawn_takes_the_child_that_was_started_early_once(early: int, tmp_path: Path) -> None:
+    exits = [Exits(), Exits()]
+    children = [supervise.spawn(CHILD, Settings(str(tmp_path / str(i)), "wait"), f"c{i}", exits[i]) for i in range(2)]
+    assert int(wait_for(tmp_path / "0")) == early
+    assert int(wait_for(tmp_path / "1")) == children[1].pid != early
+    supervise.end_early()  # has nothing to end
+    assert children[0].exited() is None
+    supervise.stop_all(children, DEADLINE_S)
+    assert [one.wait() for one in exits] == ["exit status 7"] * 2, "stop() asks a child that has its settings to end"
+
+
+def test_a_child_that_inherits_descriptors_is_not_the_early_one(early: int, tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w") as file:
+        child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "wait"), "c", Exits(), fds=(file.fileno(),))
+    assert int(wait_for(tmp_path / "m")) == child.pid != early
+    child.stop(DEADLINE_S)
+
+
+def test_early_children_that_nobody_wants_are_killed_at_once(early: int) -> None:
+    supervise.end_early()
+    assert not Path(f"/proc/{early}").exists()
+
+
+def test_a_child_that_died_before_its_settings_came_is_reported_by_spawn(early: int, tmp_path: Path) -> None:
+    os.kill(early, signal.SIGKILL)
+    wait_gone(early)
+    exits = Exits()
+    supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "wait"), "child", exits)
+    assert exits.wait() == "killed by SIGKILL"
+
+
+def test_a_child_that_waits_for_its_settings_ends_with_its_parent() -> None:
+    script = f"""
+import os, signal
+from vllm_lite.runtime import supervise
+supervise.spawn_early({CHILD!r})
+print(supervise._early[{CHILD!r}].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
+    wait_gone(int(done.stdout))

@@ -323,7 +323,12 @@ def process_main(settings: EngineSettings, stop: Wakeup) -> int:
         transport.finish()
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Be the process that spawn() has started."""
     supervise.run_child(
         process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
     )
+
+
+if __name__ == "__main__":
+    run()

@@ -122,6 +122,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.child = self._spawn(worker.rank)
             worker.health.pid = worker.child.pid
+        supervise.end_early()  # ranks that share a model, threads, and stand-ins are not what it was started for
         log.moment("engine", SPAWNS_WORKERS)
 
     def begin_load(self, timeout_s: float) -> None:

@@ -1,9 +1,10 @@
 """Children that cannot be lost: started by Popen, watched by the parent, watching their parent.
 
 A child is `python -m MODULE`, never a fork and never a re-run of the user's script. Its settings arrive as msgpack
-over a pipe whose other end the parent keeps open until it dies: end of file on it is the parent's death. The kernel
-is asked for a signal as well (PR_SET_PDEATHSIG), for a child that is stuck in native code. That signal fires when the
-*thread* that started the child ends, so the child is started by the very thread that then waits for its end.
+over a pipe whose other end the parent keeps open until it dies: end of file on it is the parent's death. They may come
+later than the child, which imports what it needs meanwhile (spawn_early). The kernel is asked for a signal as well
+(PR_SET_PDEATHSIG), for a child that is stuck in native code. That signal fires when the *thread* that started the
+child ends, so the child is started by the very thread that then waits for its end.
 """
 
 import ctypes
@@ -61,24 +62,30 @@ class Child(ABC):
 
 
 class ChildProcess(Child):
-    """A child in a process of its own, made by spawn()."""
+    """A child in a process of its own, made by spawn() or spawn_early(). It waits for its settings."""
 
-    def __init__(
-        self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None], fds: Sequence[int] = ()
-    ) -> None:
-        super().__init__(name, on_exit)
+    def __init__(self, module: str, name: str, fds: Sequence[int] = ()) -> None:
+        super().__init__(name, lambda _reason: None)
         open_standard_files()
         self._fds = tuple(fds)
+        self._settings: msgspec.Struct | None = None
+        self._is_decided = threading.Event()
+        """Whether it gets settings: it has got them, or is to end without any."""
         self._started = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._live, args=(module, settings), name=f"{name} watch", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(module,), name=f"{name} watch", daemon=True)
         self._thread.start()
         self._started.wait()
         if self._error is not None:
             raise self._error
 
-    def _live(self, module: str, settings: msgspec.Struct) -> None:
+    def begin(self, settings: msgspec.Struct, on_exit: Callable[[str], None]) -> None:
+        """Send it its settings. To be called once."""
+        self._settings, self._on_exit = settings, on_exit
+        self._is_decided.set()
+
+    def _live(self, module: str) -> None:
         try:
             read_end, write_end = os.pipe()
             try:
@@ -98,9 +105,11 @@ class ChildProcess(Child):
             self._started.set()
             return
         self._started.set()
-        payload = msgspec.msgpack.encode(settings)
-        with suppress(BrokenPipeError), open(write_end, "wb", closefd=False) as pipe:  # it may have died already
-            pipe.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+        self._is_decided.wait()
+        if self._settings is not None:
+            payload = msgspec.msgpack.encode(self._settings)
+            with suppress(BrokenPipeError), open(write_end, "wb", closefd=False) as pipe:  # it may have died already
+                pipe.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
         code = process.wait()
         os.close(write_end)
         self._reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -113,7 +122,9 @@ class ChildProcess(Child):
         return False
 
     def stop(self, grace_s: float) -> None:
-        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        self._is_decided.set()
+        asked = ((signal.SIGTERM, grace_s),) if self._settings is not None else ()  # it holds nothing before
+        for number, patience_s in (*asked, (signal.SIGKILL, 5.0)):
             if self._ended.is_set():
                 return
             with suppress(ProcessLookupError):
@@ -160,11 +171,35 @@ def spawn(
     """Start `python -m module` with `settings`; `on_exit(reason)` is called on a thread of its own when it ends.
 
     The child ends when this process does, however this process ends. `in_thread` runs it inside this process instead.
-    It has the open descriptors `fds` under the same numbers.
+    It has the open descriptors `fds` under the same numbers. If none, it may be one that spawn_early() has started.
     """
     if in_thread:
         return ChildThread(module, settings, name, on_exit)
-    return ChildProcess(module, settings, name, on_exit, fds)
+    early = None if fds else _early.pop(module, None)
+    child = early or ChildProcess(module, name, fds)
+    child.name = name
+    child.begin(settings, on_exit)
+    return child
+
+
+_early: dict[str, ChildProcess] = {}
+"""Children that wait for their settings, by the module as which spawn() will be asked for them."""
+
+
+def spawn_early(module: str, entry: str | None = None) -> None:
+    """Start the process that the next spawn() of `module` is to take: it imports what it needs, and waits.
+
+    It runs `entry`, which does what `module` does, if that is given. To be called by a process that cannot know the
+    settings before it has imported much itself. A process that cannot be started is left to spawn() to report.
+    """
+    with suppress(OSError):
+        _early[module] = ChildProcess(entry or module, module)
+
+
+def end_early() -> None:
+    """Kill the processes of spawn_early() that spawn() has not taken."""
+    while _early:
+        _early.popitem()[1].stop(0.0)
 
 
 def stop_all(children: Sequence[Child], grace_s: float) -> None:

@@ -33,6 +33,9 @@ COMMANDS = {
 
 
 MAX_FLAGS_IN_USAGE = 12
+ENGINE, ENGINE_EARLY = "vllm_lite.engine.process", "vllm_lite.engine.early"
+ENDS_AT_ONCE = frozenset({"-h", "--help", "--print-config"})
+"""Flags of `serve` with which it starts no engine."""
 CLOSED_PIPE = 141
 """The exit status by which a shell knows a process whose reader has gone: 128 + SIGPIPE."""
 
@@ -79,11 +82,24 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] != ["serve"] or not ENDS_AT_ONCE.isdisjoint(words):
+        return _main(words)
+    # Imported here because it takes longer than everything that a command without processes needs.
+    from vllm_lite.runtime import supervise
+
+    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # its imports and those of its worker take as long as what follows
+    try:
+        return _main(words)
+    finally:
+        supervise.end_early()
+
+
+def _main(words: Sequence[str]) -> int:
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
         # Imported here because it takes longer than everything that a command without processes needs.
         supervise = import_module("vllm_lite.runtime.supervise")
         supervise.open_standard_files()
-    words = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
