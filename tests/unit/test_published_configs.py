@@ -16,7 +16,7 @@ without what sees images."""
 WINDOWS = {"phi-4-mini": 262144, "phi-3.5-mini": 262144, "mistral-7b-v0.1": 4096, "starcoder2-3b": 4096}
 HEADS_OF_64 = (
     *("qwen2.5-0.5b", "granite-3.3-2b", "llama-3.2-1b", "tinyllama", "gpt2", "pythia-160m", "falcon-7b", "falcon-40b"),
-    *("opt-125m", "bloom-560m", "exaone4-1.2b"),
+    *("opt-125m", "bloom-560m", "exaone4-1.2b", "granite-3.0-1b-a400m"),
 )
 HEADS = {"phi-3.5-mini": 96} | dict.fromkeys(HEADS_OF_64, 64)
 
