@@ -233,7 +233,7 @@ def test_two_windows_in_one_model():
     ("change", "reason"),
     [
         ({"head_size": 12}, "head size 12 is no multiple of 8"),
-        ({"head_size": 520}, "head size 520 is no multiple of 8 up to 512"),
+        ({"head_size": 584}, "head size 584 is no multiple of 8 up to 576"),
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
         ({"kv_dtype": torch.int8}, "with a cache in torch.int8"),
         ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),

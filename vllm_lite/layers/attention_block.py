@@ -1,7 +1,7 @@
 """One layer's attention: the projections of its heads, and what they attend to in the paged cache."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +28,32 @@ class AttentionNames(NamedTuple):
     layout: Layout = "separate"
 
 
+class Attention(Protocol):
+    """A layer's causal self-attention in two halves: `attend` is needed for every token, `project` for those that go
+    on."""
+
+    kind: int
+    """Which of Parts.kinds and Rows.by_kind the layer is of."""
+
+    def __init__(self, parts: Parts, layer: int) -> None: ...
+
+    def attend(
+        self, x: torch.Tensor, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
+    ) -> None:
+        """Attend with x: [num_tokens, hidden_size], for `project` to go on from, and write to the cache `kv`."""
+        ...
+
+    def project(self, rows: Rows) -> None:
+        """Project the attended rows into rows.hidden."""
+        ...
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of it under `prefix`, like "model.layers.0.self_attn."."""
+        ...
+
+
 class AttentionBlock:
-    """Causal self-attention in two halves: `attend` is needed for every token, `project` for those that go on.
+    """Attention whose heads have K and V of their own, or share them in groups.
 
     A family whose checkpoints name or lay out the projections otherwise sets `names`, and `transposed` where they are
     stored as [inputs, outputs].

@@ -12,7 +12,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.attention_block import AttentionBlock
+from vllm_lite.layers.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.experts import SparseMLP
 from vllm_lite.layers.mlp import MLP, GatedMLP
@@ -37,7 +37,7 @@ class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream: x + f(norm(x))."""
 
     names: ClassVar = LayerNames()
-    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
     sparse_block: ClassVar[type[SparseMLP]] = SparseMLP
     """What a layer with experts has instead."""
@@ -111,7 +111,7 @@ class PostNormLayer:
     """Norms behind the blocks only: x + norm(f(x))."""
 
     names: ClassVar = LayerNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.first = layer == 0
@@ -148,7 +148,7 @@ class ParallelLayer:
     """
 
     names: ClassVar = LayerNames(mlp_norm="")
-    attention_block: ClassVar[type[AttentionBlock]] = AttentionBlock
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
 
     def __init__(self, parts: Parts, layer: int) -> None:

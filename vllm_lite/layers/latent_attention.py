@@ -26,7 +26,7 @@ from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class LatentAttention:
-    """Stands where other layers have an AttentionBlock. Ranks share out the heads; each has all of the latents."""
+    """An `Attention`. Ranks share out the heads; each has all of the latents."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         whole, own, hidden = parts.spec.layers[layer], parts.layers[layer], Split.whole(parts.spec.hidden_size)

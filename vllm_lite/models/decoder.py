@@ -17,7 +17,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.attention_block import AttentionBlock
+from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.embedding import Embedding, LMHead
@@ -28,7 +28,7 @@ from vllm_lite.layers.weight_slot import WeightGroup
 class Layer(Protocol):
     """One of the orders in layers/decoder_layer.py."""
 
-    attention: AttentionBlock
+    attention: Attention
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 

@@ -3,6 +3,7 @@
 import re
 from typing import ClassVar
 
+from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.latent_attention import LatentAttention
 from vllm_lite.models.decoder import Decoder, Layer
@@ -11,7 +12,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class DeepseekLayer(DecoderLayer):
-    attention_block: ClassVar = LatentAttention
+    attention_block: ClassVar[type[Attention]] = LatentAttention
 
 
 class Deepseek(Decoder):

@@ -208,7 +208,9 @@ class _Sizes:
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         kinds = {layer.attention for layer in largest.layers}
         turned = sum(size for _, size in {(own.rope, own.rotated_size) for own in largest.layers if own.rope})
-        row = 2 * spec.hidden_size + sum(map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True)))
+        row: int = 2 * spec.hidden_size + sum(
+            map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True))
+        )
         row += 2 * turned + 3 * (spec.intermediate_size // tp)
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))

@@ -117,11 +117,12 @@ def _deepseek(architecture: str, raw: DeepseekConfig, routing: RoutingSpec, *, i
 def _scale(raw: DeepseekConfig, latent: LatentSpec) -> float:
     """That of a head before it is multiplied into the space of the latent, times the square of YaRN's magnitude."""
     values = raw.rope_parameters or raw.rope_scaling or {}
-    scale, factor, magnitude = latent.query_size**-0.5, values.get("factor"), values.get("mscale_all_dim")
+    scale: float = latent.query_size**-0.5
+    factor, magnitude = values.get("factor"), values.get("mscale_all_dim")
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind == "default" or not magnitude or not factor:
         return scale
-    return float(scale * yarn_magnitude(factor, magnitude) ** 2)
+    return scale * yarn_magnitude(float(factor), float(magnitude)) ** 2
 
 
 FAMILIES = {
