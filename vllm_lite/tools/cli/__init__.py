@@ -5,6 +5,7 @@ the flags of the largest.
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] != ["serve"] or not ENDS_AT_ONCE.isdisjoint(words):
         return _main(words)
+    gc.disable()  # until the server is up (server/processes/http_server.py): what a start makes is there to stay
     # Imported here because it takes longer than everything that a command without processes needs.
     from vllm_lite.runtime import supervise
 
@@ -92,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(words)
     finally:
+        gc.enable()
         supervise.end_early()
 
 
