@@ -187,7 +187,9 @@ class Kernels:
         if known is None:
             if kv.dim() != 5 or strides[-1] != 1:
                 raise ValueError(f"kv must have 5 axes, the last one dense, got shape {kv.shape}, strides {strides}")
-            made_for = [2, self._shape.num_kv_heads, self._shape.block_size, self._shape.head_size]
+            shape = self._shape
+            planes = 2 if shape.value_size == shape.head_size else 1  # or V is a part of K
+            made_for = [planes, shape.num_kv_heads, shape.block_size, shape.head_size]
             if list(kv.shape[1:]) != made_for:
                 raise ValueError(f"kv has {list(kv.shape[1:])} in a block, and these kernels are made for {made_for}")
             known = self._strides[strides] = (int64 * 4)(*strides[:4])
