@@ -21,6 +21,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import BlockOp, Finish, ModelOutput, NewRequest, Preempt, Resume, SchedulerOutput
+from vllm_lite.tools.bench.step import step_bytes
 from vllm_lite.tools.plan import PlanConfig, _Sizes, load, make_plan
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.process import Progress
@@ -188,6 +189,14 @@ def test_a_plan_has_the_blocks_and_buffers_of_a_worker(checkpoint: Path, tp: int
         ]
         needed = sum(tensor.nbytes for tensor in tensors)
         assert needed <= plan.activations_bytes - 3 * 4 * plan.max_num_seqs * 384 < 1.5 * needed
+
+
+def test_a_decode_step_reads_the_kv_of_all_groups(checkpoint: Path, oracle: MixedOracle) -> None:
+    """Of 30 tokens two full layers read K and V of 48 elements, four sliding ones 40 of the last 11."""
+    config = PlanConfig.check({"model": str(checkpoint), "memory": "8GiB", "dtype": "bfloat16"})
+    resolved = _Sizes(config, load(config)).config
+    one, three = (step_bytes(resolved, oracle.spec, num_streams, 30) for num_streams in (1, 3))
+    assert three - one == 2 * (2 * 2 * 48 * 30 + 4 * 2 * 40 * 11) * 2
 
 
 # ---- a worker
