@@ -161,7 +161,16 @@ def test_a_dropped_switch_is_seen(variant: Variant, control: str, tmp_path: Path
     assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 1000)) > 0.05
 
 
-BFLOAT16 = ["qwen2-window", "ministral3", "granite-tied", "phi3-long-partial-tied", "gpt2", "falcon-two-norms"]
+BFLOAT16 = [
+    "qwen2-window",
+    "mixtral",
+    "glm4-moe",
+    "ministral3",
+    "granite-tied",
+    "phi3-long-partial-tied",
+    "gpt2",
+    "falcon-two-norms",
+]
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.name in BFLOAT16], ids=lambda v: v.name)

@@ -16,6 +16,10 @@ class RoutingSpec(msgspec.Struct, frozen=True):
 
     Scores are those of all experts. Those chosen have the highest score plus bias, within the chosen groups; of equal
     ones the first is taken. Their weights are the scores, without the bias.
+
+    A softmax over the logits of the chosen alone, as of Granite and gpt-oss, is a softmax with `renormalize`. Not said
+    here, as no family that is read has them: a router's own bias, and a learned factor of each expert's weight, which
+    comes behind the renormalization.
     """
 
     num_experts: int
