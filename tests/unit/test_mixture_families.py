@@ -111,3 +111,8 @@ def test_a_hostile_config_is_refused_in_a_sentence(name: str, tmp_path: Path) ->
 )
 def test_the_parts_of_experts_are_called_alike(stored: str, here: str) -> None:
     assert canonical(f"model.layers.3.{stored}") == f"model.layers.3.{here}"
+
+
+def test_glm_turns_half_of_each_head_where_nothing_is_said(tmp_path: Path) -> None:
+    ropes = {layer.rope for layer in load(tmp_path, {**GLM, "partial_rotary_factor": None}).layers}
+    assert {rope.rotary_size for rope in ropes if rope is not None} == {64}
