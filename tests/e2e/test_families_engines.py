@@ -12,7 +12,8 @@ from families_check import ROWS, check_variant
 from tests.families.all import VARIANTS
 
 NAMES = ("phi3-window", "gemma3", "olmo3", "cohere2", "gpt2", "falcon-alibi", "deepseek-v3")
-"""A window, windows beside full attention, norms behind blocks, layers without rope, learned positions, ALiBi, latents."""
+"""A window, windows beside full attention, norms behind blocks, layers without rope, learned positions, ALiBi,
+latents."""
 LENGTHS = (31, 65, 129, 160, 200)
 
 

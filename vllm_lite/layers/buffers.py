@@ -143,7 +143,7 @@ def _latent_rows(
     memory: torch.Tensor,  # for all other_sizes of n tokens
     rotation: Rotation,
 ) -> tuple[Heads, LatentRows]:
-    """The heads lack no rotation: only a part of each turns."""
+    """The heads lack no rotation: the block turns a part of each itself."""
     n, sizes = len(projected), spec.other_sizes(num_heads)
     ends = accumulate(n * size for size in sizes)
     expanded, absorbed, values = (
