@@ -114,7 +114,7 @@ class Server:
         self._processes = {"server": psutil.Process(process.pid)}
         for child in self._processes["server"].children(recursive=True):
             for name in ("engine", "worker"):
-                if f"vllm_lite.{name}.process" in child.cmdline():
+                if any(word.startswith(f"vllm_lite.{name}.process") for word in child.cmdline()):
                     self._processes[name] = child
 
     def cpu_s(self) -> dict[str, float]:

@@ -131,7 +131,7 @@ def children(pid: int) -> dict[str, int]:
     for child in psutil.Process(pid).children(recursive=True):
         words = child.cmdline()
         if "-m" in words:
-            found[words[words.index("-m") + 1]] = child.pid
+            found[words[words.index("-m") + 1].removesuffix("_early")] = child.pid
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.deadlines import scaled
 from vllm_lite.client.launch import ENGINE_MODULE
-from vllm_lite.engine import early
+from vllm_lite.engine import process_early
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import supervise
 from vllm_lite.tools import cli
@@ -83,7 +83,7 @@ def held() -> Iterator[Tree]:
 
 def test_the_names_of_what_is_started_early() -> None:
     assert cli.ENGINE == ENGINE_MODULE, "else nobody takes the engine"
-    assert EngineSettings.__struct_defaults__[0] == early.WORKER, "nor its worker"
+    assert EngineSettings.__struct_defaults__[0] == process_early.WORKER, "nor its worker"
     assert find_spec(cli.ENGINE_EARLY) is not None
 
 
@@ -107,14 +107,14 @@ def test_a_bad_flag_ends_with_one_sentence_and_leaves_no_process() -> None:
 
 
 def test_a_server_that_dies_before_it_has_sent_settings_leaves_no_process(held: Tree) -> None:
-    held.one(early.WORKER)
+    held.one(process_early.WORKER)
     held.server.kill()
     held.server.wait(DEADLINE_S)
     held.wait_gone()
 
 
 def test_an_engine_that_dies_before_it_has_settings_leaves_no_worker(held: Tree) -> None:
-    held.one(early.WORKER)
+    held.one(process_early.WORKER)
     os.kill(held.one(cli.ENGINE_EARLY), signal.SIGKILL)
-    held.wait_gone(early.WORKER)
+    held.wait_gone(process_early.WORKER)
     assert held.server.poll() is None

@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 MAX_FLAGS_IN_USAGE = 12
-ENGINE, ENGINE_EARLY = "vllm_lite.engine.process", "vllm_lite.engine.early"
+ENGINE, ENGINE_EARLY = "vllm_lite.engine.process", "vllm_lite.engine.process_early"
 ENDS_AT_ONCE = frozenset({"-h", "--help", "--print-config"})
 """Flags of `serve` with which it starts no engine."""
 CLOSED_PIPE = 141
