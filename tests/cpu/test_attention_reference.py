@@ -344,9 +344,9 @@ def test_select(caplog):
     with pytest.raises(ConfigError, match=f"'flash' is unknown; use auto, {', '.join(BACKENDS)}"):
         select_backend(shape, "flash")
     assert not caplog.records or not cpu.available()
-    wide = changed(shape, head_size=520)
+    wide = changed(shape, head_size=584)
     assert isinstance(select_backend(wide), ReferenceBackend)
-    assert "by the slower backend reference: cpu: head size 520 is no multiple of 8 up to 512" in caplog.text
+    assert "by the slower backend reference: cpu: head size 584 is no multiple of 8 up to 576" in caplog.text
     odd = attention_shape((5, 2, 8), 16, torch.float32)
     with pytest.raises(ConfigError, match="5 heads cannot share 2 KV heads"):
         select_backend(odd)
