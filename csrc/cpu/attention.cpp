@@ -16,7 +16,7 @@ using namespace vllm_lite;
 
 namespace {
 
-constexpr int kBlockRows = 6;         // the kernel takes so many rows together
+constexpr int kBlockRows = 6;  // the kernel takes so many rows together
 
 // Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
 constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
@@ -179,12 +179,12 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
 }
 VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 
-// One layer. Strides count elements: of a row of `query` [num_tokens, num_heads, head_size] and of `out` [num_tokens, num_heads, value_size], of a row of
-// `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size, head_size], whose last axis is dense; kv_strides[1]
-// is 0 where V is the first value_size elements of K.
-// sinks: [num_heads], one more score of each head's softmax, which attends to nothing; or null.
-// partials: room for num_partial_rows * num_kv_heads * (value_size + 2) floats; counters: num_counters * num_kv_heads
-// zeros, which are zeros again afterwards.
+// One layer. Strides count elements: of a row of `query` [num_tokens, num_heads, head_size] and of `out` [num_tokens,
+// num_heads, value_size], of a row of `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size,
+// head_size], whose last axis is dense; kv_strides[1] is 0 where V is the first value_size elements of K. sinks:
+// [num_heads], one more score of each head's softmax, which attends to nothing; or null. partials: room for
+// num_partial_rows * num_kv_heads * (value_size + 2) floats; counters: num_counters * num_kv_heads zeros, which are
+// zeros again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
                                     const int64_t* kv_strides, void* out, int64_t out_stride, const float* sinks,

@@ -56,14 +56,14 @@ VLLM_LITE_API void vllm_lite_add_wide_norm(int32_t dtype, int32_t centered, int6
 }
 VLLM_LITE_RECORDABLE(vllm_lite_add_wide_norm)
 
-// heads, out: [num_tokens, num_heads, head_size], which may be the same; cos, sin: [num_tokens, head_size], both with one
-// stride.
+// heads, out: [num_tokens, num_heads, head_size], which may be the same; cos, sin: [num_tokens, head_size], both with
+// one stride.
 VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t num_heads, int64_t head_size,
                                     const void* heads, int64_t token_stride, int64_t head_stride, void* out,
                                     int64_t out_token_stride, int64_t out_head_stride, const void* cos, const void* sin,
                                     int64_t rotation_stride) {
-  const Rotate op = {dtype,           num_heads, head_size, heads, token_stride, head_stride, out, out_token_stride,
-                     out_head_stride, cos,       sin,       rotation_stride};
+  const Rotate op = {dtype, num_heads,        head_size,       heads, token_stride, head_stride,
+                     out,   out_token_stride, out_head_stride, cos,   sin,          rotation_stride};
   over_rows(num_tokens, num_heads * head_size, VLLM_LITE_DISPATCH(rotate), op);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_rotate)

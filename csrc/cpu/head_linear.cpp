@@ -36,8 +36,11 @@ VLLM_LITE_API void vllm_lite_head_linear(const PackedWeight* const* weights, int
     const int64_t part = number % row_parts, first_head = number / row_parts * at_once;
     const int64_t first = part * num_rows / row_parts, end = (part + 1) * num_rows / row_parts;
     for (int64_t head = first_head; head < std::min(num_heads, first_head + at_once); ++head) {
-      const LinearCall call = {weights[head], moved(x, head * x_head_stride, dtype), x_stride,
-                               moved(out, head * out_head_stride, dtype), out_stride, num_rows, dtype, dtype, nullptr};
+      const LinearCall call = {weights[head], moved(x, head * x_head_stride, dtype),
+                               x_stride,      moved(out, head * out_head_stride, dtype),
+                               out_stride,    num_rows,
+                               dtype,         dtype,
+                               nullptr};
       for (int64_t block = 0; block < num_blocks; block += kMaxBlocks) {
         linear(call, {first, end - first, block, std::min(kMaxBlocks, num_blocks - block)});
       }

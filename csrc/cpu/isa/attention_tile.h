@@ -119,7 +119,8 @@ VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& s
 }
 #endif
 
-// Addresses of 16 rows of K or V in the cache, or of the same converted. Meanwhile fetches the first num_next of `next`.
+// Addresses of 16 rows of K or V in the cache, or of the same converted. Meanwhile fetches the first num_next of
+// `next`.
 template <class Words>
 VLLM_LITE_INLINE void find_rows(TileScratch<Words>& s, int kv_dtype, int size, const char* const* keys, int64_t offset,
                                 const char* const* next, int num_next, const char** rows) {
