@@ -96,6 +96,10 @@ class SimulatedWorker:
         self.num_held_back = 0
         self._outputs: deque[ModelOutput] = deque()
 
+    def expert_tokens(self) -> list[list[int]]:
+        """There are none."""
+        return []
+
     def die(self) -> None:
         """Lose everything, results that nobody has fetched included."""
         self.is_dead = True

@@ -161,8 +161,8 @@ class ExpertCall {
     int64_t out_stride;
   };
 
-  void run(const ExpertWeights& experts, const Tokens& tokens, int64_t* load) {
-    group(experts, tokens, load);
+  void run(const ExpertWeights& experts, const Tokens& tokens) {
+    group(experts, tokens);
     lay_out(experts, tokens);
     std::memset(sums_, 0, static_cast<size_t>(tokens.num_rows * experts.hidden) * 4);
     const int64_t num_pairs = static_cast<int64_t>(pairs_.tokens.size());
@@ -194,7 +194,7 @@ class ExpertCall {
   }
 
   // Sorts pairs by expert. What is not held has none.
-  void group(const ExpertWeights& experts, const Tokens& tokens, int64_t* load) {
+  void group(const ExpertWeights& experts, const Tokens& tokens) {
     const int64_t count = tokens.num_rows * tokens.top;
     const auto held = [&](int64_t i) {
       const int64_t expert = tokens.chosen[i] - experts.first_expert;
@@ -206,7 +206,6 @@ class ExpertCall {
     }
     for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
       const size_t at = static_cast<size_t>(expert);
-      if (load != nullptr) load[experts.first_expert + expert] += pairs_.ends[at + 1];
       pairs_.ends[at + 1] += pairs_.ends[at];
     }
     pairs_.tokens.resize(static_cast<size_t>(pairs_.ends.back()));
@@ -299,17 +298,14 @@ class ExpertCall {
 
 }  // namespace
 
-// out = the sum over each token's experts of weight * expert(x); out may be x. `load` [experts], of all experts of the
-// layer, is how many tokens each one got, to which this call's are added; or nullptr.
+// out = the sum over each token's experts of weight * expert(x); out may be x.
 VLLM_LITE_API void vllm_lite_experts(const ExpertWeights* experts, const void* x, int64_t x_stride, int32_t dtype,
                                      const int32_t* chosen, const float* weights, int64_t num_rows, int64_t top,
-                                     void* out, int64_t out_stride, int64_t* load) {
+                                     void* out, int64_t out_stride) {
   if (num_rows <= 0) return;
   static thread_local ExpertCall call;
-  call.run(*experts,
-           {static_cast<const char*>(x), x_stride, dtype, chosen, weights, num_rows, top, static_cast<char*>(out),
-            out_stride},
-           load);
+  call.run(*experts, {static_cast<const char*>(x), x_stride, dtype, chosen, weights, num_rows, top,
+                      static_cast<char*>(out), out_stride});
 }
 VLLM_LITE_RECORDABLE(vllm_lite_experts)
 

@@ -138,15 +138,6 @@ def packed(weights: tuple[list[Matmul], list[Matmul]], first: int = 0) -> Packed
     return PackedExperts(*([each.packed for each in part] for part in native), first, "silu")
 
 
-def test_tokens_of_each_expert_are_counted() -> None:
-    gate_up, down = make(7)
-    x, chosen, load = random(9, HIDDEN), pick(9, 7, 2), torch.arange(7)
-    for part in (Split(7, 0, 4), Split(7, 4, 3)):
-        own = gate_up[part.start : part.end], down[part.start : part.end]
-        packed(own, part.start).forward(x, chosen, torch.empty_like(x), load)
-    assert torch.equal(load, torch.arange(7) + chosen.experts.flatten().bincount(minlength=7))
-
-
 def test_a_recorded_call_reads_its_choices_when_it_runs() -> None:
     weights, x, chosen = make(5), random(4, HIDDEN), pick(4, 5, 2)
     out, experts, program = torch.zeros(4, HIDDEN), packed(weights), Program()

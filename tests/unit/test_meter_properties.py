@@ -12,7 +12,7 @@ from vllm_lite.protocol import api
 GAUGES = {
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
     *("num_host_blocks", "num_used_host_blocks", "ended_by", "requests", "blocks"),
-    *("life", "generation", "recovering", "restarts"),
+    *("life", "generation", "recovering", "restarts", "expert_tokens"),
 }
 
 

@@ -1,16 +1,17 @@
 """How tokens choose their experts, in plain torch: the reference of all other implementations of `Ops.route`."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.experts import RoutingSpec
+if TYPE_CHECKING:  # it needs msgspec, and kernels are tried on machines that have torch only
+    from vllm_lite.checkpoint.experts import RoutingSpec
 
 
 class Routing(NamedTuple):
     """How the tokens of one layer choose."""
 
-    spec: RoutingSpec
+    spec: "RoutingSpec"
     bias: torch.Tensor | None
     """float32 [num_experts], where `spec` has a choice_bias."""
 

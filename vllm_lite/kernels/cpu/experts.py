@@ -12,7 +12,7 @@ from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.kernels.routing import Chosen
 
-_TYPES = (pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64, pointer)
+_TYPES = (pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64)
 
 
 class _Record(ctypes.Structure):
@@ -53,12 +53,12 @@ class PackedExperts:
             *map(ctypes.addressof, self._addresses), first, len(gate_up), self.hidden, inner, KINDS[activation], 0
         )
 
-    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor, load: torch.Tensor | None = None) -> None:
+    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
         once. x, out: [num_tokens, hidden], which may be the same; experts of other ranks add nothing.
 
-        `load`: int64 [all experts of the layer], to which the number of tokens of each is added. A row's result depends
-        on nothing but the row, its experts and the instruction set. Raises ValueError for other tensors than these.
+        A row's result depends on nothing but the row, its experts and the instruction set. Raises ValueError for other
+        tensors than these.
         """
         num_tokens, top = chosen.experts.shape
         if x.shape != (num_tokens, self.hidden) or out.shape != x.shape or chosen.weights.shape != (num_tokens, top):
@@ -70,5 +70,5 @@ class PackedExperts:
         function("vllm_lite_experts", _TYPES)(
             ctypes.addressof(self._record), x.data_ptr(), x.stride(0), dtype_code(x.dtype),
             chosen.experts.data_ptr(), chosen.weights.data_ptr(), num_tokens, top,
-            out.data_ptr(), out.stride(0), None if load is None else load.data_ptr(),
+            out.data_ptr(), out.stride(0),
         )  # fmt: skip
