@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
-from tests.families.mixtures import qwen3
+from tests.families.mixtures import VARIANTS, qwen3
+from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, Place, locate
@@ -110,6 +111,21 @@ def test_a_model_takes_all_that_was_packed(
         packed = [bytes_of(weight) for weight in packed_weights(model)]
         assert packed == [bytes_of(weight) for weight in packed_weights(plain)]
         assert len(packed) >= 2 * 4 + 1
+
+
+FAMILIES = ("qwen2-moe", "mixtral", "glm4-moe-groups", "ernie-moe")
+"""Shared experts with a gate and without, other names of the matrices, a bias for the choice."""
+
+
+@pytest.mark.parametrize("variant", [one for one in VARIANTS if one.name in FAMILIES], ids=lambda one: one.name)
+def test_the_experts_of_a_family_are_all_packed(tmp_path: Path, variant: Variant) -> None:
+    path = variant.make(tmp_path / "checkpoint")
+    for settings in ({}, {"quantization": "int8", "tensor_parallel_size": 2, "enable_expert_parallel": True}):
+        config = config_of(path, **settings)
+        ahead = pack_ahead(config, 0, num_threads=0)
+        assert ahead is not None
+        with ahead:
+            assert list(ahead._jobs) == keys_of(model_of(config, 0))
 
 
 @pytest.mark.parametrize("other", [{"dtype": "float32"}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
