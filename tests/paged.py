@@ -41,6 +41,13 @@ class Oracle:
         load_weights(model, self.path)
         return model
 
+    def stored_as(self, path: Path, communicator: Communicator | None = None) -> Model:
+        """Our model, loaded from another checkpoint of the same one."""
+        sizes = Sizes(self.max_model_len, 512)
+        model = build(load_spec(path), self.dtype, "cpu", sizes, communicator=communicator)
+        load_weights(model, path)
+        return model
+
     def difference(self, logits: torch.Tensor, first: int = 0) -> float:
         """Largest difference to transformers, for rows that stand at positions from `first` on."""
         return float((logits.float() - self.logits[first : first + len(logits)]).abs().max())

@@ -268,7 +268,7 @@ def test_layers_behind_the_last_are_ignored(tmp_path: Path):
         ({"norm_topk_prob": True}, "norm_topk_prob true"),
         ({"topk_method": "group_limited_greedy", "n_group": 2}, "n_group 2 must divide n_routed_experts 5"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok 6 exceeds"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused(config, error, tmp_path: Path):

@@ -1,6 +1,7 @@
 """What the next families and checkpoints need: heads that differ by layer, packed weights."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, make_kv_gr
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.matmul import DenseMatmul, Matmul, Quantization
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weight_form import LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.registry import Model, Sizes, build
@@ -122,18 +123,29 @@ def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
 class PackedForm:
     """Four int8 in an int32, along the inputs, and a scale for each output: `<name>.packed` and `<name>.scales`."""
 
-    def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         packed, scales = [], []
         for name, rows in zip(names, shape.outputs, strict=True):
             at, width = (rows.start, shape.inputs.start // 4), (rows.size, shape.inputs.size // 4)
             packed.append(WeightSlot(f"{name}.packed", (rows.total, shape.inputs.total // 4), at, width))
             scales.append(WeightSlot(f"{name}.scales", (rows.total,), at[:1], width[:1]))
         lent = WeightStack(tuple(packed), torch.int32, shape.device, lent=True)
-        return lent, WeightStack(tuple(scales), shape.dtype, shape.device)
+        return PackedWeights((lent, WeightStack(tuple(scales), shape.dtype, shape.device)))
+
+    def quantizes(self, name: str) -> bool:
+        return name.endswith("_proj")
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    stacks: tuple[WeightStack, ...]
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return DenseMatmul(self.dense(tensors), bias)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         packed, scales = tensors
-        return DenseMatmul(packed.contiguous().view(torch.int8) * scales[:, None], bias)
+        return packed.contiguous().view(torch.int8) * scales[:, None]
 
 
 @pytest.fixture

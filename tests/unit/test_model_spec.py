@@ -237,7 +237,7 @@ def test_a_model_without_eos_has_none(tmp_path):
         ({"head_dim": None, "hidden_size": 4097}, ["hidden_size 4097", "num_attention_heads 32"]),
         ({"hidden_act": "mish"}, ["hidden_act", "'mish'", "silu"]),
         ({"dtype": "int8"}, ["dtype", "'int8'", "bfloat16"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq"]),
         ({"sliding_window": 4096}, ["sliding_window 4096", "full attention"]),
         ({"sliding_window": 4096, "use_sliding_window": True}, ["sliding_window 4096"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),

@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
 from vllm_lite.errors import ConfigError
@@ -211,6 +212,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Q, K and V are limited to this much on both sides of 0, before Q and K are rotated; 0 = they are not."""
     extra_parameters: int = 0
     """How many weights there are that no other field counts, as those of learned positions."""
+    quantization: AnyQuantization | None = None
+    """How the checkpoint stores its weights, if not as floats."""
     tied_in_config_only: bool = False
     """Whether config.json calls the head tied to the embedding, and the files hold another, see `tied_head`."""
 

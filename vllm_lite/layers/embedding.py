@@ -1,11 +1,14 @@
 """Token embedding and LM head, whose vocabulary ranks share out; one tensor serves both when they are tied."""
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
 from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul, packs
+from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.parallel.communicator import Communicator
 
@@ -23,7 +26,9 @@ class Embedding:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        form: WeightForm = DENSE,
     ) -> None:
+        self.form = form
         self.vocabulary = vocabulary
         self.hidden_size = hidden_size
         self.communicator = communicator
@@ -48,9 +53,17 @@ class Embedding:
         rows, size = self.vocabulary, self.hidden_size
         return WeightSlot(f"{name}.weight", (rows.total, size), (rows.start, 0), (rows.size, size))
 
+    @property
+    def shape(self) -> LinearShape:
+        """What the matrix is: its outputs are tokens."""
+        return LinearShape(Split.whole(self.hidden_size), (self.vocabulary,), self.dtype, self.device)
+
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint tensor `<name>.weight`."""
-        return WeightGroup((WeightStack((self.slot(name),), self.dtype, self.device),), self.load)
+        """Ask for the checkpoint's matrix `name`, which is kept dense."""
+        if not self.form.quantizes(name):
+            return WeightGroup((WeightStack((self.slot(name),), self.dtype, self.device),), self.load)
+        stored = self.form.stored((name,), self.shape)
+        return WeightGroup(stored.stacks, lambda *tensors: self.load(stored.dense(tensors)))
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError.
@@ -98,9 +111,18 @@ class LMHead:
         elif self.tied:
             self.embedding.load(weight)
 
+    def load_quantized(self, stored: StoredWeight, tensors: Sequence[torch.Tensor]) -> None:
+        """As `load`, of a matrix that is not dense in the checkpoint."""
+        self.matmul = stored.matmul(tensors, None)
+        if self.tied:
+            self.embedding.load(stored.dense(tensors))
+
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint tensor `<name>.weight`, which is dense in all quantized checkpoints."""
+        """Ask for the checkpoint's matrix `name`."""
         table = self.embedding
+        if table.form.quantizes(name):
+            stored = table.form.stored((name,), table.shape)
+            return WeightGroup(stored.stacks, lambda *tensors: self.load_quantized(stored, tensors))
         lent = copies(table.dtype, table.device) and not (self.tied and self.quantization)
         packed_as = packs(table.dtype, table.device, self.quantization) if lent else None
         stack = WeightStack((table.slot(name),), table.dtype, table.device, lent, packed_as=packed_as)

@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.matmul import Matmul
-from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
+from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.parallel.communicator import Communicator
 
@@ -19,6 +19,7 @@ class Linear:
     """
 
     matmul: Matmul  # by `load`
+    stored: StoredWeight  # by `group`
 
     def __init__(self, shape: LinearShape, *, bias: bool, form: WeightForm = DENSE) -> None:
         self.shape = shape
@@ -29,7 +30,7 @@ class Linear:
         """The tensors of the weight's form, then, if there is one, the bias: [sum of out_features], or [0] on a rank
         that does not add it."""
         weight, bias = (tensors[:-1], tensors[-1]) if self.bias else (tensors, None)
-        self.matmul = self.form.matmul(weight, bias if bias is not None and bias.numel() else None)
+        self.matmul = self.stored.matmul(weight, bias if bias is not None and bias.numel() else None)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_tokens, in_features], out: [num_tokens, sum of out_features]."""
@@ -37,7 +38,8 @@ class Linear:
 
     def group(self, *names: str) -> WeightGroup:
         """The checkpoint tensors of the fused projections, named in their order; the biases are `<name>.bias`."""
-        stacks = self.form.stacks(names, self.shape)
+        self.stored = self.form.stored(names, self.shape)
+        stacks = self.stored.stacks
         if self.bias:
             biases = (
                 WeightSlot(f"{name}.bias", (part.total,), (part.start,), (part.size,), part.order)

@@ -14,6 +14,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize
 from vllm_lite.layers import onednn
 
 Quantization = Literal["int8"]
@@ -110,3 +111,10 @@ def make_matmul(
         return Int8Matmul(weight, bias)
     packed = onednn.pack(weight)
     return DenseMatmul(weight, bias) if packed is None else OneDnnMatmul(packed, bias)
+
+
+def make_grouped_matmul(
+    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Matmul:
+    """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
+    return make_matmul(dequantize(weight).to(device, dtype), bias)

@@ -7,6 +7,7 @@ import torch
 
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.layers.embedding import Embedding
 from vllm_lite.layers.linear import Linear, RowParallelLinear
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
@@ -24,7 +25,7 @@ class Parts:
     communicator: Communicator
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
-    """What the LM head becomes, whose checkpoint tensor is dense whatever `form` is."""
+    """What the LM head becomes where the checkpoint has it dense."""
 
     @property
     def shard(self) -> Shard:
@@ -47,6 +48,17 @@ class Parts:
         """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""
         shape = LinearShape(inputs, (outputs,), self.dtype, self.device, transposed)
         return RowParallelLinear(shape, self.communicator, bias=bias, form=self.form)
+
+    def embedding(self, vocabulary: Split) -> Embedding:
+        """The table of token vectors, of which this rank holds those of `vocabulary`."""
+        return Embedding(
+            vocabulary,
+            self.spec.hidden_size,
+            self.communicator,
+            dtype=self.dtype,
+            device=self.device,
+            form=self.form,
+        )
 
     def norm(self, size: int | None = None) -> Norm:
         """The model's norm, over `size` elements or over the whole hidden state."""

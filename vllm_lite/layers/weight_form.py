@@ -1,7 +1,7 @@
 """How the weights of linear layers are stored in a checkpoint: the seam for quantized checkpoints.
 
-A form names the tensors that it takes and makes of them what multiplies. To add one is to write a class here, and to
-choose it in `models.registry.build` by what the checkpoint says.
+A form names the tensors that it takes and makes of them what multiplies. The forms of quantized checkpoints are in
+`layers.quantized`, which chooses one by what the checkpoint says.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,33 @@ class LinearShape(NamedTuple):
         return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed, self.stacked)
 
 
-class WeightForm(Protocol):
-    """One way to store the weight of a linear layer, or of one expert."""
+class StoredWeight(Protocol):
+    """The weight of one linear layer, or of one expert, as a checkpoint has it."""
 
-    def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
-        """The tensors that the checkpoint has for the projections of these names, without their biases."""
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        """The tensors that it is stored as, without its bias."""
         ...
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         """`tensors`: one for each of `stacks`, which may be lent; bias: [sum of outputs], which may be kept."""
+        ...
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The matrix [sum of outputs, inputs], in the shape's dtype and on its device."""
+        ...
+
+
+class WeightForm(Protocol):
+    """One way to store weights."""
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        """The weight of the projections of these names, stacked."""
+        ...
+
+    def quantizes(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` in another form than as floats: of its embedding and its LM
+        head, which are dense in most."""
         ...
 
 
@@ -53,14 +71,29 @@ class DenseForm:
 
     quantization: Quantization | None = None
 
-    def stacks(self, names: Sequence[str], shape: LinearShape) -> tuple[WeightStack, ...]:
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         ending = ".weight" if shape.stacked is None else ""
         slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
         kind = shape.dtype, shape.device
-        return (WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization)),)
+        stack = WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization))
+        return DenseWeight((stack,), self.quantization)
+
+    def quantizes(self, name: str) -> bool:  # noqa: ARG002 (the protocol's)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """One matrix, of one or more projections."""
+
+    stacks: tuple[WeightStack, ...]
+    quantization: Quantization | None
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         return make_matmul(tensors[0], bias, self.quantization)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].clone() if self.stacks[0].lent else tensors[0]
 
 
 DENSE = DenseForm()

@@ -20,7 +20,7 @@ from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
-from vllm_lite.layers.embedding import Embedding, LMHead
+from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup
 
@@ -62,7 +62,7 @@ class Decoder:
         own = held[parts.shard.rank]
         self.own_columns = slice(own.start, own.end)
         self._widths = tuple(part.size for part in held)
-        self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
+        self.embedding = parts.embedding(own)
         self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)

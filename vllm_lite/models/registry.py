@@ -12,7 +12,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import DenseForm
+from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -117,7 +117,8 @@ def build(
 
     `dtype` may be a name like "bfloat16". `quantization` is for all matrix products, the LM head's too; the embedding
     keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
-    Raises ModelError for an architecture that is not in MODELS, ConfigError if so many ranks cannot share the model.
+    Raises ModelError for an architecture that is not in MODELS, ConfigError if the checkpoint is quantized and a
+    `quantization` is wanted, and if so many ranks cannot share the model.
     """
     native = spec.implementation == "native"
     if native and spec.architecture not in MODELS:
@@ -128,7 +129,7 @@ def build(
         load_library()  # says so where it is missing
     model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    form = DenseForm(quantization)
+    form = form_for(spec.quantization, quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
     return model_class(parts, *sizes)
 

@@ -28,7 +28,13 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
 from vllm_lite.runtime import torch_import
 
-STORED_AS = {torch.float8_e4m3fn: "F8_E4M3", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8"}
+STORED_AS = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
 """What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10

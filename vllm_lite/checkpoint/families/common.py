@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.model_spec import (
     NormSpec,
     make_kv_groups,
 )
+from vllm_lite.checkpoint.quantization.read import read_quantization
 from vllm_lite.checkpoint.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
@@ -202,9 +203,6 @@ def decoder(
     architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, intermediate_size: int, **own: Any
 ) -> ModelSpec:
     """The model of these layers. `own`: what else the family sets of a ModelSpec."""
-    if raw.quantization_config is not None:
-        method = raw.quantization_config.get("quant_method", "unknown")
-        raise ModelError(f"quantization_config {method!r} is not supported; use an unquantized checkpoint")
     usual: dict[str, Any] = {
         "activation": activation_of(raw.hidden_act),
         "tie_word_embeddings": raw.tie_word_embeddings,
@@ -224,6 +222,7 @@ def decoder(
         norm=norm,
         dtype=_dtype(raw),
         kv_groups=make_kv_groups(layers),
+        quantization=read_quantization(raw.quantization_config),
         **(usual | own),
     )
 

@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.embedding import Embedding, LMHead
+from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, install, register
@@ -43,7 +43,7 @@ class TransformersModel:
         register()
         self.causal = make_skeleton(spec.folder, parts.dtype, max_model_len)
         tied = bool(self.causal.config.tie_word_embeddings) and not has_own_head(Path(spec.folder))
-        self.embedding = Embedding(own, spec.hidden_size, parts.communicator, dtype=parts.dtype, device=parts.device)
+        self.embedding = parts.embedding(own)
         self.lm_head = LMHead(self.embedding, tied=tied, quantization=parts.head_quantization)
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
         self._names = Names(self.causal, self.causal.state_dict().keys(), stored)

@@ -1,0 +1,1 @@
+"""How the quantization_config of a checkpoint becomes a QuantizationSpec: one module for each method. No torch."""

@@ -1,0 +1,26 @@
+"""quantization_config -> QuantizationSpec, by its quant_method. What is not supported is refused by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_lite.checkpoint.quantization.compressed_tensors import read_compressed_tensors
+from vllm_lite.checkpoint.quantization.spec import AnyQuantization
+from vllm_lite.errors import ModelError
+
+METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
+    "compressed-tensors": read_compressed_tensors,
+}
+"""quant_method -> what reads the rest. Each raises ModelError for what it does not know."""
+
+
+def read_quantization(config: dict[str, Any] | None) -> AnyQuantization | None:
+    """`config`: the quantization_config of config.json; None, and empty, where there is none. Raises ModelError."""
+    if not config:
+        return None
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ModelError(
+            f"quantization_config {method!r} is not supported; supported: {', '.join(sorted(METHODS))}, "
+            "or an unquantized checkpoint with --quantization"
+        )
+    return METHODS[method](config)

@@ -1,0 +1,68 @@
+"""A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class GroupedWeight(NamedTuple):
+    """weight[n, k] = values[codes[n, k]] * scales[n, k // group_size] - minima[n, k // group_size].
+
+    What a code stands for is up to `values`, so that integers, with and without a zero point, floats of 8 bits and
+    tables like NF4 are all the same. Nothing here is packed: it is made of one weight, and packed, and forgotten.
+    """
+
+    codes: torch.Tensor
+    """uint8 [num_outputs, num_inputs]: below len(values)."""
+    values: torch.Tensor
+    """float32 [16] or [256]."""
+    scales: torch.Tensor
+    """float32 [num_outputs, groups], where the last group may be cut off."""
+    group_size: int
+    """Inputs that share a scale; num_inputs where an output has one scale."""
+    minima: torch.Tensor | None = None
+    """float32 [num_outputs, groups]: what is subtracted, with a zero point z it is z * scale. None: zeros."""
+    order: torch.Tensor | None = None
+    """int64 [num_inputs]: column k of the codes is for input order[k], where columns were sorted by their groups.
+    None: they were not."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[num_outputs, num_inputs]."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if len(self.values) == 16 else 8
+
+
+INT4 = torch.arange(-8, 8, dtype=torch.float32)
+"""The values of codes that are symmetric integers plus 8."""
+UINT4 = torch.arange(16, dtype=torch.float32)
+INT8 = torch.arange(-128, 128, dtype=torch.float32)
+"""The values of codes that are symmetric integers plus 128."""
+UINT8 = torch.arange(256, dtype=torch.float32)
+
+
+def dequantize(weight: GroupedWeight) -> torch.Tensor:
+    """float32 [num_outputs, num_inputs], columns in the order of the inputs: the plain reference of all kernels."""
+    dense = weight.values[weight.codes.long()]
+    dense *= _spread(weight.scales, weight)
+    if weight.minima is not None:
+        dense -= _spread(weight.minima, weight)
+    if weight.order is None:
+        return dense
+    return torch.empty_like(dense).index_copy_(1, weight.order, dense)
+
+
+def _spread(of_groups: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+    """[num_outputs, groups] -> [num_outputs, num_inputs]."""
+    return of_groups.repeat_interleave(weight.group_size, dim=1)[:, : weight.shape[1]]
+
+
+def unpack_nibbles(words: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """int32 words of eight codes each along `dim` (0 or 1), the lowest bits first -> uint8, eight times as long."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nibbles = (words.unsqueeze(dim + 1) >> shifts.view(-1, *(1,) * (1 - dim))) & 15
+    return nibbles.to(torch.uint8).flatten(dim, dim + 1)

@@ -1,0 +1,46 @@
+"""Chooses the form of a model's weights by what its checkpoint says, and by what the user wants of dense ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_lite.checkpoint.quantization.spec import AnyQuantization, PackedInts, QuantizationSpec
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.matmul import Quantization
+from vllm_lite.layers.quantized import packed_ints
+from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
+
+FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
+    PackedInts: packed_ints.stored,
+}
+"""What gives the weight of the named projections, for each kind of spec: called as format(spec, names, shape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedForm:
+    """The weights of a quantized checkpoint, some of which are dense."""
+
+    spec: AnyQuantization
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        quantized = [self.quantizes(name) for name in names]
+        if not any(quantized):
+            return DENSE.stored(names, shape)
+        if not all(quantized):
+            raise ModelError(f"of {', '.join(names)} some are quantized and some are not; they are one product here")
+        return FORMATS[type(self.spec)](self.spec, names, shape)
+
+    def quantizes(self, name: str) -> bool:
+        return not self.spec.is_dense(name)
+
+
+def form_for(spec: AnyQuantization | None, quantization: Quantization | None) -> WeightForm:
+    """`spec`: of the checkpoint; `quantization`: what dense weights become when they are loaded. Raises ConfigError if
+    both are given."""
+    if spec is None:
+        return DenseForm(quantization)
+    if quantization is not None:
+        raise ConfigError(
+            f"--quantization {quantization} is for dense checkpoints, and this one is {spec.label} already"
+        )
+    return QuantizedForm(spec)
