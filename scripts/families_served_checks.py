@@ -27,8 +27,8 @@ from vllm_lite import SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.models.registry import Sizes, build
-from vllm_lite.tools.plan import Checkpoint, weights_bytes
 
 LONG = 400
 """Tokens of a stream that runs still when a process has been killed."""

@@ -134,8 +134,10 @@ def test_the_output_may_be_the_input() -> None:
 
 
 def packed(weights: tuple[list[Matmul], list[Matmul]], first: int = 0) -> PackedExperts:
-    native: Any = weights
-    return PackedExperts(*([each.packed for each in part] for part in native), first, "silu")
+    gate_up: Any
+    down: Any
+    gate_up, down = weights
+    return PackedExperts([each.packed for each in gate_up], [each.packed for each in down], first, "silu")
 
 
 def test_a_recorded_call_reads_its_choices_when_it_runs() -> None:

@@ -85,8 +85,12 @@ def test_its_tests_are_those_of_native_kernels(oracle: Oracle) -> None:
     assert isinstance(Paged(oracle).backend, CpuBackend)
 
 
-def test_two_ranks_share_it(oracle: Oracle) -> None:
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)):
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
+def test_two_ranks_share_it(oracle: Oracle, *, expert_parallel: bool) -> None:
+    if expert_parallel and oracle.spec.experts is None:
+        pytest.skip("it has no experts")
+    options = {"expert_parallel": expert_parallel}
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64), **options):
         assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
 
 

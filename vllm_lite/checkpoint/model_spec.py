@@ -245,9 +245,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self if world == 1 else msgspec.structs.replace(self, kv_groups=make_kv_groups(self.layers, world))
 
-    def check_tensor_parallel(self, tp: int) -> None:
-        """Raises ConfigError, with the numbers that would do, unless `tp` ranks can share all that is split."""
-        if self._fits(tp):
+    def check_tensor_parallel(self, shard: Shard) -> None:
+        """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
+        if self._fits(shard):
             return
 
         def listed(*, expert_parallel: bool) -> str:
@@ -297,6 +297,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         mlps = sum(mlp if own.experts is None else own.experts.parameters(self.hidden_size) for own in self.layers)
         layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
+
+    def active_parameters(self, num_tokens: int = 1) -> int:
+        """Those that a step of so many tokens passes: all but the experts that none of them is likely to be sent to."""
+        sparse = [own.experts for own in self.layers if own.experts is not None]
+        return self.num_parameters() - sum(own.idle_parameters(self.hidden_size, num_tokens) for own in sparse)
+
+    def size(self) -> str:
+        """How many parameters it has, for people."""
+        return describe_parameters(self.num_parameters(), self.active_parameters())
 
     def _attention_parameters(self, layer: LayerSpec) -> int:
         spec = layer.attention

@@ -163,8 +163,8 @@ class _Sizes:
     """The parts that do not depend on what is left for the KV cache."""
 
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
-        spec, tp = checkpoint.spec, config.tensor_parallel_size
-        spec.check_tensor_parallel(tp)
+        spec, tp, first = checkpoint.spec, config.tensor_parallel_size, Shard.of(config)
+        spec.check_tensor_parallel(first)
         spec = spec.shared_by(tp)
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
@@ -211,7 +211,7 @@ class _Sizes:
         row: int = 2 * spec.hidden_size + sum(
             map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True))
         )
-        row += 2 * turned + 3 * (spec.intermediate_size // tp)
+        row += 2 * turned + 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
         results = max(own.output_size + own.num_heads for own in kinds)

@@ -31,6 +31,7 @@ _ADD_ROWS = (int32, int64, int64, pointer, int64, pointer, int64, int64, pointer
 _SCALE = (int32, int64, int64, pointer, int64, float32)
 _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
+_ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
