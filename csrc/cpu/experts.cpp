@@ -7,6 +7,7 @@
 // its experts and the instruction set.
 #include "experts.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -63,7 +64,8 @@ class Product {
   };
 
   void run(const PackedWeight* const* weights, const std::vector<Segment>& segments, Rows x, Rows out, char* integers) {
-    const bool as_integers = weights[segments[0].expert]->type == kInt8Weight && VLLM_LITE_DISPATCH(multiplies_bytes)();
+    const bool as_integers = quantizes_rows(*weights[segments[0].expert]);
+    const RowLayout layout = RowLayout::of(*weights[segments[0].expert]);
     calls_.resize(segments.size());
     quantized_.resize(segments.size());
     int64_t num_blocks = 0;
@@ -74,7 +76,7 @@ class Product {
         return static_cast<char*>(rows.data) + segment.first_row * rows.stride * element_size(rows.type);
       };
       calls_[i] = {weight, at(x), x.stride, at(out), out.stride, segment.num_rows, x.type, out.type, nullptr};
-      if (as_integers) quantized_[i] = quantized(*weight, segment.first_row, integers);
+      if (as_integers) quantized_[i] = QuantizedRows::in(integers, kMaxPairs, layout).from(segment.first_row);
       if (as_integers) calls_[i].quantized = &quantized_[i];
       num_blocks += ceil_div(weight->num_outputs, kBlock);
     }
@@ -84,7 +86,7 @@ class Product {
       parallel_for(static_cast<int64_t>(panels_.size()), [&](int64_t number) {
         const Task& panel = panels_[static_cast<size_t>(number)];
         const LinearCall& call = calls_[panel.call];
-        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->num_groups});
+        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->layout.num_groups});
       });
     }
     const auto linear = VLLM_LITE_DISPATCH(linear);
@@ -95,9 +97,8 @@ class Product {
   }
 
   // Bytes of `integers` for a window.
-  static int64_t integer_bytes(int64_t num_inputs) {
-    const int64_t num_groups = ceil_div(num_inputs, kQuantGroup);
-    return kMaxPairs * (padded_inputs(num_inputs, kInt8Weight) + 8 * num_groups);
+  static int64_t integer_bytes(const PackedWeight& weight) {
+    return quantizes_rows(weight) ? kMaxPairs * RowLayout::of(weight).row_bytes() : 0;
   }
 
  private:
@@ -105,15 +106,6 @@ class Product {
     size_t call;
     LinearTask part;
   };
-
-  static QuantizedRows quantized(const PackedWeight& weight, int64_t first_row, char* integers) {
-    const int64_t num_groups = ceil_div(weight.num_inputs, kQuantGroup);
-    float* scales = reinterpret_cast<float*>(integers);
-    int32_t* biases = reinterpret_cast<int32_t*>(scales + kMaxPairs * num_groups);
-    int8_t* values = reinterpret_cast<int8_t*>(biases + kMaxPairs * num_groups);
-    return {values + first_row * padded_inputs(weight.num_inputs, kInt8Weight), scales + first_row * num_groups,
-            biases + first_row * num_groups, num_groups};
-  }
 
   // Tasks of about one size, some for each thread. Rows change fastest: weights are in the cache for all of them.
   void cut(int64_t total_blocks) {
@@ -232,8 +224,10 @@ class ExpertCall {
 
   void lay_out(const ExpertWeights& experts, const Tokens& tokens) {
     const int64_t size = element_size(tokens.dtype), hidden = experts.hidden, inner = experts.inner;
-    const bool as_integers = experts.num_experts > 0 && experts.gate_up[0]->type == kInt8Weight;
-    const int64_t integers = as_integers ? Product::integer_bytes(hidden > inner ? hidden : inner) : 0;
+    int64_t integers = 0;
+    if (experts.num_experts > 0) {
+      integers = std::max(Product::integer_bytes(*experts.gate_up[0]), Product::integer_bytes(*experts.down[0]));
+    }
     const int64_t pairs = static_cast<int64_t>(pairs_.tokens.size()), rows = pairs < kMaxPairs ? pairs : kMaxPairs;
     const int64_t bytes[] = {rows * hidden * size, rows * 2 * inner * size,      rows * inner * size,
                              rows * hidden * 4,    tokens.num_rows * hidden * 4, integers};

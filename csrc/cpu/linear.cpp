@@ -45,22 +45,30 @@ struct RowParts {
 // Memory for the rows of `call` as integers, valid until this thread's next call.
 QuantizedRows quantized_rows(const LinearCall& call) {
   static thread_local Scratch scratch;
-  const int64_t num_groups = ceil_div(call.weight->num_inputs, kQuantGroup), num_scales = call.num_rows * num_groups;
-  const int64_t num_values = call.num_rows * padded_inputs(call.weight->num_inputs, kInt8Weight);
-  char* memory = scratch.get(num_values + num_scales * 8);
-  return {reinterpret_cast<int8_t*>(memory + num_scales * 8), reinterpret_cast<float*>(memory),
-          reinterpret_cast<int32_t*>(memory + num_scales * 4), num_groups};
+  const RowLayout layout = RowLayout::of(*call.weight);
+  return QuantizedRows::in(scratch.get(call.num_rows * layout.row_bytes()), call.num_rows, layout);
 }
 
 void fill_quantized(const LinearCall& call, const RowParts& parts) {
   const auto quantize_rows = VLLM_LITE_DISPATCH(quantize_rows);
-  const int64_t num_groups = call.quantized->num_groups, panel_rows = ceil_div(call.num_rows, parts.count);
-  const int64_t width = ceil_div(kMinQuantized, kQuantGroup * panel_rows), group_parts = ceil_div(num_groups, width);
+  const RowLayout& layout = call.quantized->layout;
+  const int64_t num_groups = layout.num_groups, panel_rows = ceil_div(call.num_rows, parts.count);
+  const int64_t width = ceil_div(kMinQuantized, layout.group_size * panel_rows);
+  const int64_t group_parts = ceil_div(num_groups, width);
   vllm_lite::parallel_for(parts.count * group_parts, [&](int64_t number) {
     const int64_t part = number / group_parts, first_row = parts.first(part);
     const int64_t first_group = number % group_parts * width, left = num_groups - first_group;
     quantize_rows(call, {first_row, parts.first(part + 1) - first_row, first_group, left < width ? left : width});
   });
+}
+
+// The words of one output of a packed weight that is not grouped.
+void copy_output(const PackedWeight& weight, int64_t output, char* row) {
+  const int64_t row_bytes = weight.num_inputs * element_size(weight.type);
+  const char* block =
+      static_cast<const char*>(weight.data) + output / kBlock * packed_block_bytes(weight.num_inputs, weight.type);
+  if (short_words(weight.type)) return unpack_row<uint16_t>(block + output % kBlock * 2, row_bytes, row);
+  unpack_row<uint32_t>(block + output % kBlock * 4, row_bytes, row);
 }
 
 }  // namespace
@@ -84,26 +92,27 @@ VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t row_
   });
 }
 
-// The rows of the ids [count] into `rows`: an embedding from a packed LM head. Not for int8. The weight has the rows of
-// the num_outputs ids from first_id on, of num_ids that there are; those of all others become zero. Returns -1; or the
-// index of the first id that there is not, and nothing is written.
+// The rows of the ids [count] into `rows`, of DType `type`: an embedding from a packed LM head. Not for int8; a weight
+// that is not grouped is of that type. The weight has the rows of the num_outputs ids from first_id on, of num_ids that
+// there are; those of all others become zero. Returns -1; or the index of the first id that there is not, and nothing
+// is written.
 VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, int64_t first_id, int64_t num_ids,
-                                       const int64_t* ids, int64_t count, void* rows, int64_t stride) {
+                                       const int64_t* ids, int64_t count, void* rows, int64_t stride, int32_t type) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_ids) return i;
   }
-  const int64_t size = element_size(weight->type), row_bytes = weight->num_inputs * size;
-  const int64_t block_bytes = packed_block_bytes(weight->num_inputs, weight->type);
+  const int64_t size = element_size(type);
+  const auto unpack_output = VLLM_LITE_DISPATCH(unpack_output);
   vllm_lite::parallel_for(count, [=](int64_t i) {
     const int64_t output = ids[i] - first_id;
     char* row = static_cast<char*>(rows) + i * stride * size;
     if (output < 0 || output >= weight->num_outputs) {
-      std::memset(row, 0, static_cast<size_t>(row_bytes));
-      return;
+      std::memset(row, 0, static_cast<size_t>(weight->num_inputs * size));
+    } else if (is_grouped(weight->type)) {
+      unpack_output(*weight, output, type, row);
+    } else {
+      copy_output(*weight, output, row);
     }
-    const char* block = static_cast<const char*>(weight->data) + output / kBlock * block_bytes;
-    if (short_words(weight->type)) return unpack_row<uint16_t>(block + output % kBlock * 2, row_bytes, row);
-    unpack_row<uint32_t>(block + output % kBlock * 4, row_bytes, row);
   });
   return -1;
 }
@@ -117,7 +126,7 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   const auto linear = VLLM_LITE_DISPATCH(linear);
   const RowParts parts = {num_rows};
   QuantizedRows quantized;
-  if (weight->type == kInt8Weight && VLLM_LITE_DISPATCH(multiplies_bytes)()) {
+  if (quantizes_rows(*weight)) {
     quantized = quantized_rows(call);
     call.quantized = &quantized;
     fill_quantized(call, parts);

@@ -9,6 +9,13 @@
 // kQuantGroup inputs by themselves: x ~ integer * scale. A byte times an integer is exact, and what the 128 add up to
 // is known from the row alone. Elsewhere rows stay as they are.
 //
+// Grouped weights are codes of 4 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
+// minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
+// group: scales, minima, then codes. Codes of 8 bits lie as int8 does. Those of 4 bits lie [inputs / 8][kBlock][4]: the
+// lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
+// becomes two of weights by a mask and a shift. Where values are whole numbers, rows are quantized as for int8, but
+// each group by itself. Elsewhere weights become float32, a tile at a time.
+//
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
 #pragma once
@@ -22,8 +29,11 @@ constexpr int64_t kMaxRows = 96;      // of one task
 constexpr int64_t kMaxBlocks = 8;     // of one task
 constexpr int64_t kQuantGroup = 128;  // inputs of a row that share a scale
 constexpr int32_t kInt8Weight = 100;  // beside the DTypes; a weight is its integer times its output's scale
+constexpr int32_t kGrouped4 = 101;    // codes of 4 bits, and
+constexpr int32_t kGrouped8 = 102;    // of 8 bits, with scales for groups of inputs
+constexpr int32_t kNoMinima = -1;
 
-// Inputs of a packed weight: whole groups.
+// Inputs of a packed weight that is not grouped: whole groups.
 inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
   const int64_t group = type == kInt8Weight ? 4 : 2;
   return (num_inputs + group - 1) / group * group;
@@ -31,13 +41,59 @@ inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
 
 // The same record as PackedWeight in vllm_lite/kernels/cpu/linear.py.
 struct PackedWeight {
-  const void* data;     // aligned to 64 bytes
+  const void* data;     // aligned to 64 bytes; so is every cell
   const float* scales;  // [num_outputs], nullptr for all types but int8
   const float* bias;    // [num_outputs] or nullptr
   int64_t num_inputs;
   int64_t num_outputs;
   int32_t type;
-  int32_t unused;
+  // What follows is for grouped weights.
+  int32_t group_size;    // inputs that share a scale: 16, 32, 64 or 128
+  int32_t scale_type;    // DType up to kFloat16
+  int32_t minima_type;   // the same, or kNoMinima
+  const float* values;   // [16] or [256]
+  const uint8_t* bytes;  // [16]: a value is its byte plus `offset`; nullptr: bytes are the codes
+  int32_t offset;
+  int32_t are_whole;  // whether values are whole numbers, so that `bytes` and `offset` count
+};
+
+inline bool is_grouped(int32_t type) {
+  return type == kGrouped4 || type == kGrouped8;
+}
+
+// The bytes of a cell's parts; see above.
+struct CellLayout {
+  int64_t group_size, scale_bytes, minima_bytes, code_bytes;
+  int32_t scale_type, minima_type;
+
+  static int64_t item_bytes(int32_t type) { return type == kNoMinima ? 0 : type == 0 ? 4 : 2; }
+
+  static CellLayout of(const PackedWeight& weight) {
+    return {weight.group_size,
+            kBlock * item_bytes(weight.scale_type),
+            kBlock * item_bytes(weight.minima_type),
+            kBlock * weight.group_size / (weight.type == kGrouped4 ? 2 : 1),
+            weight.scale_type,
+            weight.minima_type};
+  }
+  int64_t codes() const { return scale_bytes + minima_bytes; }  // where they begin
+  int64_t bytes() const { return codes() + code_bytes; }
+  int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
+};
+
+// How the rows of a product with `weight` are quantized.
+struct RowLayout {
+  int64_t group_size;  // inputs that share a scale
+  int64_t num_groups;
+  int64_t width;  // bytes of a row
+
+  static RowLayout of(const PackedWeight& weight) {
+    const int64_t size = is_grouped(weight.type) ? weight.group_size : kQuantGroup;
+    const int64_t count = (weight.num_inputs + size - 1) / size;
+    return {size, count, is_grouped(weight.type) ? count * size : padded_inputs(weight.num_inputs, kInt8Weight)};
+  }
+  // Of all that belongs to one row; its integers come last.
+  int64_t row_bytes() const { return width + 12 * num_groups; }
 };
 
 // Rows as integers, one panel for the rows of each task: [inputs / 4][rows of the panel][4], with inputs filled up with
@@ -45,9 +101,21 @@ struct PackedWeight {
 // at values + first * padded inputs.
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // [num_rows][num_groups], like biases
-  int32_t* biases;  // -128 times the sum of a group's integers: what the 128 in the weights add, taken back
-  int64_t num_groups;
+  float* scales;    // [num_rows][num_groups], like biases and sums
+  int32_t* biases;  // what bytes of weights lack times the sum of a group's integers: -128 for int8, or the offset
+  float* sums;      // of a group, as its integers have it
+  RowLayout layout;
+
+  // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.
+  static QuantizedRows in(char* memory, int64_t num_rows, const RowLayout& layout) {
+    const int64_t count = num_rows * layout.num_groups;
+    return {reinterpret_cast<int8_t*>(memory + 12 * count), reinterpret_cast<float*>(memory),
+            reinterpret_cast<int32_t*>(memory + 4 * count), reinterpret_cast<float*>(memory + 8 * count), layout};
+  }
+  QuantizedRows from(int64_t row) const {
+    const int64_t group = row * layout.num_groups;
+    return {values + row * layout.width, scales + group, biases + group, sums + group, layout};
+  }
 };
 
 // Strides count elements; a row's elements lie side by side.
@@ -71,7 +139,7 @@ struct LinearTask {
   int64_t num_blocks;
 };
 
-// Rows of one panel, and some of their groups of kQuantGroup inputs.
+// Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {
   int64_t first_row;
   int64_t num_rows;
@@ -80,10 +148,19 @@ struct QuantizeTask {
 };
 
 VLLM_LITE_DECLARE(void linear(const LinearCall& call, const LinearTask& task))
-// The same on call.quantized, for int8 weights; only where multiplies_bytes().
+// The same on call.quantized, for weights that are bytes; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_int8(const LinearCall& call, const LinearTask& task))
+VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())
 VLLM_LITE_DECLARE(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
 // x [count] of DType `type` as integers in [-127, 127] times *scale.
 VLLM_LITE_DECLARE(void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* scale))
+// One output of a grouped weight, all its inputs, as elements of DType `type`.
+VLLM_LITE_DECLARE(void unpack_output(const PackedWeight& weight, int64_t output, int32_t type, void* to))
 VLLM_LITE_DECLARE(int64_t read_all(const char* data, int64_t num_bytes))
+
+// Whether products with `weight` quantize their rows.
+inline bool quantizes_rows(const PackedWeight& weight) {
+  const bool bytes = weight.type == kInt8Weight || (is_grouped(weight.type) && weight.are_whole != 0);
+  return bytes && VLLM_LITE_DISPATCH(multiplies_bytes)();
+}

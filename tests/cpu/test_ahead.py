@@ -63,7 +63,7 @@ def packed_weights(root: object) -> Iterator[PackedWeight]:
 
 
 def bytes_of(packed: PackedWeight) -> tuple[bytes | None, ...]:
-    parts = (packed._data, packed._scales, packed._bias)
+    parts = (*packed._tensors, packed._bias)
     return tuple(None if part is None else part.view(torch.uint8).numpy().tobytes() for part in parts)
 
 

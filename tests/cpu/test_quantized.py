@@ -63,6 +63,7 @@ def packed_checkpoint(folder: Path, bits: int, group_size: int | None) -> tuple[
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, None), (8, 16)])
+@pytest.mark.usefixtures("float_products")
 def test_packed_integers_are_what_they_stand_for(tmp_path: Path, bits: int, group_size: int | None) -> None:
     dense, packed = packed_checkpoint(tmp_path, bits, group_size)
     oracle = Oracle(dense)

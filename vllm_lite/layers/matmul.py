@@ -117,4 +117,6 @@ def make_grouped_matmul(
     weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Matmul:
     """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
+    if copies(dtype, device) and PackedWeight.takes(weight):
+        return NativeMatmul(PackedWeight(weight, bias))
     return make_matmul(dequantize(weight).to(device, dtype), bias)

@@ -5,6 +5,7 @@
 // reused stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
 #include "../linear.h"
 
+#include "grouped_cells.h"
 #include "linear_task.h"
 
 namespace VLLM_LITE_ISA {
@@ -256,19 +257,53 @@ void run(const LinearCall& call, const LinearTask& task) {
   write<In>(call, task, sums, task.num_blocks * kBlock);
 }
 
+// Grouped weights: a tile of them becomes float32 for all rows.
+template <class In>
+void run_grouped(const LinearCall& call, const LinearTask& task) {
+  alignas(64) float x[kMaxRows * kTile], sums[kMaxRows * kMaxBlocks * kBlock], wide[kTile * kBlock];
+  const PackedWeight& weight = *call.weight;
+  const CellLayout layout = CellLayout::of(weight);
+  const int64_t sums_stride = task.num_blocks * kBlock, num_groups = layout.groups(weight.num_inputs);
+  const char* blocks = static_cast<const char*>(weight.data) + task.first_block * num_groups * layout.bytes();
+  const In* rows = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
+  std::memset(sums, 0, static_cast<size_t>(task.num_rows * sums_stride) * sizeof *sums);
+  for (int64_t input = 0; input < weight.num_inputs; input += kTile) {
+    const int64_t left = weight.num_inputs - input, count = left < kTile ? left : kTile;
+    const int64_t first = input / layout.group_size, end = layout.groups(input + count);
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      widen(rows + row * call.x_stride + input, count, x + row * kTile);
+      if (count % 2 != 0) x[row * kTile + count] = 0;
+    }
+    for (int64_t block = 0; block < task.num_blocks; ++block) {
+      const char* cell = blocks + (block * num_groups + first) * layout.bytes();
+      float* to = wide;
+      for (int64_t group = first; group < end; ++group, cell += layout.bytes()) {
+        widen_cell(weight, layout, cell, to);
+        to += layout.group_size * kBlock;
+      }
+      multiply_rows<kTile>(x, task.num_rows, wide, (count + 1) / 2, sums + block * kBlock, sums_stride, wide);
+    }
+  }
+  if (call.out_type == kFloat32) return write<float>(call, task, sums, sums_stride);
+  write<In>(call, task, sums, sums_stride);
+}
+
 template <class In>
 void run_for(const LinearCall& call, const LinearTask& task) {
   const int32_t type = call.weight->type;
   if (type == kFloat32) return run<In, float, float>(call, task);
   if (type == kFloat16) return run<In, float, Float16>(call, task);
   if (type == kBFloat16) return run<In, float, BFloat16>(call, task);
+  if (is_grouped(type)) return run_grouped<In>(call, task);
   run<In, float, Int8>(call, task);
 }
 
 }  // namespace
 
 void linear(const LinearCall& call, const LinearTask& task) {
-  if (call.quantized != nullptr) return linear_int8(call, task);
+  if (call.quantized != nullptr) {
+    return is_grouped(call.weight->type) ? linear_grouped(call, task) : linear_int8(call, task);
+  }
 #if defined(__AVX512BF16__)
   if (call.x_type == kBFloat16 && call.weight->type == kBFloat16) return run<BFloat16, BFloat16, BFloat16>(call, task);
 #endif

@@ -52,28 +52,40 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
   return sum_of(total);
 }
 
+// One group of one row: `left` inputs, or kSize, if that is not 0. Its integers go to `to`, four at a time at a
+// distance of `stride`, and zeros behind them. Returns their sum.
+template <int64_t kSize, class T>
+VLLM_LITE_INLINE int32_t quantize_group(const T* x, int64_t left, int64_t width, int8_t* to, int64_t stride,
+                                        float* scale) {
+  alignas(64) int8_t values[kQuantGroup];
+  const int64_t count = kSize != 0 ? kSize : left, end = kSize != 0 ? kSize : width;
+  if (kSize == 0) std::memset(values, 0, sizeof values);
+  const int32_t sum = quantize_row(x, count, values, scale);
+  for (int64_t i = 0; i < end; i += 4) std::memcpy(to + i * stride, values + i, 4);
+  return sum;
+}
+
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   const QuantizedRows& rows = *call.quantized;
-  const int64_t num_inputs = call.weight->num_inputs;
-  int8_t* panel = rows.values + task.first_row * padded_inputs(num_inputs, kInt8Weight);
+  const RowLayout& layout = rows.layout;
+  const int32_t lacking = is_grouped(call.weight->type) ? call.weight->offset : -128;
+  int8_t* panel = rows.values + task.first_row * layout.width;
   for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
-    const int64_t input = group * kQuantGroup, left = num_inputs - input;
+    const int64_t input = group * layout.group_size, left = call.weight->num_inputs - input;
+    const int64_t rest = layout.width - input, width = rest < layout.group_size ? rest : layout.group_size;
     for (int64_t row = 0; row < task.num_rows; ++row) {
       const T* x = static_cast<const T*>(call.x) + (task.first_row + row) * call.x_stride + input;
-      const int64_t place = (task.first_row + row) * rows.num_groups + group;
-      alignas(64) int8_t values[kQuantGroup];
+      const int64_t place = (task.first_row + row) * layout.num_groups + group, stride = task.num_rows;
       int8_t* to = panel + input * task.num_rows + 4 * row;
-      int32_t sum;
-      if (left >= kQuantGroup) {  // of a size that the compiler knows
-        sum = quantize_row(x, kQuantGroup, values, rows.scales + place);
-        for (int64_t i = 0; i < kQuantGroup; i += 4) std::memcpy(to + i * task.num_rows, values + i, 4);
-      } else {
-        std::memset(values, 0, sizeof values);
-        sum = quantize_row(x, left, values, rows.scales + place);
-        for (int64_t i = 0; i < left; i += 4) std::memcpy(to + i * task.num_rows, values + i, 4);
-      }
-      rows.biases[place] = static_cast<int32_t>(0u - 128u * static_cast<uint32_t>(sum));
+      float* scale = rows.scales + place;
+      // Of sizes that the compiler knows, where there are so many inputs.
+      const int32_t sum = left < layout.group_size   ? quantize_group<0>(x, left, width, to, stride, scale)
+                          : layout.group_size == 128 ? quantize_group<128>(x, left, width, to, stride, scale)
+                          : layout.group_size == 32 ? quantize_group<32>(x, left, width, to, stride, scale)
+                                                    : quantize_group<0>(x, layout.group_size, width, to, stride, scale);
+      rows.biases[place] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
+      rows.sums[place] = static_cast<float>(sum) * *scale;
     }
   }
 }
@@ -178,9 +190,9 @@ void run_tiles(const LinearCall& call, const LinearTask& task, int64_t length, f
   const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
   const QuantizedRows& all = *call.quantized;
   for (int64_t input = 0; input < num_inputs; input += length) {
-    const int64_t first_group = task.first_row * all.num_groups + input / kQuantGroup;
+    const int64_t first_group = task.first_row * all.layout.num_groups + input / kQuantGroup;
     const Rows rows = {all.values + task.first_row * num_inputs + input * task.num_rows, 4 * task.num_rows,
-                       all.scales + first_group, all.biases + first_group, all.num_groups};
+                       all.scales + first_group, all.biases + first_group, all.layout.num_groups};
     const int64_t left = num_inputs - input, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;

@@ -1,6 +1,7 @@
 """Linear layers on weights that are packed once; csrc/cpu/linear.h has the layout. The plain twin is F.linear."""
 
 import ctypes
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -8,66 +9,60 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import INT8, Packed
+from vllm_lite.kernels.cpu.grouped import Record, pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.grouped import GroupedWeight
 
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 
 _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
-_UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64)
+_UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
 _LOOK_UP_TYPES = (pointer, int64, int64, int64, int64, pointer, int64, pointer, int64)
 _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
 
 
-class _Record(ctypes.Structure):
-    """The same record as `PackedWeight` in csrc/cpu/linear.h."""
-
-    _fields_ = (
-        ("data", pointer),
-        ("scales", pointer),
-        ("bias", pointer),
-        ("num_inputs", int64),
-        ("num_outputs", int64),
-        ("type", int32),
-        ("unused", int32),
-    )
-
-
 class PackedWeight:
-    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout, in its own dtype or as int8.
+    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, as int8, or grouped.
 
     int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
-    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows as well.
+    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows as well. With grouped weights
+    whose values are whole numbers they do so for each group.
     """
 
-    def __init__(self, weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor | Packed | GroupedWeight, bias: torch.Tensor | None = None, *, int8: bool = False
+    ) -> None:
         """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
-        is packed already; then `int8` says nothing."""
-        made = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
-        if bias is not None and bias.shape != (made.num_outputs,):
-            raise ValueError(f"the bias must have {made.num_outputs} elements, got {list(bias.shape)}")
-        self.num_outputs, self.num_inputs = made.num_outputs, made.num_inputs
-        self.dtype = made.data.dtype
-        self._data, self._scales = made.data, made.scales
+        is packed already; then, and for a grouped one, `int8` says nothing. Raises ValueError for what it does not
+        take."""
+        made = _make(weight, int8=int8)
+        record = made.record
+        if bias is not None and bias.shape != (record.num_outputs,):
+            raise ValueError(f"the bias must have {record.num_outputs} elements, got {list(bias.shape)}")
+        self.num_outputs, self.num_inputs = int(record.num_outputs), int(record.num_inputs)
+        self.dtype = made.dtype
+        self._row_types = made.row_types
+        self._tensors = made.tensors
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self._record = _Record(
-            self._data.data_ptr(),
-            None if self._scales is None else self._scales.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            self.num_inputs,
-            self.num_outputs,
-            INT8 if self.dtype == torch.int8 else dtype_code(self.dtype),
-        )
-        self.address = ctypes.addressof(self._record)
+        record.bias = None if self._bias is None else self._bias.data_ptr()
+        self._record = record
+        self.address = ctypes.addressof(record)
+
+    @staticmethod
+    def takes(weight: GroupedWeight) -> bool:
+        """Whether there are kernels for such a grouped weight; if not, it is a ValueError here."""
+        return takes(weight)
 
     @property
     def num_bytes(self) -> int:
-        return self._data.nbytes + sum(part.nbytes for part in (self._scales, self._bias) if part is not None)
+        return sum(part.nbytes for part in (*self._tensors, self._bias) if part is not None)
 
     def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
-        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8."""
-        if self.dtype == torch.int8 or out.dtype != self.dtype or out.stride(1) != 1:
+        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8; a
+        grouped weight gives rows of any float type."""
+        if out.dtype not in self._row_types or out.stride(1) != 1:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
         if out.shape != (len(ids), self.num_inputs):
             raise ValueError(f"out must be [{len(ids)}, {self.num_inputs}], got {list(out.shape)}")
@@ -75,41 +70,65 @@ class PackedWeight:
         wanted = int64_ids(ids)
         unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int64)
         bad = unpack(
-            self.address, held.start, held.total, wanted.data_ptr(), len(wanted), out.data_ptr(), out.stride(0)
+            self.address,
+            held.start,
+            held.total,
+            wanted.data_ptr(),
+            len(wanted),
+            out.data_ptr(),
+            out.stride(0),
+            dtype_code(out.dtype),
         )
         _check_ids(wanted, bad, held)
 
 
 class _Made(NamedTuple):
-    """A packed weight's memory; `scales` is float32 [num_outputs], or None if it is not int8."""
+    """A packed weight without its bias, and the memory that its record names."""
 
-    num_outputs: int
-    num_inputs: int
-    data: torch.Tensor
-    scales: torch.Tensor | None
+    record: Record
+    dtype: torch.dtype
+    row_types: Collection[torch.dtype]
+    """Types of rows that can be looked up in it."""
+    tensors: tuple[torch.Tensor, ...]
 
 
-def _adopt(packed: Packed) -> _Made:
+def _make(weight: torch.Tensor | Packed | GroupedWeight, *, int8: bool) -> _Made:
+    if isinstance(weight, GroupedWeight):
+        record, tensors = pack_grouped(weight)
+        return _Made(record, torch.uint8, tuple(FLOATS), tensors)
+    data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
+    quantized = data.dtype == torch.int8
+    record = Record(
+        data=data.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        type=INT8 if quantized else dtype_code(data.dtype),
+    )
+    tensors = (data,) if scales is None else (data, scales)
+    return _Made(record, data.dtype, () if quantized else (data.dtype,), tensors)
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]
+"""A packed weight's memory, float32 scales [num_outputs], or None if it is not int8, and its shape."""
+
+
+def _adopt(packed: Packed) -> _Parts:
+    shape = packed.num_outputs, packed.num_inputs
     if packed.scales is None:
-        data, scales = torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), None
-    else:
-        data = torch.frombuffer(packed.data, dtype=torch.int8)
-        scales = torch.frombuffer(packed.scales, dtype=torch.float32)
-    return _Made(packed.num_outputs, packed.num_inputs, data, scales)
+        return torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), None, shape
+    scales = torch.frombuffer(packed.scales, dtype=torch.float32)
+    return torch.frombuffer(packed.data, dtype=torch.int8), scales, shape
 
 
-def _pack(weight: torch.Tensor, *, int8: bool) -> _Made:
+def _pack(weight: torch.Tensor, *, int8: bool) -> _Parts:
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
     code = INT8 if int8 else dtype_code(weight.dtype)
     size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(num_outputs, num_inputs, code)
-    made = _Made(
-        num_outputs,
-        num_inputs,
-        zeros(size, torch.int8 if int8 else weight.dtype),
-        torch.empty(num_outputs) if int8 else None,
-    )
+    data = zeros(size, torch.int8 if int8 else weight.dtype)
+    scales = torch.empty(num_outputs) if int8 else None
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     function("vllm_lite_pack", _PACK_TYPES)(
         rows.data_ptr(),
@@ -118,10 +137,10 @@ def _pack(weight: torch.Tensor, *, int8: bool) -> _Made:
         num_outputs,
         num_inputs,
         code,
-        made.data.data_ptr(),
-        None if made.scales is None else made.scales.data_ptr(),
+        data.data_ptr(),
+        None if scales is None else scales.data_ptr(),
     )
-    return made
+    return data, scales, (num_outputs, num_inputs)
 
 
 def int64_ids(ids: torch.Tensor) -> torch.Tensor:

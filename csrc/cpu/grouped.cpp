@@ -1,0 +1,77 @@
+// Packs weights that are quantized already: their codes, scales and minima into the cells of linear.h.
+#include <cstring>
+
+#include "common.h"
+#include "linear.h"
+#include "pack.h"
+#include "thread_pool.h"
+
+namespace {
+
+struct GroupedRows {
+  const uint8_t* codes;  // [num_outputs][num_inputs]
+  int64_t stride;
+  const float* scales;  // [num_outputs][groups]
+  const float* minima;  // the same, or nullptr
+};
+
+// Codes of 4 bits, as bytes, of one output into the words of linear.h; `count` inputs, and zeros behind them.
+void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
+  for (int64_t i = 0; i < count; i += 8, to += 4) {
+    uint32_t halves[2] = {};
+    std::memcpy(halves, codes + i, static_cast<size_t>(count - i < 8 ? count - i : 8));
+    const uint32_t both = halves[0] | halves[1] << 4;
+    std::memcpy(to, &both, 4);
+  }
+}
+
+// What `count` outputs have of one group, side by side.
+void pack_scales(const float* scales, int64_t stride, int64_t count, int32_t type, char* to) {
+  float side_by_side[kBlock] = {};
+  for (int64_t i = 0; i < count; ++i) side_by_side[i] = scales[i * stride];
+  VLLM_LITE_DISPATCH(convert)(side_by_side, kFloat32, to, type, kBlock);
+}
+
+void pack_block(const PackedWeight& weight, const GroupedRows& rows, int64_t block) {
+  const auto pack_words = VLLM_LITE_DISPATCH(pack_words);
+  const CellLayout layout = CellLayout::of(weight);
+  const int64_t num_groups = layout.groups(weight.num_inputs), first = block * kBlock;
+  const int64_t left = weight.num_outputs - first, count = left < kBlock ? left : kBlock;
+  const int64_t row_bytes = layout.code_bytes / kBlock;
+  char* cell = static_cast<char*>(const_cast<void*>(weight.data)) + block * num_groups * layout.bytes();
+  char words[kBlock * kQuantGroup];
+  for (int64_t group = 0; group < num_groups; ++group, cell += layout.bytes()) {
+    const int64_t input = group * layout.group_size, rest = weight.num_inputs - input;
+    const int64_t width = rest < layout.group_size ? rest : layout.group_size;
+    pack_scales(rows.scales + first * num_groups + group, num_groups, count, layout.scale_type, cell);
+    if (rows.minima != nullptr) {
+      pack_scales(rows.minima + first * num_groups + group, num_groups, count, layout.minima_type,
+                  cell + layout.scale_bytes);
+    }
+    std::memset(words, 0, sizeof words);
+    for (int64_t row = 0; row < count; ++row) {
+      const uint8_t* codes = rows.codes + (first + row) * rows.stride + input;
+      char* to = words + row * row_bytes;
+      if (weight.type == kGrouped4) pack_nibbles(codes, width, to);
+      if (weight.type == kGrouped8) std::memcpy(to, codes, static_cast<size_t>(width));
+    }
+    pack_words(words, row_bytes, count, row_bytes, 4, cell + layout.codes());
+  }
+}
+
+}  // namespace
+
+// Bytes that a grouped weight takes.
+VLLM_LITE_API int64_t vllm_lite_grouped_size(const PackedWeight* weight) {
+  const CellLayout layout = CellLayout::of(*weight);
+  return (weight->num_outputs + kBlock - 1) / kBlock * layout.groups(weight->num_inputs) * layout.bytes();
+}
+
+// codes [num_outputs][num_inputs], scales and minima [num_outputs][groups] into weight->data, which must be zero.
+// Minima are nullptr where weight->minima_type is kNoMinima.
+VLLM_LITE_API void vllm_lite_pack_grouped(const PackedWeight* weight, const uint8_t* codes, int64_t stride,
+                                          const float* scales, const float* minima) {
+  const GroupedRows rows = {codes, stride, scales, minima};
+  vllm_lite::parallel_for((weight->num_outputs + kBlock - 1) / kBlock,
+                          [&](int64_t block) { pack_block(*weight, rows, block); });
+}

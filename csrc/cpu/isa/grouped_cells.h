@@ -1,0 +1,70 @@
+// The cells of grouped weights (../linear.h) as float32.
+#pragma once
+
+#include "../linear.h"
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+// Scales or minima, of DType `type`, of the outputs from `column` on.
+VLLM_LITE_INLINE Vec load_scales(const char* from, int32_t type, int64_t column) {
+  if (type == kBFloat16) return load(reinterpret_cast<const BFloat16*>(from) + column);
+  if (type == kFloat16) return load(reinterpret_cast<const Float16*>(from) + column);
+  return load(reinterpret_cast<const float*>(from) + column);
+}
+
+VLLM_LITE_INLINE Vec values_of(const float* values, VecI codes) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_i32gather_ps(reinterpret_cast<__m512i>(codes), values, 4));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_i32gather_ps(values, reinterpret_cast<__m256i>(codes), 4));
+#else
+  Vec out;
+  for (int i = 0; i < kWidth; ++i) out[i] = values[codes[i]];
+  return out;
+#endif
+}
+
+// A table of 16.
+VLLM_LITE_INLINE Vec few_values_of(const float* values, VecI codes) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(codes), _mm512_loadu_ps(values)));
+#else
+  return values_of(values, codes);
+#endif
+}
+
+// A cell's codes times scales, without minima: to [group_size][kBlock].
+VLLM_LITE_INLINE void widen_codes(const PackedWeight& weight, const char* codes, Vec scale, int64_t column, float* to) {
+  const bool four = weight.type == kGrouped4;
+  const int64_t num_words = weight.group_size / (four ? 8 : 4);
+  for (int64_t word = 0; word < num_words; ++word) {
+    VecI bytes;
+    std::memcpy(&bytes, codes + 4 * (word * kBlock + column), sizeof bytes);
+    for (int i = 0; i < 4; ++i) {
+      float* at = to + (word * (four ? 8 : 4) + i) * kBlock + column;
+      if (four) {
+        store(at, few_values_of(weight.values, bytes >> (8 * i) & 15) * scale);
+        store(at + 4 * kBlock, few_values_of(weight.values, bytes >> (8 * i + 4) & 15) * scale);
+      } else {
+        store(at, values_of(weight.values, bytes >> (8 * i) & 255) * scale);
+      }
+    }
+  }
+}
+
+// A whole cell: to [group_size][kBlock].
+VLLM_LITE_INLINE void widen_cell(const PackedWeight& weight, const CellLayout& layout, const char* cell, float* to) {
+  for (int64_t column = 0; column < kBlock; column += kWidth) {
+    widen_codes(weight, cell + layout.codes(), load_scales(cell, layout.scale_type, column), column, to);
+    if (layout.minima_type == kNoMinima) continue;
+    const Vec minima = load_scales(cell + layout.scale_bytes, layout.minima_type, column);
+    for (int64_t i = 0; i < layout.group_size; ++i) {
+      store(to + i * kBlock + column, load(to + i * kBlock + column) - minima);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

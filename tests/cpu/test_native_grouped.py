@@ -1,0 +1,139 @@
+"""Native products with grouped weights of 4 and 8 bits, on every instruction set, against float64."""
+
+import math
+
+import pytest
+import torch
+
+from tests.cpu.test_native_linear import random
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, multiplies_bytes, quantize
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NORMAL = torch.linspace(-1, 1, 16).pow(3)
+"""No whole numbers, in whatever unit."""
+WHOLE = (INT4, UINT4, MXFP4, INT8)
+
+# outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
+SHAPES = [
+    (1, 1, 32, 1),
+    (32, 128, 128, 3),
+    (40, 48, 16, 12),
+    (33, 257, 32, 13),
+    (300, 600, 64, 4),
+    (70, 1025, 1025, 97),
+]
+
+
+def grouped(
+    num_outputs: int,
+    num_inputs: int,
+    group_size: int,
+    values: torch.Tensor = INT4,
+    *,
+    minima: bool = False,
+    scales: torch.dtype = torch.float32,
+) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(num_outputs + num_inputs)
+    codes = torch.randint(len(values), (num_outputs, num_inputs), generator=generator, dtype=torch.uint8)
+    shape = num_outputs, -(-num_inputs // group_size)
+    own = (0.5 + torch.rand(shape, generator=generator)).to(scales).float()
+    least = torch.randn(shape, generator=generator) if minima else None
+    return GroupedWeight(codes, values, own, group_size, least)
+
+
+def quantize_rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What a product with whole values takes x for where the machine multiplies bytes."""
+    size = min(group_size, 128)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))
+    integers, scales = quantize(padded.reshape(-1, size))
+    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
+
+
+def check(weight: GroupedWeight, x: torch.Tensor, bias: torch.Tensor | None, label: object) -> None:
+    out = torch.full((len(x), weight.shape[0]), math.nan)
+    linear(x, PackedWeight(weight, bias), out)
+    whole = any(weight.values is values for values in WHOLE)
+    rounded = quantize_rows(x, weight.group_size) if whole and multiplies_bytes() else x
+    dense = dequantize(weight).double()
+    expected = rounded.double() @ dense.t() + (0 if bias is None else bias.double())
+    size = (rounded.double().abs() @ (dense.abs() + 20).t()).max()  # what minima take away counts, too
+    assert (out - expected).abs().max() < 1e-6 * size, label
+
+
+@pytest.mark.parametrize("values", [INT4, UINT4, MXFP4, NORMAL, INT8], ids=["int4", "uint4", "mxfp4", "table", "int8"])
+@pytest.mark.parametrize("minima", [False, True])
+def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> None:
+    for i, (num_outputs, num_inputs, group_size, num_rows) in enumerate(SHAPES):
+        kind = FLOATS[i % 3]
+        weight = grouped(num_outputs, num_inputs, group_size, values, minima=minima, scales=FLOATS[i // 2])
+        x, bias = random(num_rows, num_inputs, dtype=kind), random(num_outputs)
+        check(weight, x, bias if i % 2 == 0 else None, (each_isa, SHAPES[i]))
+
+
+@pytest.mark.parametrize(("values", "minima"), [(INT4, False), (MXFP4, True), (INT8, True)])
+def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, values: torch.Tensor, minima: bool) -> None:
+    """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
+    packed = PackedWeight(grouped(100, 1100, 32, values, minima=minima))
+    x = random(200, 1100, dtype=torch.bfloat16)
+    whole, before = torch.empty(200, 100), cpu.num_threads()
+    linear(x, packed, whole)
+    for num_rows in (1, 2, 7, 12, 13, 25, 97):
+        cpu.set_num_threads(1 + num_rows % 3)
+        part = torch.empty(num_rows, 100)
+        linear(x[-num_rows:], packed, part)
+        assert torch.equal(part, whole[-num_rows:]), (each_isa, num_rows)
+    cpu.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("each_isa")
+def test_whole_rows_are_exact() -> None:
+    """Integers that are their own quantization: no rounding anywhere."""
+    weight = grouped(48, 320, 64)._replace(scales=torch.full((48, 5), 0.5))
+    x = torch.randint(-127, 128, (20, 320), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::64] = 127
+    out = torch.empty(20, 48)
+    linear(x, PackedWeight(weight), out)
+    assert torch.equal(out, x @ dequantize(weight).t())
+
+
+@pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.usefixtures("each_isa")
+def test_rows_can_be_looked_up(values: torch.Tensor, dtype: torch.dtype) -> None:
+    weight = grouped(70, 100, 32, values, minima=True)
+    ids = torch.tensor([69, 0, 31, 32, 69])
+    out = torch.full((5, 110), 7.0, dtype=dtype)
+    PackedWeight(weight).rows(ids, out[:, :100])
+    assert torch.equal(out[:, :100], dequantize(weight)[ids].to(dtype))
+    assert (out[:, 100:] == 7).all()
+
+
+def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
+    """Bits of a weight: 4, and those of its scale and minimum, shared by a group."""
+    bits = []
+    for scales in (torch.bfloat16, torch.float16, torch.float32):
+        for group_size in (32, 128):
+            packed = PackedWeight(grouped(64, 1024, group_size, scales=scales))
+            bits.append(packed.num_bytes * 8 / (64 * 1024))
+    table = 16 * 4 * 8 / (64 * 1024)
+    assert bits == [one + table for one in (4.5, 4.125, 4.5, 4.125, 5.0, 4.25)]
+
+
+def test_what_no_kernel_takes_is_refused() -> None:
+    plain = grouped(4, 200, 32)
+    assert PackedWeight.takes(plain)
+    for wrong in (
+        plain._replace(order=torch.arange(200)),
+        plain._replace(group_size=24, scales=torch.ones(4, 9)),
+        plain._replace(values=torch.arange(8.0)),
+    ):
+        assert not PackedWeight.takes(wrong)
+        with pytest.raises(ValueError, match="a grouped weight must have 16 or 256 values"):
+            PackedWeight(wrong)
+    with pytest.raises(ValueError, match=r"codes must be a matrix of bytes on the CPU, got torch\.int64 \[4, 200\]"):
+        PackedWeight(plain._replace(codes=plain.codes.long()))

@@ -1,0 +1,128 @@
+"""Grouped weights in the layout of csrc/cpu/linear.h: what of them is packed how. Their plain twin is `dequantize`."""
+
+import ctypes
+
+import torch
+
+from vllm_lite.kernels.cpu.dtypes import dtype_code
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.grouped import GroupedWeight
+
+GROUPED4, GROUPED8 = 101, 102
+"""kGrouped4 and kGrouped8."""
+NO_MINIMA = -1
+LARGEST_GROUP = 128
+"""Inputs; larger groups are packed as several of this size."""
+GROUP_SIZES = (16, 32, 64, 128)
+_UNITS = (1.0, 0.5, 0.25, 0.125)
+"""What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
+
+_PACK_TYPES = (pointer, pointer, int64, pointer, pointer)
+
+
+class Record(ctypes.Structure):
+    """The same record as `PackedWeight` in csrc/cpu/linear.h."""
+
+    _fields_ = (
+        ("data", pointer),
+        ("scales", pointer),
+        ("bias", pointer),
+        ("num_inputs", int64),
+        ("num_outputs", int64),
+        ("type", int32),
+        ("group_size", int32),
+        ("scale_type", int32),
+        ("minima_type", int32),
+        ("values", pointer),
+        ("bytes", pointer),
+        ("offset", int32),
+        ("are_whole", int32),
+    )
+
+
+def takes(weight: GroupedWeight) -> bool:
+    """Whether `pack_grouped` can pack it: columns lie in the order of the inputs, in groups that make up 128 or are
+    made up of 128."""
+    return weight.order is None and len(weight.values) in (16, 256) and _packed_group(weight) is not None
+
+
+def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...]]:
+    """Its record, without a bias, and the memory that this names. Raises ValueError for what `takes` does not."""
+    group_size = _packed_group(weight)
+    if group_size is None or not takes(weight):
+        raise ValueError(
+            f"a grouped weight must have 16 or 256 values, sorted columns, and groups of {GROUP_SIZES} or a multiple "
+            f"of {LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
+        )
+    if weight.codes.dtype != torch.uint8 or weight.codes.device.type != "cpu" or 0 in weight.shape:
+        raise ValueError(f"codes must be a matrix of bytes on the CPU, got {weight.codes.dtype} {list(weight.shape)}")
+    values, unit, offset = _whole_values(weight)
+    codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
+    scales = _for_groups(weight.scales, weight, group_size) * unit
+    minima = None if weight.minima is None else _for_groups(weight.minima, weight, group_size)
+    table = _table(values, offset) if offset is not None and len(values) == 16 else None
+    record = Record(
+        num_inputs=weight.shape[1],
+        num_outputs=weight.shape[0],
+        type=GROUPED4 if len(values) == 16 else GROUPED8,
+        group_size=group_size,
+        scale_type=_type_for(scales),
+        minima_type=NO_MINIMA if minima is None else _type_for(minima),
+        values=values.data_ptr(),
+        bytes=None if table is None else table.data_ptr(),
+        offset=offset or 0,
+        are_whole=offset is not None,
+    )
+    address = ctypes.addressof(record)
+    data = zeros(function("vllm_lite_grouped_size", (pointer,), int64)(address), torch.uint8)
+    record.data = data.data_ptr()
+    function("vllm_lite_pack_grouped", _PACK_TYPES)(
+        address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if minima is None else minima.data_ptr()
+    )
+    return record, (data, values) if table is None else (data, values, table)
+
+
+def _packed_group(weight: GroupedWeight) -> int | None:
+    """The size of groups as they are packed."""
+    if weight.group_size in GROUP_SIZES:
+        return weight.group_size
+    if weight.group_size >= weight.shape[1] or weight.group_size % LARGEST_GROUP == 0:
+        return LARGEST_GROUP
+    return None
+
+
+def _for_groups(given: torch.Tensor, weight: GroupedWeight, group_size: int) -> torch.Tensor:
+    """float32 [num_outputs, groups as they are packed], contiguous."""
+    needed = -(-weight.shape[1] // group_size)
+    wide = given.to(torch.float32)
+    if given.shape[1] != needed:
+        wide = wide.repeat_interleave(-(-weight.group_size // group_size), dim=1)[:, :needed]
+    return wide.contiguous()
+
+
+def _whole_values(weight: GroupedWeight) -> tuple[torch.Tensor, float, int | None]:
+    """Values, what they are to be multiplied by, and the least, if they are whole numbers that bytes can hold, counted
+    from the least; values of 8 bits must follow one another as well, as there is no table for them."""
+    for unit in _UNITS:
+        values = weight.values.to(torch.float32) / unit
+        least = float(values.min())
+        if not bool((values == values.round()).all()) or float(values.max()) - least > 255 or abs(least) > 255:
+            continue
+        if len(values) == 16 or torch.equal(values - least, torch.arange(256.0)):
+            return values.contiguous(), unit, int(least)
+    return weight.values.to(torch.float32).contiguous(), 1.0, None
+
+
+def _table(values: torch.Tensor, offset: int) -> torch.Tensor | None:
+    """uint8 [16]: the bytes that codes stand for. None: they are the codes."""
+    table = values - offset
+    return None if torch.equal(table, torch.arange(16.0)) else table.to(torch.uint8)
+
+
+def _type_for(numbers: torch.Tensor) -> int:
+    """The shortest type that holds all of them exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(numbers.to(dtype).to(torch.float32), numbers):
+            return dtype_code(dtype)
+    return dtype_code(torch.float32)
