@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
+from vllm_lite.kernels.grouped import INT4, GroupedWeight
 from vllm_lite.layers import onednn
 from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
@@ -47,14 +48,27 @@ def _kernels(weight: torch.Tensor, num_copies: int) -> dict[str, tuple[int, list
     """By name: bytes of one weight, and a product for each of its copies."""
     dense = [weight.clone() for _ in range(num_copies)]
     kernels: dict[str, tuple[int, list[Product]]] = {}
-    for name, int8 in (("own", False), ("own int8", True)):
-        packed = [PackedWeight(weight, int8=int8) for _ in range(num_copies * (weight.element_size() if int8 else 1))]
-        kernels[name] = packed[0].num_bytes, [partial(_own, one) for one in packed]
+    forms: tuple[tuple[str, Callable[[], PackedWeight]], ...] = (
+        ("own", lambda: PackedWeight(weight)),
+        ("own int8", lambda: PackedWeight(weight, int8=True)),
+        ("own int4 g32", lambda: PackedWeight(_int4(weight, 32))),
+        ("own int4 g128", lambda: PackedWeight(_int4(weight, 128))),
+    )
+    for name, make in forms:
+        first = make()
+        packed = [first, *(make() for _ in range(num_copies * weight.nbytes // first.num_bytes - 1))]
+        kernels[name] = first.num_bytes, [partial(_own, one) for one in packed]
     kernels["torch.mm"] = weight.nbytes, [partial(_mm, one) for one in dense]
     reordered = [one for one in map(onednn.pack, dense) if one is not None]
     if reordered:
         kernels["oneDNN packed"] = weight.nbytes, [partial(_onednn, one) for one in reordered]
     return kernels
+
+
+def _int4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
+    """A weight of this shape; what its numbers are has no influence on times."""
+    codes = torch.randint(16, weight.shape, dtype=torch.uint8)
+    return GroupedWeight(codes, INT4, torch.ones(len(weight), weight.shape[1] // group_size), group_size)
 
 
 def _own(weight: PackedWeight, x: torch.Tensor, out: torch.Tensor) -> None:
