@@ -1,6 +1,6 @@
-"""What `--quantization int8` costs in accuracy: perplexity, divergence and logit errors against the model as it is.
+"""What `--quantization` costs in accuracy: perplexity, divergence and logit errors against the model as it is.
 
-    python benchmarks/int8_quality.py [--model DIR] [--out benchmarks/results/int8-quality.json]
+    python benchmarks/int8_quality.py [--model DIR] [--quantization int4] [--out benchmarks/results/int8-quality.json]
 
 The text is what the unquantized model samples at temperature 1 by itself, so that any model can be measured, also one
 with random weights. Both models then read it through our layers and attention. Run it once more with
@@ -11,6 +11,7 @@ import argparse
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -77,9 +78,9 @@ def sample_texts(path: str, num_texts: int, length: int) -> list[torch.Tensor]:
     return [torch.tensor([1, *result.outputs[0].token_ids]) for result in results]
 
 
-def measure(path: str, texts: list[torch.Tensor]) -> dict[str, float]:
+def measure(path: str, texts: list[torch.Tensor], quantization: Quantization) -> dict[str, float]:
     """Means over all positions, in nats; logit errors relative to the spread of a position's logits."""
-    exact, quantized = (Reader(path, len(texts[0]), form) for form in (None, "int8"))
+    exact, quantized = (Reader(path, len(texts[0]), form) for form in (None, quantization))
     loss, quantized_loss, divergence, error, same = [], [], [], [], []
     for tokens in texts:
         logits, others = exact.logits(tokens)[:-1], quantized.logits(tokens)[:-1]
@@ -96,7 +97,7 @@ def measure(path: str, texts: list[torch.Tensor]) -> dict[str, float]:
 
     return {
         "perplexity": round(float(torch.tensor(mean(loss)).exp()), 4),
-        "perplexity_int8": round(float(torch.tensor(mean(quantized_loss)).exp()), 4),
+        f"perplexity_{quantization}": round(float(torch.tensor(mean(quantized_loss)).exp()), 4),
         "divergence_nats": round(mean(divergence), 6),
         "logit_error": round(mean(error), 5),
         "same_greedy_token": round(mean(same), 4),
@@ -106,6 +107,7 @@ def measure(path: str, texts: list[torch.Tensor]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument("--quantization", default="int8", choices=get_args(Quantization))
     parser.add_argument("--num-texts", type=int, default=32)
     parser.add_argument("--length", type=int, default=256, help="tokens of a text")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -117,7 +119,7 @@ def main() -> None:
             "model": Path(args.model).name,
             "rows": "quantized" if multiplies_bytes() else "as they are",
             "positions": args.num_texts * (args.length - 1),
-            **measure(model, texts),
+            **measure(model, texts, args.quantization),
         }
     print(json.dumps(figures, indent=2))
     if args.out is not None:

@@ -10,7 +10,7 @@ from vllm_lite import LLM, SamplingParams, __version__
 
 class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
-        quantization = {"bf16": None, "int8": "int8"}[args.dtype]
+        quantization = None if args.dtype == "bf16" else args.dtype
         settings = {"device": "cpu", "dtype": "bfloat16", "cpu_threads": args.threads, "quantization": quantization}
         self._llm = LLM(args.model, **settings)
         self.info = {"name": "vllm_lite", "version": __version__, "python": sys.version.split()[0]}

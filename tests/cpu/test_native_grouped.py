@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tests.cpu.test_native_linear import random
+from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, multiplies_bytes, quantize
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
+from vllm_lite.layers.matmul import NativeMatmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -137,3 +140,38 @@ def test_what_no_kernel_takes_is_refused() -> None:
             PackedWeight(wrong)
     with pytest.raises(ValueError, match=r"codes must be a matrix of bytes on the CPU, got torch\.int64 \[4, 200\]"):
         PackedWeight(plain._replace(codes=plain.codes.long()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(96, 32), (200, 128), (33, 32), (384, 128)])
+def test_weights_become_the_integers_of_the_best_scale(dtype: torch.dtype, num_inputs: int, group_size: int) -> None:
+    weight = torch.randn(37, num_inputs, generator=torch.Generator().manual_seed(3)).to(dtype)
+    weight[5], weight[6, :9] = 0, 0
+    native, plain = cpu_grouped.quantize4(weight, group_size), quantize4(weight, group_size)
+    spread = native.scales.repeat_interleave(group_size, 1)[:, :num_inputs]
+    integers = (weight.float() * torch.where(spread != 0, 1 / spread, 0)).round().clamp(-8, 7)
+    assert torch.equal(native.codes, (integers + 8).to(torch.uint8))
+    assert torch.equal(native.scales, native.scales.bfloat16().float())
+    exact = weight.float()
+    errors = [(dequantize(each) - exact).square().sum(1) for each in (native, plain)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=2e-2, atol=1e-6)  # of two largest either may come first
+    torch.testing.assert_close(errors[0].sum(), errors[1].sum(), rtol=1e-3, atol=0)
+    simple = exact.abs().amax(1, keepdim=True) / 7
+    rounded = torch.where(simple > 0, exact / simple, 0).round() * simple
+    assert errors[0].sum() < 0.9 * (rounded - exact).square().sum()
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int4_g32"])
+def test_a_plan_knows_what_they_take(quantization: str) -> None:
+    made = make_matmul(random(64, 320), None, quantization)  # type: ignore[arg-type]
+    assert isinstance(made, NativeMatmul)
+    groups = math.ceil(320 / INT4_GROUPS[quantization])
+    table = 4 * len(INT4)  # of the values, which is kept beside
+    assert made.packed.num_bytes == table + 64 * groups * (INT4_GROUPS[quantization] // 2 + 2)
+
+
+def test_a_weight_of_the_largest_size_may_be_negative_or_positive() -> None:
+    for sign in (1, -1):
+        weight = sign * torch.tensor([[*range(-8, 8), *range(-8, 8)]], dtype=torch.float32)
+        for made in (cpu_grouped.quantize4(weight, 32), quantize4(weight, 32)):
+            assert torch.equal(dequantize(made), weight)

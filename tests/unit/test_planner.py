@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
     int8 = sum(tensor.num_elements + 4 * tensor.shape[0] for tensor in matrices.values())
     head = 0 if not spec.tie_word_embeddings else table // 2 + 4 * spec.vocab_size
     assert weights_bytes(model, 2, "int8") == int8 + 2 * vectors + table + head
+
+
+def test_int4_weights_have_half_a_byte_and_the_scales_of_their_groups(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, hidden_size=320, tie_word_embeddings=False)
+    matrices = {name: tensor.shape for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
+    vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
+    table = 2 * prod(matrices.pop("model.embed_tokens.weight"))
+    for quantization, group in (("int4", 128), ("int4_g32", 32)):
+        int4 = sum(rows * ceil(columns / group) * (group // 2 + 2) for rows, columns in matrices.values())
+        assert weights_bytes(model, 2, quantization) == int4 + 2 * vectors + table
 
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:

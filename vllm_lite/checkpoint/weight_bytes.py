@@ -11,6 +11,8 @@ from vllm_lite.checkpoint.rank_shapes import is_of_experts, is_of_router, rank_s
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 
+INT4_GROUPS = {"int4": 128, "int4_g32": 32}
+"""Inputs that share a scale, where dense weights become integers of 4 bits."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -53,18 +55,27 @@ def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | N
 def _tensor_bytes(
     checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard
 ) -> Mapping[str, int]:
-    """Bytes of what a rank has of each tensor. A matrix of int8 has a scale for each row."""
+    """Bytes of what a rank has of each tensor."""
     spec, held = checkpoint.spec, {}
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
-        if quantization == "int8" and _is_quantized(name, shape, spec):
-            quantized = count + 4 * prod(shape[:-1])
+        if quantization is not None and _is_quantized(name, shape, spec):
+            quantized = _quantized_bytes(shape, quantization)
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
             held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
         else:
             held[name] = count * (4 if name.endswith("e_score_correction_bias") else dtype_bytes)
     return held
+
+
+def _quantized_bytes(shape: tuple[int, ...], quantization: str) -> int:
+    """A matrix of int8 has a scale of 4 bytes for each row; one of int4 scales of 2 bytes for the groups of a row, and
+    whole groups."""
+    if quantization == "int8":
+        return prod(shape) + 4 * prod(shape[:-1])
+    group_size = INT4_GROUPS[quantization]
+    return prod(shape[:-1]) * -(-shape[-1] // group_size) * (group_size // 2 + 2)
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:

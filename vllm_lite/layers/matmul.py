@@ -10,15 +10,18 @@ from typing import Literal, Protocol
 
 import torch
 
+from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4
 from vllm_lite.layers import onednn
 
-Quantization = Literal["int8"]
-"""int8: one scale for each output; activations as the machine multiplies fastest (kernels/cpu/linear.py)."""
+Quantization = Literal["int8", "int4", "int4_g32"]
+"""int8: one scale for each output; int4: one for each 128 inputs of an output, or 32. Activations are as the machine
+multiplies fastest (kernels/cpu/linear.py)."""
 
 
 class Matmul(Protocol):
@@ -93,7 +96,7 @@ def copies(dtype: torch.dtype, device: torch.device) -> bool:
 
 def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
     """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
-    if not copies(dtype, device):
+    if not copies(dtype, device) or quantization in INT4_GROUPS:
         return None
     return quantization or str(dtype).removeprefix("torch.")
 
@@ -105,12 +108,19 @@ def make_matmul(
     weight that is packed already is so as `packs` says."""
     if isinstance(weight, Packed):
         return NativeMatmul(PackedWeight(weight, bias))
+    if quantization in INT4_GROUPS:
+        return _make_int4(weight, bias, INT4_GROUPS[quantization])
     if copies(weight.dtype, weight.device):
         return NativeMatmul(PackedWeight(weight, bias, int8=quantization == "int8"))
     if quantization == "int8":
         return Int8Matmul(weight, bias)
     packed = onednn.pack(weight)
     return DenseMatmul(weight, bias) if packed is None else OneDnnMatmul(packed, bias)
+
+
+def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int) -> Matmul:
+    make = cpu_grouped.quantize4 if copies(weight.dtype, weight.device) else quantize4
+    return make_grouped_matmul(make(weight, group_size), bias, weight.dtype, weight.device)
 
 
 def make_grouped_matmul(

@@ -16,6 +16,7 @@ from vllm_lite.checkpoint.headers import Place, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
@@ -67,6 +68,8 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
     """Begin to pack what worker `rank` will want. None where nothing can be packed, or it is not known what; the loader
     says what is wrong."""
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
+        return None
+    if config.quantization in INT4_GROUPS:
         return None
     try:
         spec = load_spec(config.model, config.model_impl)

@@ -4,10 +4,10 @@ import ctypes
 
 import torch
 
-from vllm_lite.kernels.cpu.dtypes import dtype_code
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 GROUPED4, GROUPED8 = 101, 102
 """kGrouped4 and kGrouped8."""
@@ -18,6 +18,7 @@ GROUP_SIZES = (16, 32, 64, 128)
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
 
+_QUANTIZE_TYPES = (pointer, int64, int32, int64, int64, int64, pointer, pointer)
 _PACK_TYPES = (pointer, pointer, int64, pointer, pointer)
 
 
@@ -81,6 +82,30 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
         address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if minima is None else minima.data_ptr()
     )
     return record, (data, values) if table is None else (data, values, table)
+
+
+def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
+    """As `kernels.grouped.quantize4`, for a matrix of floats on the CPU; sums are added in another order, which may
+    decide between two scales that are as good."""
+    if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {group_size}")
+    num_outputs, num_inputs = weight.shape
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    codes = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
+    scales = torch.empty(num_outputs, -(-num_inputs // group_size))
+    function("vllm_lite_quantize4", _QUANTIZE_TYPES)(
+        rows.data_ptr(),
+        rows.stride(0),
+        dtype_code(rows.dtype),
+        num_outputs,
+        num_inputs,
+        group_size,
+        codes.data_ptr(),
+        scales.data_ptr(),
+    )
+    return GroupedWeight(codes, INT4, scales, group_size)
 
 
 def _packed_group(weight: GroupedWeight) -> int | None:
