@@ -34,6 +34,10 @@ def make_linear(dtype, bias, quantization=None):
     return Linear(LinearShape(Split.whole(48), outputs, dtype, CPU), bias=bias, form=DenseForm(quantization))
 
 
+def names(linear):
+    return [f"w{index}" for index in range(len(linear.shape.outputs))]
+
+
 def give(group, weight):
     """What a loader does: a weight that is lent is something else afterwards."""
     group.take(mine := weight.clone())
@@ -63,7 +67,7 @@ def test_linear(monkeypatch, num_rows, dtype, bias, kind):
     expected = x.double() @ weight.double().t()
     if bias:
         expected += random(40, dtype=dtype).double()
-    linear.load(weight, *([random(40, dtype=dtype)] if bias else []))
+    linear.group(*names(linear)).take(weight, *([random(40, dtype=dtype)] if bias else []))
     assert isinstance(linear.matmul, kind) or (kind is OneDnnMatmul and dtype == torch.float16)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     if kind is Int8Matmul:
@@ -86,7 +90,7 @@ def test_this_torch_can_pack():
 def test_a_packed_row_does_not_depend_on_the_rows_beside_it(monkeypatch, kind):
     only(monkeypatch, kind)
     linear = make_linear(torch.bfloat16, bias=False)
-    linear.load(random(40, 48, dtype=torch.bfloat16))
+    linear.group(*names(linear)).take(random(40, 48, dtype=torch.bfloat16))
     x, out = random(64, 48, dtype=torch.bfloat16), torch.empty(64, 40, dtype=torch.bfloat16)
     linear.forward(x, out)
     for num_rows in (1, 2, 3, 8, 33):

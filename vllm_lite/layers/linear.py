@@ -27,8 +27,8 @@ class Linear:
         self.form = form
 
     def load(self, *tensors: torch.Tensor) -> None:
-        """The tensors of the weight's form, then, if there is one, the bias: [sum of out_features], or [0] on a rank
-        that does not add it."""
+        """The tensors that `group` has asked for; the last is the bias, if there is one: [sum of out_features], or [0]
+        on a rank that does not add it."""
         weight, bias = (tensors[:-1], tensors[-1]) if self.bias else (tensors, None)
         self.matmul = self.stored.matmul(weight, bias if bias is not None and bias.numel() else None)
 
