@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.headers import SINGLE_FILE
-from vllm_lite.kernels.grouped import INT4, UINT4, GroupedWeight, dequantize, unpack_nibbles
+from vllm_lite.kernels.grouped import INT4, UINT4, GroupedWeight, dequantize, unpack
 
 
 def test_a_grouped_weight_is_its_values_times_scales_minus_minima() -> None:
@@ -23,10 +23,10 @@ def test_a_grouped_weight_is_its_values_times_scales_minus_minima() -> None:
     assert dequantize(GroupedWeight(codes, INT4, scales, 2, order=order)).tolist() == [[3.5, 0.0, 2.0, -5.0, -4.0]]
 
 
-def test_nibbles_are_unpacked_along_either_dimension() -> None:
+def test_codes_are_unpacked_along_either_dimension() -> None:
     word = torch.tensor([[0xFEBA9870 - (1 << 32)]], dtype=torch.int32)
-    assert unpack_nibbles(word, dim=1).tolist() == [[0, 7, 8, 9, 10, 11, 14, 15]]
-    assert unpack_nibbles(word, dim=0).tolist() == [[0], [7], [8], [9], [10], [11], [14], [15]]
+    assert unpack(word, 4, dim=1).tolist() == [[0, 7, 8, 9, 10, 11, 14, 15]]
+    assert unpack(word, 4, dim=0).tolist() == [[0], [7], [8], [9], [10], [11], [14], [15]]
 
 
 def packed_checkpoint(folder: Path, bits: int, group_size: int | None) -> tuple[Path, Path]:

@@ -112,7 +112,7 @@ def test_the_part_that_writes_text_is_read(tmp_path: Path) -> None:
         ({"num_key_value_heads": [1, 2, 3, 4]}, "num_key_value_heads"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config 'hqq' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq' is not supported for a model that"),
     ],
 )
 def test_refusals(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:

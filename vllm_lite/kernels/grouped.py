@@ -86,8 +86,8 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     return GroupedWeight(codes.view(num_outputs, -1)[:, :num_inputs], INT4, scales[..., 0], group_size)
 
 
-def unpack_nibbles(words: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """int32 words of eight codes each along `dim` (0 or 1), the lowest bits first -> uint8, eight times as long."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    nibbles = (words.unsqueeze(dim + 1) >> shifts.view(-1, *(1,) * (1 - dim))) & 15
-    return nibbles.to(torch.uint8).flatten(dim, dim + 1)
+def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:
+    """int32 words of 32 / bits codes each along `dim` (0 or 1), the lowest bits first -> the codes, as uint8."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes = (words.unsqueeze(dim + 1) >> shifts.view(-1, *(1,) * (1 - dim))) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(dim, dim + 1)

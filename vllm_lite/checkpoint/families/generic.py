@@ -59,6 +59,9 @@ def read_generic(architecture: str, text: Mapping[str, Any]) -> ModelSpec:
     """
     _check_kind(architecture, text)
     raw = convert(_usual_names(text), GenericConfig)
+    if raw.quantization_config:
+        method = raw.quantization_config.get("quant_method")
+        raise ModelError(f"quantization_config {method!r} is not supported for a model that transformers computes")
     attention = msgspec.structs.replace(attention_of(raw), soft_cap=raw.attn_logit_softcapping or 0.0)
     windows = windows_of(layer_types_of(raw, lambda layer: _default_type(raw, layer)), raw.sliding_window)
     ropes: list[Rope | None] = [None] * raw.num_hidden_layers  # transformers' code rotates the heads

@@ -6,15 +6,15 @@ import msgspec
 
 from vllm_lite.checkpoint.tensor_names import EMBEDDING, canonical
 
-REGEX = "re:"
-"""What a pattern begins with that is a regular expression, and no name."""
+REGEX, PART = "re:", "part:"
+"""What a pattern begins with that is a regular expression, or a part of names, and no name."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
     """What all methods have in common. A module of `layers.quantized` reads the tensors of each subclass."""
 
     dense: tuple[str, ...] = ()
-    """Names of what is not quantized: layers, or all that lies below, or "re:" and a regular expression."""
+    """Names of what is not quantized: layers, or all that lies below; or see REGEX and PART."""
     embedding: bool = False
     """Whether the table of token vectors is quantized, too."""
 
@@ -33,24 +33,50 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
 def _fits(pattern: str, name: str) -> bool:
     if pattern.startswith(REGEX):
         return re.match(pattern.removeprefix(REGEX), name) is not None
+    if pattern.startswith(PART):
+        return pattern.removeprefix(PART) in name
     own = canonical(f"{pattern}.").removesuffix(".")
     return name == own or name.startswith(f"{own}.")
 
 
 class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
-    """compressed-tensors' pack-quantized: integers of 4 or 8 bits in int32 words along the inputs."""
+    """compressed-tensors' pack-quantized: symmetric integers of 4 or 8 bits in int32 words along the inputs."""
 
     bits: int
     group_size: int | None
     """Inputs that share a scale; None: one scale for each output."""
-    symmetric: bool
-    sorted_columns: bool = False
-    """Whether columns were sorted before they were grouped; a tensor `weight_g_idx` then says which is in which."""
 
     @property
     def label(self) -> str:
         return f"compressed-tensors w{self.bits}a16"
 
 
-AnyQuantization = PackedInts
+class Gptq(QuantizationSpec, frozen=True, kw_only=True):
+    """Integers of 4 or 8 bits with zero points, in int32 words along the inputs."""
+
+    bits: int
+    group_size: int | None
+    """As PackedInts'."""
+    sorted_columns: bool = False
+    """Whether inputs were grouped by their activations (desc_act); a tensor `g_idx` then says which is in which."""
+    zeros_less_one: bool = True
+    """Whether zero points are stored less one, as in the first version of the format."""
+
+    @property
+    def label(self) -> str:
+        return f"GPTQ with {self.bits} bits"
+
+
+class Awq(QuantizationSpec, frozen=True, kw_only=True):
+    """Integers of 4 bits with zero points, in int32 words along the outputs."""
+
+    group_size: int | None
+    """As PackedInts'."""
+
+    @property
+    def label(self) -> str:
+        return "AWQ with 4 bits"
+
+
+AnyQuantization = PackedInts | Gptq | Awq
 """The subclasses, each by its tag."""

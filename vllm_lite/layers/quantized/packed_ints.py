@@ -1,8 +1,7 @@
-"""compressed-tensors' pack-quantized: `weight_packed`, `weight_scale`, `weight_shape`, and `weight_zero_point` unless
-symmetric. https://github.com/vllm-project/compressed-tensors has the format.
+"""compressed-tensors' pack-quantized: `weight_packed`, `weight_scale`, `weight_shape`, of symmetric integers.
+https://github.com/vllm-project/compressed-tensors has the format.
 
-Integers are stored plus 8 (or 128), the lowest bits of an int32 word first, along the inputs; zero points, too, but
-along the outputs.
+Integers are stored plus 8 (or 128), the lowest bits of an int32 word first, along the inputs.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import torch
 
 from vllm_lite.checkpoint.quantization.spec import PackedInts
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.grouped import INT4, INT8, GroupedWeight, unpack_nibbles
+from vllm_lite.kernels.grouped import INT4, INT8, GroupedWeight, unpack
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
@@ -45,9 +44,5 @@ class _Reader:
         return WeightStack(slots, dtype, CPU)
 
     def _take(self, packed: torch.Tensor, scales: torch.Tensor, _: torch.Tensor) -> GroupedWeight:
-        if self.spec.bits == 4:
-            codes, values = unpack_nibbles(packed, dim=1), INT4
-        else:
-            codes, values = packed.view(torch.uint8), INT8
-        codes = codes[:, : self.shape.inputs.size]
-        return GroupedWeight(codes, values, scales, min(self.group_size, codes.shape[1]))
+        codes = unpack(packed, self.spec.bits, dim=1)[:, : self.shape.inputs.size]
+        return GroupedWeight(codes, INT4 if self.spec.bits == 4 else INT8, scales, min(self.group_size, codes.shape[1]))

@@ -1,0 +1,196 @@
+"""GPTQ and AWQ checkpoints: written here by their formulas, multiplied as the dense weights they stand for."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.quantization.spec import Awq, Gptq
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.grouped import dequantize
+from vllm_lite.layers.quantized import awq, gptq
+from vllm_lite.layers.weight_form import LinearShape
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """As many codes as an int32 holds become one, the first the lowest; written without what is tested."""
+    count = 32 // bits
+    moved = codes.long().movedim(dim, -1)
+    parts = moved.reshape(*moved.shape[:-1], -1, count)
+    whole = (parts << torch.arange(0, 32, bits)).sum(-1)
+    signed = torch.where(whole >= 1 << 31, whole - (1 << 32), whole)
+    return signed.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """weight: [outputs, inputs], groups: the group of each input -> codes, and zeros and scales [outputs, groups],
+    which are numbers of float16."""
+    most = 2**bits - 1
+    zeros, scales = [], []
+    codes = torch.empty_like(weight)
+    for group in range(int(groups.max()) + 1):
+        part = weight[:, groups == group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        scale = ((high - low) / most).half().float().clamp(min=1e-4)
+        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(1, most)
+        codes[:, groups == group] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, most)
+        zeros.append(zero)
+        scales.append(scale)
+    return codes, torch.stack(zeros, 1), torch.stack(scales, 1)
+
+
+def gptq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    inputs, bits = weight.shape[1], config["bits"]
+    size = inputs if config["group_size"] == -1 else config["group_size"]
+    groups = torch.arange(inputs) // size
+    if config["desc_act"]:
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
+    codes, zeros, scales = integers(weight, groups, bits, config["sym"])
+    stored = zeros if config["checkpoint_format"] == "gptq_v2" else zeros - 1
+    tensors = {
+        f"{name}.qweight": words(codes.t(), bits, 0),
+        f"{name}.qzeros": words(stored.t(), bits, 1),
+        f"{name}.scales": scales.t().half().contiguous(),
+        f"{name}.g_idx": groups.to(torch.int32),
+    }
+    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def awq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    groups = torch.arange(weight.shape[1]) // config["group_size"]
+    codes, zeros, scales = integers(weight, groups, 4, symmetric=False)
+
+    def packed(of_outputs: torch.Tensor) -> torch.Tensor:
+        columns = of_outputs.t()
+        return words(columns.reshape(len(columns), -1, 8)[..., list(AWQ_ORDER)].flatten(1), 4, 1)
+
+    tensors = {
+        f"{name}.qweight": packed(codes),
+        f"{name}.qzeros": packed(zeros),
+        f"{name}.scales": scales.t().half().contiguous(),
+    }
+    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any], inner: int = 128) -> tuple[Path, Path]:
+    """One with what its weights stand for, and the same one quantized."""
+    dense, packed = (make_checkpoint(folder / name, intermediate_size=inner) for name in ("dense", "packed"))
+    weights = load_file(dense / SINGLE_FILE)
+    stored: Tensors = {}
+    for name, weight in list(weights.items()):
+        if name.endswith("_proj.weight"):
+            tensors, weights[name] = write(name.removesuffix(".weight"), weight, config)
+            stored |= tensors
+        else:
+            stored[name] = weight
+    save_file(weights, dense / SINGLE_FILE)
+    save_file(stored, packed / SINGLE_FILE)
+    change(packed, config)
+    return dense, packed
+
+
+def change(path: Path, config: dict[str, Any]) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+
+
+def gptq_config(**others: Any) -> dict[str, Any]:
+    usual = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    return {"quant_method": "gptq", **usual, **others}
+
+
+def configs() -> Iterator[Any]:
+    yield pytest.param(gptq_tensors, gptq_config(), id="gptq")
+    yield pytest.param(gptq_tensors, gptq_config(sym=False), id="gptq with zeros")
+    yield pytest.param(gptq_tensors, gptq_config(sym=False, checkpoint_format="gptq_v2"), id="gptq_v2 with zeros")
+    yield pytest.param(gptq_tensors, gptq_config(desc_act=True, sym=False), id="gptq sorted")
+    yield pytest.param(gptq_tensors, gptq_config(bits=8, group_size=-1), id="gptq 8 bits")
+    awq_config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    yield pytest.param(awq_tensors, awq_config, id="awq")
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize(("write", "config"), list(configs()))
+def test_they_are_the_dense_models_that_they_stand_for(
+    tmp_path: Path, write: Callable[..., Any], config: dict[str, Any]
+) -> None:
+    dense, packed = checkpoints(tmp_path, write, config)
+    oracle = Oracle(dense)
+    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4
+    if config.get("desc_act"):
+        with pytest.raises(ConfigError, match="cannot share them; use --tensor-parallel-size 1"):
+            on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
+        return
+    if config.get("group_size") == -1:
+        return
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
+        assert oracle.difference(logits) < 3e-4
+
+
+def shape_of(outputs: int, inputs: int) -> LinearShape:
+    return LinearShape(Split.whole(inputs), (Split.whole(outputs),), torch.float32, torch.device("cpu"))
+
+
+def test_worked_examples() -> None:
+    """A word of each format, as their documents have it."""
+    own = torch.ones(1, 8)
+    word = torch.tensor([0x8C3F9870 - (1 << 32)], dtype=torch.int64).to(torch.int32)
+    weight = gptq.stored(Gptq(bits=4, group_size=8), ["w"], shape_of(8, 8))
+    zeros = torch.full((1, 1), 0x77777777, dtype=torch.int32)
+    made = weight.take(word.expand(1, 8).contiguous(), zeros, own, torch.zeros(8, dtype=torch.int32))
+    assert dequantize(made)[0].tolist() == [-8, -1, 0, 1, 7, -5, 4, 0]
+    weight = awq.stored(Awq(group_size=1), ["w"], shape_of(8, 1))
+    word = torch.tensor([[0x75316420]], dtype=torch.int32)
+    made = weight.take(word, torch.zeros(1, 1, dtype=torch.int32), own)
+    assert dequantize(made)[:, 0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (gptq_config(bits=3), "bits 3 is not supported"),
+        (gptq_config(checkpoint_format="marlin"), "'marlin' is not supported; supported: gptq, gptq_v2"),
+        (gptq_config(dynamic={"-:.*": {}}), "dynamic, by which layers differ"),
+        (gptq_config(group_size=0), "group_size 0 must be"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "awq", "bits": "4"}, "quantization_config.bits: Expected `int`"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+    path = make_checkpoint(tmp_path)
+    change(path, config)
+    with pytest.raises(ModelError, match=problem):
+        load_spec(path)
+
+
+def test_ranks_do_not_share_a_group(tmp_path: Path) -> None:
+    dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config(), inner=96)
+    oracle = Oracle(dense)
+    with pytest.raises(ConfigError, match="96 inputs in groups of 32 cannot be split so that a rank has 48 from 0 on"):
+        on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
+
+
+def test_groups_that_are_none_are_refused(tmp_path: Path) -> None:
+    _, packed = checkpoints(tmp_path, gptq_tensors, gptq_config())
+    tensors = load_file(packed / SINGLE_FILE)
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    tensors[name][3] = 2
+    save_file(tensors, packed / SINGLE_FILE)
+    with pytest.raises(ModelError, match=f"{name}: its groups are not of 32 inputs each"):
+        Oracle(tmp_path / "dense").stored_as(packed)

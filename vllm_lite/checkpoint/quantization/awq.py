@@ -1,0 +1,37 @@
+"""The quantization_config of AWQ checkpoints."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.quantization.spec import PART, Awq
+from vllm_lite.checkpoint.typed_json import convert
+from vllm_lite.errors import ModelError
+
+
+class _Config(msgspec.Struct):
+    bits: int = 4
+    group_size: int = 128
+    zero_point: bool = True
+    version: str = "gemm"
+    modules_to_not_convert: list[str] | None = None
+
+
+def read_awq(raw: dict[str, Any]) -> Awq:
+    """Raises ModelError for a scheme that is not supported, by its name."""
+    older = {"w_bit": "bits", "q_group_size": "group_size"}
+    config = convert({older.get(key, key): value for key, value in raw.items()}, _Config, "quantization_config")
+    if config.bits != 4 or config.version.lower() != "gemm" or not config.zero_point:
+        raise ModelError(
+            f"quantization_config with bits {config.bits}, version {config.version!r} and zero_point "
+            f"{config.zero_point} is not supported for 'awq'; supported: 4, 'gemm', True"
+        )
+    if config.group_size == 0 or config.group_size < -1:
+        raise ModelError(f"quantization_config group_size {config.group_size} must be -1, or a number of inputs")
+    group = None if config.group_size == -1 else config.group_size
+    return Awq(dense=("lm_head", *_below(config.modules_to_not_convert or ())), group_size=group)
+
+
+def _below(names: list[str] | tuple[()]) -> tuple[str, ...]:
+    """Whatever has one of the given names within its own is dense."""
+    return tuple(f"{PART}{name}" for name in names)

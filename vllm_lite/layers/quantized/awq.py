@@ -1,0 +1,42 @@
+"""AWQ's `qweight` int32 [inputs, outputs / 8], `qzeros` [groups, outputs / 8] and `scales` [groups, outputs], in the
+order that its GEMM kernels want. https://github.com/casper-hansen/AutoAWQ writes them. weight = scale * (code - zero).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.checkpoint.quantization.spec import Awq
+from vllm_lite.kernels.grouped import GroupedWeight, unpack
+from vllm_lite.layers.quantized.columns import Columns
+from vllm_lite.layers.quantized.stored import QuantizedWeight
+from vllm_lite.layers.weight_form import LinearShape
+
+BITS = 4
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word the codes of eight neighbouring outputs are."""
+
+
+def stored(spec: Awq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:
+    """The weight of the projections `names`, stacked; see QuantizedForm."""
+    columns = Columns(names, shape, BITS, spec.group_size or shape.inputs.total)
+    stacks = (
+        columns.stack("qweight", shape.inputs, torch.int32, packed=True),
+        columns.stack("qzeros", columns.groups, torch.int32, packed=True),
+        columns.stack("scales", columns.groups, torch.float32, packed=False),
+    )
+    return QuantizedWeight(stacks, _Reader(columns).take, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    columns: Columns
+
+    def take(self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
+        return self.columns.weight(_unpack(qweight), _unpack(qzeros).float(), scales)
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    codes = unpack(words, BITS, dim=1).view(len(words), -1, len(PLACES))
+    return codes[..., list(PLACES)].flatten(1)

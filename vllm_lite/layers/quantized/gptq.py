@@ -1,0 +1,69 @@
+"""GPTQ's `qweight` int32 [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs] and `g_idx`
+[inputs], the group of each input; with 8 bits 4 in place of 8. https://github.com/ModelCloud/GPTQModel writes them.
+
+weight = scale * (code - zero). The first version of the format stores zeros less one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.checkpoint.quantization.spec import Gptq
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.grouped import GroupedWeight, unpack
+from vllm_lite.layers.quantized.columns import Columns
+from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
+from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+
+
+def stored(spec: Gptq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:
+    """The weight of the projections `names`, stacked; see QuantizedForm."""
+    reader = _Reader(spec, Columns(names, shape, spec.bits, spec.group_size or shape.inputs.total))
+    return QuantizedWeight(reader.stacks(), reader.take, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    spec: Gptq
+    columns: Columns
+
+    def stacks(self) -> tuple[WeightStack, ...]:
+        columns, inputs = self.columns, self.columns.shape.inputs
+        if self.spec.sorted_columns and not inputs.is_whole:
+            raise ConfigError(
+                f"{self.columns.names[0]}: its inputs were grouped by activations (desc_act), so that ranks cannot "
+                "share them; use --tensor-parallel-size 1"
+            )
+        words, groups = in_units(inputs, columns.per_word), columns.groups
+        indices = tuple(
+            WeightSlot(f"{name}.g_idx", (inputs.total,), (inputs.start,), (inputs.size,)) for name in columns.names
+        )
+        return (
+            columns.stack("qweight", words, torch.int32, packed=False),
+            columns.stack("qzeros", groups, torch.int32, packed=True),
+            columns.stack("scales", groups, torch.float32, packed=False),
+            WeightStack(indices, torch.int32, CPU),
+        )
+
+    def take(
+        self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor
+    ) -> GroupedWeight:
+        bits, inputs = self.spec.bits, self.columns.shape.inputs
+        codes = unpack(qweight, bits, dim=0)[: inputs.size]
+        zeros = unpack(qzeros, bits, dim=1).float() + (1 if self.spec.zeros_less_one else 0)
+        order = self._order(g_idx.view(-1, inputs.size).long())
+        return self.columns.weight(codes if order is None else codes[order], zeros, scales, order)
+
+    def _order(self, groups: torch.Tensor) -> torch.Tensor | None:
+        """groups: [projections, inputs]. The inputs, sorted by their groups; None if they are so."""
+        size, start = self.columns.group_size, self.columns.shape.inputs.start
+        if torch.equal(groups, ((start + torch.arange(groups.shape[1])) // size).expand_as(groups)):
+            return None
+        order = groups[0].argsort(stable=True)
+        if not self.spec.sorted_columns or not torch.equal(groups[0, order], torch.arange(len(order)) // size):
+            raise ModelError(f"{self.columns.names[0]}.g_idx: its groups are not of {size} inputs each")
+        if not torch.equal(groups, groups[:1].expand_as(groups)):
+            raise ModelError(f"{', '.join(self.columns.names)}: their inputs are grouped differently (g_idx)")
+        return order
