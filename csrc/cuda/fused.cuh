@@ -152,3 +152,22 @@ template <class T, int N>
 __global__ void gelu_and_mul(const T* gate_up, T* out, int size, int64 row_stride, int64 out_stride) {
   activate<T, N, true>(gate_up, out, size, row_stride, out_stride);
 }
+
+// ---- sums
+
+// residual += sigmoid(gates) * x, rounded once. residual, x: [num_rows, size]; gates: a float for each row. Grid:
+// (num_rows, ceil(size / N / threads)).
+template <class T, int N>
+__global__ void add_gated(T* residual, const T* x, const float* gates, int size, int64 residual_stride, int64 x_stride,
+                          int64 gates_stride) {
+  const int64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+  if (i >= size) return;
+  const float factor = 1.f / (1.f + expf(-gates[row * gates_stride]));
+  float sum[N], added[N];
+  load_floats(residual + row * residual_stride + i, sum);
+  load_floats(x + row * x_stride + i, added);
+#pragma unroll
+  for (int j = 0; j < N; ++j) sum[j] = fmaf(factor, added[j], sum[j]);
+  store_floats(residual + row * residual_stride + i, sum);
+}

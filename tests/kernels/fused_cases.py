@@ -176,12 +176,27 @@ def activation(name: str, dtype: torch.dtype, size: int, gap: int = 0) -> Case:
     return run
 
 
+def add_gated(dtype: torch.dtype, size: int, gap: int = 0) -> Case:
+    def run(launcher: Launcher, device: torch.device) -> None:
+        x, residual = with_gaps(draw((4, size), dtype, device), gap), draw((4, size), dtype, device, 2.0).flip(0)
+        gates = draw((4, 3), torch.float32, device, 3.0)[:, 1:2]
+        gates[0], gates[1] = -200.0, 90.0
+        expected = residual.double() + gates.double().sigmoid() * x.double()
+        before = x.clone()
+        CudaOps(launcher).add_gated(residual, x, gates)
+        assert_rounded(residual, expected)
+        assert torch.equal(x, before)
+
+    return run
+
+
 def nothing_to_do(launcher: Launcher, device: torch.device) -> None:
     ops, none, weight = CudaOps(launcher), torch.empty(0, 64, device=device), torch.empty(64, device=device)
     ops.rms_norm(none, weight, EPS, none)
     ops.add_rms_norm(none, none, weight, EPS, none)
     ops.rotate(none.view(0, 2, 32), draw_rotation(0, 32, torch.float32, device))
     ops.activate_and_mul("silu", torch.empty(0, 128, device=device), none)
+    ops.add_gated(none, none, torch.empty(0, 1, device=device))
 
 
 CASES: list[tuple[str, Case]] = [
@@ -205,5 +220,7 @@ CASES: list[tuple[str, Case]] = [
     ),
     *((f"{act}_odd", activation(act, torch.bfloat16, 2817)) for act in ("silu", "gelu")),
     ("silu_wide", activation("silu", torch.float16, 8192)),
+    *((f"add_gated_{name}", add_gated(dtype, 1000, gap=8)) for name, dtype in DTYPES.items()),
+    ("add_gated_odd", add_gated(torch.bfloat16, 77, gap=1)),
     ("nothing_to_do", nothing_to_do),
 ]

@@ -28,8 +28,12 @@ def _paged_attention() -> list[Instantiation]:
 
 def _small_operations() -> list[Instantiation]:
     """The fused operations, cache writes and copies, by 16 bytes and by single elements; masks and the sampler."""
-    fused, stores = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul"), ("reshape", "rope")
+    fused, stores = (
+        ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "gelu_and_mul", "add_gated"),
+        ("reshape", "rope"),
+    )
     found = [("cache_ops.cuh", f"copy_blocks<{unit}>") for unit in ("uint4", "uint8")]
+    found.append(("routing.cuh", "route"))
     found += [
         (f"{file}.cuh", f"{kernel}<{n}>")
         for file, kernel in (("sampler", "pick"), ("masks", "rule_out"))

@@ -105,5 +105,7 @@ def test_wrong_shapes_are_refused(emulated: EmulatorLauncher) -> None:
         ops.rotate(torch.zeros(2, 2, 3), Rotation(torch.zeros(2, 3), torch.zeros(2, 3)))
     with pytest.raises(ValueError, match=r"gate_up must be .*\[2, 8\]"):
         ops.activate_and_mul("silu", torch.zeros(2, 6), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"gates must be torch\.float32 \[2, 1\]"):
+        ops.add_gated(x, x, torch.zeros(2))
     with pytest.raises(ValueError, match=r"float64; kernels take"):
         ops.activate_and_mul("gelu_tanh", torch.zeros(2, 8).double(), torch.zeros(2, 4).double())

@@ -21,7 +21,7 @@ from vllm_lite.runtime import log
 
 # 177: a constant of a shared header that this kernel does not use.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")
-EXACT_SOURCES = ("sampler.cuh",)
+EXACT_SOURCES = ("sampler.cuh", "routing.cuh")
 """Sources whose comparisons count bits: subnormal floats are 0 in all others, which is faster."""
 
 _logger = log.get(__name__)

@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.kernels.cuda import routing as router
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, Launcher, cuda_type, require
 from vllm_lite.kernels.ops import Rotation, TorchOps
+from vllm_lite.kernels.routing import Chosen, Routing
 
 SOURCE = "fused.cuh"
 _KERNELS: dict[Activation, str] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
@@ -96,17 +98,35 @@ class CudaOps(TorchOps):
         else:
             super().activate_and_mul(kind, gate_up, out)
 
+    def route(self, logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
+        router.route(self._launcher, logits, routing, chosen)
+
+    def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
+        num_tokens, size = residual.shape
+        for what, tensor in (("residual", residual), ("x", x)):
+            require_rows(what, tensor, residual.dtype, (num_tokens, size))
+        require_rows("gates", gates, torch.float32, (num_tokens, 1))
+        if residual.numel() == 0:
+            return
+        width = vector_width(size, residual, x)
+        strides = (np.int64(tensor.stride(0)) for tensor in (residual, x, gates))
+        self._launch_elements("add_gated", residual, width, (residual, x, gates, np.int32(size), *strides))
+
     def _gated(self, name: str, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, size = out.shape
         require_rows("out", out, gate_up.dtype, (num_tokens, size))
         require_rows("gate_up", gate_up, gate_up.dtype, (num_tokens, 2 * size))
         if out.numel() == 0:
             return
-        width = vector_width(size, gate_up, out)
+        args = (gate_up, out, np.int32(size), np.int64(gate_up.stride(0)), np.int64(out.stride(0)))
+        self._launch_elements(name, out, vector_width(size, gate_up, out), args)
+
+    def _launch_elements(self, name: str, out: torch.Tensor, width: int, args: tuple[Arg, ...]) -> None:
+        """As many threads for each row of `out` as it has elements, `width` of them each."""
+        num_tokens, size = out.shape
         threads = threads_for(size // width, 256)
         grid = (num_tokens, -(-size // (width * threads)), 1)
-        args = (gate_up, out, np.int32(size), np.int64(gate_up.stride(0)), np.int64(out.stride(0)))
-        self._kernel(name, gate_up, width)(grid, (threads, 1, 1), args)
+        self._kernel(name, out, width)(grid, (threads, 1, 1), args)
 
     def _launch_rows(self, name: str, x: torch.Tensor, size: int, width: int, args: tuple[Arg, ...]) -> None:
         """One block per row; its threads follow from the length of a row alone."""
