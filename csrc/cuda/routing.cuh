@@ -1,14 +1,15 @@
 // How tokens choose their experts. What is computed is said in vllm_lite/checkpoint/experts.py (RoutingSpec); the plain
-// twin is vllm_lite/kernels/routing.py. Arithmetic is in float32, subnormal numbers included: two scores that differ are
-// never a tie.
+// twin is vllm_lite/kernels/routing.py. Arithmetic is in float32, subnormal numbers included: two scores that differ
+// are never a tie.
 #pragma once
 #include "common.cuh"
 
 namespace routing {
 
-// A number of 32 bits for each float, in their order, never 0. All NaN are the largest, as torch sorts them.
+// A number of 32 bits for each float, in their order, never 0. All NaN are the largest, as torch sorts them; -0, which
+// no score is, would be below 0.
 __device__ __forceinline__ uint32 order_of(float x) {
-  const uint32 bits = __float_as_uint(x + 0.f);  // -0 becomes 0
+  const uint32 bits = __float_as_uint(x);
   if ((bits & 0x7fffffff) > 0x7f800000) return ~0u;
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
@@ -62,13 +63,12 @@ __device__ __forceinline__ float group_score(const float* ranked, int size, bool
 
 // Grid: tokens; block: one warp. Shared memory: 3 * experts + groups words. Every number in `chosen` is an expert's,
 // whatever the logits are.
-__global__ void __launch_bounds__(32) route(
-    const float* __restrict__ logits,  // [num_tokens, experts], rows strided
-    const float* __restrict__ bias,    // [experts] or null
-    int* __restrict__ chosen,          // [num_tokens, top]
-    float* __restrict__ weights,       // [num_tokens, top]
-    int64 logits_stride, int experts, int top, int groups, int groups_of_token, int sigmoid, int top_two,
-    int renormalize, float epsilon, float scale) {
+__global__ void __launch_bounds__(32) route(const float* __restrict__ logits,  // [num_tokens, experts], rows strided
+                                            const float* __restrict__ bias,    // [experts] or null
+                                            int* __restrict__ chosen,          // [num_tokens, top]
+                                            float* __restrict__ weights,       // [num_tokens, top]
+                                            int64 logits_stride, int experts, int top, int groups, int groups_of_token,
+                                            int sigmoid, int top_two, int renormalize, float epsilon, float scale) {
   using namespace routing;
   DYNAMIC_SHARED(float, scores);
   float* const ranked = scores + experts;

@@ -49,6 +49,22 @@ def _small_operations() -> list[Instantiation]:
     return [Instantiation(source, name, 64) for source, name in found]
 
 
+def _experts() -> list[Instantiation]:
+    """Ceilings: what lets as many blocks of 128 threads share the 65 536 registers of a multiprocessor as share its
+    memory, 8 with tiles of 16 rows and 5 with tiles of 64. With float32, and by single elements, there are fewer."""
+    half, bf16 = "__half", "__nv_bfloat16"
+    kernels = [("sort_pairs", 64)]
+    kernels += [(f"sum_experts<{types}>", 40) for types in ("float, float", f"{half}, float", f"{bf16}, {bf16}")]
+    for types in (f"{bf16}, {bf16}, experts::SILU", f"{half}, float, experts::NONE"):
+        shapes = (("1, true", 64), ("4, true", 96), ("4, false", 128))
+        kernels += [(f"expert_tiles<{types}, {shape}>", registers) for shape, registers in shapes]
+    kernels += [
+        (f"expert_tiles<{bf16}, {bf16}, experts::{kind}, 1, true>", 64) for kind in ("GELU", "GELU_TANH", "RELU")
+    ]
+    kernels += [(f"expert_tiles<float, float, experts::{kind}, 4, true>", 128) for kind in ("GELU", "NONE")]
+    return [Instantiation("experts.cuh", name, registers) for name, registers in kernels]
+
+
 def _prefill() -> list[Instantiation]:
     """Ceilings: what lets `Shape::BLOCKS` blocks of 128 threads share the 65 536 registers of a multiprocessor."""
     half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
@@ -84,6 +100,7 @@ def _decode() -> list[Instantiation]:
 INSTANTIATIONS: list[Instantiation] = [
     *_small_operations(),
     *_paged_attention(),
+    *_experts(),
     *_prefill(),
     *_decode(),
 ]

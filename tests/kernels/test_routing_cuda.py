@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kernels import routing_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.fused_cases import Case
 from vllm_lite.checkpoint.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.routing import Routing
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: cases.Case, launcher: EmulatorLauncher) -> None:
+def test_case(case: Case, launcher: EmulatorLauncher) -> None:
     case(launcher, CPU)
 
 

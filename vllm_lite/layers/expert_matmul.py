@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.experts import PackedExperts
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers.matmul import Matmul, NativeMatmul
+from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul
 
 
 class ExpertSizes(NamedTuple):
@@ -72,4 +72,12 @@ def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes:
     native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
     if gate_up and all(len(part) == len(gate_up) for part in native):
         return NativeExperts(native[0], native[1], sizes)
+    if any(isinstance(each, DenseMatmul) and each.weight.is_cuda for each in gate_up):
+        from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+        from vllm_lite.layers.stacked_experts import stacked_experts  # which no other device needs
+
+        launcher = default_launcher()
+        stacked = None if launcher is None else stacked_experts(gate_up, down, sizes, launcher)
+        if stacked is not None:
+            return stacked
     return LoopedExperts(gate_up, down, sizes)

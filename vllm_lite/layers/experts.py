@@ -20,6 +20,7 @@ from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_exper
 from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.mlp import GatedNames, gate_and_up
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.stacked_weights import StackMemory
 from vllm_lite.layers.weight_form import DENSE, LinearShape
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
@@ -86,6 +87,12 @@ class Experts:
         none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
         self.elsewhere = parts.linear(hidden, none, none, bias=False), parts.linear(inner, nothing, bias=False)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
+        self.memories: tuple[StackMemory, StackMemory] | None = None
+        """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""
+        if parts.form == DENSE and parts.device.type != "cpu":
+            shapes = (2 * inner.size, hidden.size), (hidden.size, inner.size)
+            one, two = (StackMemory((self.held.size, *shape), parts.dtype, parts.device) for shape in shapes)
+            self.memories = one, two
 
     @cached_property
     def matmul(self) -> ExpertMatmul:
@@ -101,18 +108,23 @@ class Experts:
         """What a checkpoint has of them under `prefix`, one after another."""
         if self.fused:
             fused = self.names.fused
-            for gate_up, down in zip(self.gate_up, self.down, strict=True):
-                yield gate_up.group(f"{prefix}{fused.gate}", f"{prefix}{fused.up}")
-                yield down.group(f"{prefix}{fused.down}")
+            for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+                both = gate_up.group(f"{prefix}{fused.gate}", f"{prefix}{fused.up}")
+                yield from self._placed(index, both, down.group(f"{prefix}{fused.down}"))
             return
         names, held = self.names.matrices, range(self.held.start, self.held.end)
         for expert in range(self.held.total):
             own = prefix + self.names.expert.format(expert)
-            here = expert in held
-            gate_up = self.gate_up[expert - held.start] if here else self.elsewhere[0]
-            down = self.down[expert - held.start] if here else self.elsewhere[1]
-            yield gate_up.group(f"{own}{names.gate}", f"{own}{names.up}")
-            yield down.group(f"{own}{names.down}")
+            index = expert - held.start
+            gate_up, down = (self.gate_up[index], self.down[index]) if expert in held else self.elsewhere
+            groups = gate_up.group(f"{own}{names.gate}", f"{own}{names.up}"), down.group(f"{own}{names.down}")
+            yield from self._placed(index, *groups) if expert in held else groups
+
+    def _placed(self, index: int, gate_up: WeightGroup, down: WeightGroup) -> tuple[WeightGroup, WeightGroup]:
+        """The groups of an expert of this rank, loaded to where they are to lie."""
+        if self.memories is None:
+            return gate_up, down
+        return self.memories[0].place(gate_up, index), self.memories[1].place(down, index)
 
 
 class SharedExpert:

@@ -69,6 +69,8 @@ class WeightStack(NamedTuple):
     """Along which the slots' boxes are put side by side; in all others they have one size."""
     packed_as: str | None = None
     """Where the layer also takes what `kernels.cpu.file_packer` has made of the slots: the name of the type in it."""
+    memory: Callable[[], torch.Tensor] | None = None
+    """Gives the memory that the layer wants the tensor in; None: any."""
 
     @property
     def packing_key(self) -> tuple[Hashable, ...]:
@@ -85,6 +87,8 @@ class WeightStack(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         """Memory that the layer is to keep."""
+        if self.memory is not None:
+            return self.memory()
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 

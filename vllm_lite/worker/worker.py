@@ -229,6 +229,9 @@ class Worker:
             if not part.graph_safe:
                 logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
                 return ()
+        if self.spec.experts is not None and config.quantization is not None and not capture.on_demand:
+            logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
+            return ()
         max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
         return bucket_sizes(max_rows, sizes, largest, every=capture.on_demand)

@@ -1,0 +1,243 @@
+// The matrix products of a layer's experts. What is computed is said in vllm_lite/layers/expert_matmul.py; the plain
+// twin is LoopedExperts there.
+//
+// A pair is a token with one of the experts that it has chosen: pair p is that of token p / top. The pairs are put in
+// the order of their experts, and those of experts that another rank holds behind them. Each launch is for all experts:
+//     sort_pairs     chosen -> where each pair lies in that order, and where the pairs of each expert begin
+//     expert_tiles   gate and up with the activation, from x; then, once more, down from what that gave
+//     sum_experts    the outputs of a token's experts, weighted and added
+// No grid and no size depends on what was chosen: blocks without work return. So a CUDA graph can hold all of it, and
+// nothing waits for the host.
+//
+// A row's bits depend on the row and its expert only: whichever tile it is in, the products of an output are added up
+// in the same order.
+#pragma once
+#include "fused.cuh"
+
+namespace experts {
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int COLUMNS = 64;       // of a tile: two times 8 for each warp, 32 apart
+constexpr int ROW_BYTES = 128;    // of a row of a tile in shared memory, which holds so much of the depth
+constexpr int PITCH_BYTES = 144;  // from one row to the next: an odd number of 16 bytes, no conflicts
+constexpr int CHUNKS = ROW_BYTES / 16;
+
+enum Activation { NONE, SILU, GELU_TANH, GELU, RELU };
+
+template <Activation KIND>
+__device__ __forceinline__ float activated(float x) {
+  if constexpr (KIND == SILU) return silu(x);
+  if constexpr (KIND == GELU_TANH) return gelu_tanh(x);
+  if constexpr (KIND == GELU) return .5f * x * (1.f + erff(x * .70710678118654752f));
+  return x > 0.f ? x : x != x ? x : 0.f;  // NaN stays
+}
+
+// 16 bytes from global to shared memory, of which only the first `left` elements exist; the others become zeros.
+// VECTOR: `left` is 0 or all, and `from` a multiple of 16 bytes. They are there after copy_async_wait and a barrier.
+template <class T, bool VECTOR>
+__device__ __forceinline__ void fetch(T* to, const T* from, int left) {
+  if constexpr (VECTOR) {
+    copy_async_16(to, from, left > 0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(16 / sizeof(T)); ++i) to[i] = i < left ? from[i] : from_float<T>(0.f);
+  }
+}
+
+// sums += rows * columns^T over the depth of one tile. Both lie in shared memory, PITCH_BYTES apart. A warp has all
+// rows and, in sums[.][t], the columns 32 * t + 8 * warp + [0, 8), in the layout of an mma's result.
+template <class T, int MT>
+__device__ __forceinline__ void multiply(float (&sums)[MT][2][4], const T* rows, const T* columns) {
+  constexpr int PITCH = PITCH_BYTES / sizeof(T), DEPTH = ROW_BYTES / sizeof(T);
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 8;
+  if constexpr (kSame<T, float>) {
+    for (int k = 0; k < DEPTH; ++k)
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float a = rows[(16 * m + 8 * (i / 2 % 2) + lane / 4) * PITCH + k];
+          const float b = columns[(32 * (i / 4) + first + 2 * (lane % 4) + i % 2) * PITCH + k];
+          sums[m][i / 4][i % 4] = fmaf(a, b, sums[m][i / 4][i % 4]);
+        }
+  } else {
+    // Lane 8 * i + r brings row r of the i-th of four 8x8 matrices.
+    const int matrix = lane / 8, r = lane % 8;
+    const T* const a_row = rows + (matrix % 2 * 8 + r) * PITCH + matrix / 2 * 8;
+    const T* const b_row = columns + (matrix / 2 * 32 + first + r) * PITCH + matrix % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+      unsigned b[4];
+      load_matrices(b, b_row + k);
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        unsigned a[4];
+        load_matrices(a, a_row + 16 * m * PITCH + k);
+        mma_m16n8k16<T>(sums[m][0], a, b[0], b[1]);
+        mma_m16n8k16<T>(sums[m][1], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace experts
+
+// The pairs in the order of their experts, those of one in the order of their numbers. Expert e of [first, first +
+// held) has the places [starts[e - first], starts[e - first + 1]); starts[held] and later places are those of other
+// experts. Grid: held + 1, block: experts::THREADS. Shared memory: 2 * experts::WARPS ints.
+__global__ void __launch_bounds__(experts::THREADS)
+    sort_pairs(const int* __restrict__ chosen,  // [num_pairs]
+               int* __restrict__ pairs,         // [num_pairs], which pair is at each place
+               int* __restrict__ places,        // [num_pairs], the place of each pair
+               int* __restrict__ starts,        // [held + 1]
+               int num_pairs, int first, int held) {
+  using namespace experts;
+  DYNAMIC_SHARED(int, own_counts);
+  int* const counts_before = own_counts + WARPS;
+  const int group = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // This warp's pairs, and which group each is of.
+  const int share = round_up(ceil_div(num_pairs, WARPS), 32), low = min(warp * share, num_pairs);
+  const int high = min(low + share, num_pairs);
+  const auto group_of = [&](int pair) {
+    if (pair >= high) return held + 1;
+    const int expert = chosen[pair];
+    return expert >= first && expert < first + held ? expert - first : held;
+  };
+
+  int own = 0, before = 0;
+  for (int at = low; at < high; at += 32) {
+    const int of_pair = group_of(at + lane);
+    own += __popc(__ballot_sync(~0u, of_pair == group));
+    before += __popc(__ballot_sync(~0u, of_pair < group));
+  }
+  if (lane == 0) {
+    own_counts[warp] = own;
+    counts_before[warp] = before;
+  }
+  __syncthreads();
+  int place = 0;
+  for (int w = 0; w < WARPS; ++w) place += counts_before[w];
+  if (threadIdx.x == 0) starts[group] = place;
+  for (int w = 0; w < warp; ++w) place += own_counts[w];
+  for (int at = low; at < high; at += 32) {
+    const bool mine = group_of(at + lane) == group;
+    const unsigned all = __ballot_sync(~0u, mine);
+    if (mine) {
+      const int here = place + __popc(all & ((1u << lane) - 1));
+      pairs[here] = at + lane;
+      places[at + lane] = here;
+    }
+    place += __popc(all);
+  }
+}
+
+// For each expert the product of its rows with its weight [outputs, depth], in tiles of 16 * MT rows.
+// Without an activation, out[place, :] = row * weight^T, float; outputs = size. With one, outputs = 2 * size, gate
+// before up, and out[place, :] = T(activation(T(gate))) * T(up).
+// The row at a place is rows[pairs[place] / top] or, if `pairs` is null, rows[place].
+// T: float, __half or __nv_bfloat16; O: float without an activation, else T. VECTOR: depth and strides are multiples of
+// 16 bytes, and so are the addresses.
+// Grid: (ceil(size / columns), experts, row tiles at once), block: experts::THREADS; columns: COLUMNS, with an
+// activation half of them. Shared memory: 2 * PITCH_BYTES * (16 * MT + COLUMNS).
+template <class T, class O, experts::Activation KIND, int MT, bool VECTOR>
+__global__ void __launch_bounds__(experts::THREADS)
+    expert_tiles(O* __restrict__ out,             // [num_pairs, size]
+                 const T* __restrict__ rows,      // [.., depth]
+                 const T* __restrict__ weights,   // [experts, outputs, depth]
+                 const int* __restrict__ starts,  // [experts + 1]
+                 const int* __restrict__ pairs,   // [num_pairs] or null
+                 int64 row_stride, int depth, int size, int top) {
+  using namespace experts;
+  constexpr bool GATED = KIND != NONE;
+  constexpr int ROWS = 16 * MT, WIDTH = GATED ? COLUMNS / 2 : COLUMNS;
+  constexpr int PITCH = PITCH_BYTES / sizeof(T), DEPTH = ROW_BYTES / sizeof(T), UNIT = 16 / sizeof(T);
+  constexpr int TILE = (ROWS + COLUMNS) * PITCH;  // elements of a pair of tiles: rows, then columns
+  constexpr int STEP = THREADS / CHUNKS;          // rows that the block fetches at once
+  DYNAMIC_SHARED(T, tiles);                       // two pairs: one is fetched while the other is multiplied
+  const int expert = blockIdx.y, start = starts[expert], count = starts[expert + 1] - start;
+  const int column = blockIdx.x * WIDTH, steps = ceil_div(depth, DEPTH);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = threadIdx.x / CHUNKS, within = threadIdx.x % CHUNKS * UNIT;  // of what this thread fetches first
+  const T* const weight = weights + int64(expert) * (GATED ? 2 : 1) * size * depth;
+
+  for (int tile = blockIdx.z; tile * ROWS < count; tile += gridDim.z) {
+    const T* sources[MT];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const int at = tile * ROWS + m * STEP + row;
+      sources[m] = nullptr;
+      if (at < count) sources[m] = rows + int64(pairs ? pairs[start + at] / top : start + at) * row_stride;
+    }
+    const auto begin = [&](int step) {
+      T* const to = tiles + step % 2 * TILE + row * PITCH + within;
+      const int k = step * DEPTH + within, left = max(depth - k, 0);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+        fetch<T, VECTOR>(to + m * STEP * PITCH, sources[m] && left ? sources[m] + k : rows, sources[m] ? left : 0);
+#pragma unroll
+      for (int i = 0; i < COLUMNS / STEP; ++i) {
+        const int c = i * STEP + row;  // with an activation the second half is the up that belongs to the first
+        const int output = column + c % WIDTH, valid = output < size && left;
+        const T* from = valid ? weight + int64(c < WIDTH ? output : size + output) * depth + k : weight;
+        fetch<T, VECTOR>(to + (ROWS + i * STEP) * PITCH, from, valid ? left : 0);
+      }
+    };
+
+    float sums[MT][2][4] = {};
+    begin(0);
+    for (int step = 0; step < steps; ++step) {
+      copy_async_wait();
+      __syncthreads();  // all of this step is there, and nobody reads the other pair of tiles any more
+      if (step + 1 < steps) begin(step + 1);
+      const T* const pair = tiles + step % 2 * TILE;
+      multiply<T, MT>(sums, pair, pair + ROWS * PITCH);
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = tile * ROWS + 16 * m + 8 * (i / 2) + lane / 4;
+        const int c = column + 8 * warp + 2 * (lane % 4) + i % 2;
+        if (at >= count) continue;
+        O* const to = out + int64(start + at) * size;
+        if constexpr (GATED) {
+          const float gate = to_float(from_float<T>(sums[m][0][i])), up = to_float(from_float<T>(sums[m][1][i]));
+          if (c < size) to[c] = from_float<O>(to_float(from_float<T>(activated<KIND>(gate))) * up);
+        } else {
+          if (c < size) to[c] = from_float<O>(sums[m][0][i]);
+          if (c + 32 < size) to[c + 32] = from_float<O>(sums[m][1][i]);
+        }
+      }
+  }
+}
+
+// out[token] = the sum of weight * wide over the token's pairs of experts in [first, first + held), in float in the
+// order of the experts' numbers, rounded once. W: T or float. Grid: (tokens, ceil(size / threads)). Shared memory: 2 *
+// top words.
+template <class T, class W>
+__global__ void sum_experts(T* __restrict__ out,                // [num_tokens, size], rows strided
+                            const W* __restrict__ wide,         // [num_pairs, size], in the order of places
+                            const int* __restrict__ places,     // [num_pairs]
+                            const int* __restrict__ chosen,     // [num_pairs]
+                            const float* __restrict__ weights,  // [num_pairs]
+                            int64 out_stride, int size, int top, int first, int held) {
+  DYNAMIC_SHARED(int, ordered);  // the places of the token's pairs by the numbers of their experts; -1: not held
+  float* const factors = reinterpret_cast<float*>(ordered + top);
+  const int64 pair = int64(blockIdx.x) * top;
+  for (int i = threadIdx.x; i < top; i += blockDim.x) {
+    const int expert = chosen[pair + i];
+    int rank = 0;
+    for (int j = 0; j < top; ++j) rank += chosen[pair + j] < expert || (chosen[pair + j] == expert && j < i);
+    ordered[rank] = expert >= first && expert < first + held ? places[pair + i] : -1;
+    factors[rank] = weights[pair + i];
+  }
+  __syncthreads();
+  const int column = blockIdx.y * blockDim.x + threadIdx.x;
+  if (column >= size) return;
+  float sum = 0.f;
+  for (int i = 0; i < top; ++i)
+    if (ordered[i] >= 0) sum = fmaf(factors[i], to_float(wide[int64(ordered[i]) * size + column]), sum);
+  out[blockIdx.x * out_stride + column] = from_float<T>(sum);
+}

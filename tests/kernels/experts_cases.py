@@ -1,0 +1,211 @@
+"""What a layer's experts must compute, as named functions of a launcher and a device; no pytest in here."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import gelu, relu, silu
+
+from tests.kernels.fused_cases import Case, draw, with_gaps
+from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.kernels.cuda.expert_order import Stacks
+from vllm_lite.kernels.cuda.experts import FOR_MANY, MAX_PAIRS, StackedExperts
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.torch_products import TorchProducts
+from vllm_lite.kernels.routing import Chosen
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of the largest output: what is rounded between the products may be rounded to the other side."""
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
+
+
+class Sizes(NamedTuple):
+    """A layer, of whose experts a rank holds some."""
+
+    num_experts: int = 5
+    top: int = 3
+    hidden: int = 80
+    inner: int = 40
+    first: int = 0
+    held: int = 5
+
+
+def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Stacks:
+    """Those of the experts that are held; no two are alike."""
+    whole = Stacks(
+        draw((sizes.num_experts, 2 * sizes.inner, sizes.hidden), dtype, device, sizes.hidden**-0.5),
+        draw((sizes.num_experts, sizes.hidden, sizes.inner), dtype, device, sizes.inner**-0.5),
+    )
+    return Stacks(*(part[sizes.first : sizes.first + sizes.held].contiguous() for part in whole))
+
+
+def pick(num_tokens: int, sizes: Sizes, device: torch.device) -> Chosen:
+    """Different experts for each token, in any order."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = torch.rand(num_tokens, sizes.num_experts, generator=generator)
+    chosen = scores.argsort(1)[:, : sizes.top].int().contiguous()
+    return Chosen(chosen.to(device), draw((num_tokens, sizes.top), torch.float32, device).abs())
+
+
+def expected(x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int, activation: Activation) -> torch.Tensor:
+    """In float64, with the roundings between the products."""
+    gate_up, down = (part.double().cpu() for part in stacks)
+    experts, factors = chosen.experts.cpu() - first, chosen.weights.double().cpu()
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double().cpu()):
+        for expert, factor in zip(experts[token].tolist(), factors[token], strict=True):
+            if 0 <= expert < len(down):
+                gate, up = (gate_up[expert] @ row).to(x.dtype).double().chunk(2)
+                active = (ACTIVATIONS[activation](gate).to(x.dtype).double() * up).to(x.dtype).double()
+                out[token] += factor * (down[expert] @ active)
+    return out
+
+
+def check(launcher: Launcher, x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int = 0) -> torch.Tensor:
+    """What the kernels make of x with SiLU, which must be what is expected."""
+    out = torch.full_like(x, torch.nan)
+    StackedExperts(launcher, stacks, first, "silu").forward(x, chosen, out)
+    compare(out, expected(x, chosen, stacks, first, "silu"))
+    return out
+
+
+def compare(out: torch.Tensor, truth: torch.Tensor) -> None:
+    tolerance = TOLERANCE[out.dtype] * float(truth.abs().max())
+    torch.testing.assert_close(out.double().cpu(), truth, rtol=0, atol=tolerance)
+
+
+def computes(sizes: Sizes, dtype: torch.dtype, *counts: int) -> Case:
+    def run(launcher: Launcher, device: torch.device) -> None:
+        stacks = weights(sizes, dtype, device)
+        for num_tokens in counts:
+            x = draw((num_tokens, sizes.hidden), dtype, device)
+            check(launcher, x, pick(num_tokens, sizes, device), stacks, sizes.first)
+
+    return run
+
+
+def activation(kind: Activation) -> Case:
+    def run(launcher: Launcher, device: torch.device) -> None:
+        sizes, dtype = Sizes(), torch.bfloat16
+        stacks, chosen = weights(sizes, dtype, device), pick(3, sizes, device)
+        x = draw((3, sizes.hidden), dtype, device, 2.0)
+        out = torch.empty_like(x)
+        StackedExperts(launcher, stacks, 0, kind).forward(x, chosen, out)
+        compare(out, expected(x, chosen, stacks, 0, kind))
+
+    return run
+
+
+def one_expert_for_all(dtype: torch.dtype, num_tokens: int) -> Case:
+    """More rows than tiles that are computed at once have; nobody chooses the other experts."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        sizes = Sizes(top=1)
+        stacks, x = weights(sizes, dtype, device), draw((num_tokens, sizes.hidden), dtype, device)
+        for expert in (0, 4):
+            chosen = Chosen(
+                torch.full((num_tokens, 1), expert, dtype=torch.int32, device=device),
+                draw((num_tokens, 1), torch.float32, device),
+            )
+            check(launcher, x, chosen, stacks)
+
+    return run
+
+
+def others_add_nothing(launcher: Launcher, device: torch.device) -> None:
+    """A token whose experts are all elsewhere gets zeros, whatever lies in the memory of its pairs."""
+    for first, held in ((0, 2), (2, 3), (4, 1)):
+        sizes = Sizes(top=2, first=first, held=held)
+        stacks, chosen = weights(sizes, torch.bfloat16, device), pick(9, sizes, device)
+        out = check(launcher, draw((9, sizes.hidden), torch.bfloat16, device), chosen, stacks, first)
+        outside = ((chosen.experts < first) | (chosen.experts >= first + held)).all(1)
+        assert not out[outside].any()
+    nowhere = Chosen(torch.tensor([[-1, 7], [0, 5]], dtype=torch.int32, device=device), chosen.weights[:2])
+    out = check(launcher, draw((2, sizes.hidden), torch.bfloat16, device), nowhere, stacks, 4)
+    assert not out.any()
+
+
+def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
+    """Its bits do not depend on the other rows: not on their number, and so on tiles, nor on who they go to."""
+    sizes, dtype = Sizes(), torch.bfloat16
+    experts = StackedExperts(launcher, weights(sizes, dtype, device), 0, "silu")
+    x, chosen = draw((60, sizes.hidden), dtype, device), pick(60, sizes, device)
+    together = torch.empty_like(x)
+    experts.forward(x, chosen, together)
+    for own in (slice(0, 1), slice(31, 34), slice(59, 60)):
+        alone = torch.empty_like(x[own])
+        experts.forward(x[own], Chosen(chosen.experts[own], chosen.weights[own]), alone)
+        assert torch.equal(alone, together[own])
+
+
+def in_place_and_strided(launcher: Launcher, device: torch.device) -> None:
+    sizes, dtype = Sizes(), torch.float16
+    stacks, chosen = weights(sizes, dtype, device), pick(6, sizes, device)
+    x = draw((6, sizes.hidden), dtype, device)
+    out = check(launcher, x, chosen, stacks)
+    for gap in (8, 3):  # a multiple of 16 bytes, and not
+        rows = with_gaps(x, gap)
+        StackedExperts(launcher, stacks, 0, "silu").forward(rows, chosen, rows)
+        assert torch.equal(rows, out)
+
+
+def by_torch(launcher: Launcher, device: torch.device) -> None:
+    """Large steps by torch's grouped product, which rounds once more; smaller ones by the kernels, to their bits."""
+    sizes = Sizes(3, 2, 64, 16, first=1, held=2)
+    stacks, num_tokens = weights(sizes, BF16, device), FOR_MANY
+    both = StackedExperts(launcher, stacks, 1, "silu", TorchProducts(launcher))
+    x, chosen = draw((num_tokens, sizes.hidden), BF16, device), pick(num_tokens, sizes, device)
+    ours, theirs = check(launcher, x, chosen, stacks, 1), torch.full_like(x, torch.nan)
+    both.forward(x, chosen, theirs)
+    compare(theirs, expected(x, chosen, stacks, 1, "silu"))
+    assert not torch.equal(ours, theirs)
+    few = slice(0, num_tokens - 1)
+    both.forward(x[few], Chosen(chosen.experts[few], chosen.weights[few]), theirs[few])
+    assert torch.equal(ours[few], theirs[few])
+
+
+def more_pairs_than_at_once(launcher: Launcher, device: torch.device) -> None:
+    """They are computed in parts, whose rows are those of the whole."""
+    sizes = Sizes(1, 1, 8, 8, held=1)
+    num_tokens, stacks = 2 * MAX_PAIRS + 3, weights(sizes, BF16, device)
+    x, chosen = draw((num_tokens, sizes.hidden), BF16, device), pick(num_tokens, sizes, device)
+    out, ends = torch.full_like(x, torch.nan), [0, MAX_PAIRS - 1, MAX_PAIRS, -1]
+    StackedExperts(launcher, stacks, 0, "silu").forward(x, chosen, out)
+    few = Chosen(*(part[ends] for part in chosen))
+    compare(out[ends], expected(x[ends], few, stacks, 0, "silu"))
+    assert not out.isnan().any()
+
+
+def no_tokens(launcher: Launcher, device: torch.device) -> None:
+    sizes = Sizes()
+    x = torch.empty(0, sizes.hidden, device=device)
+    StackedExperts(launcher, weights(sizes, x.dtype, device), 0, "silu").forward(x, pick(0, sizes, device), x)
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CASES: list[tuple[str, Case]] = [
+    ("bfloat16", computes(Sizes(), BF16, 1, 2, 33)),
+    ("half", computes(Sizes(), F16, 1, 33)),
+    ("float", computes(Sizes(), F32, 1, 5)),
+    ("tiles_of_64_rows", computes(Sizes(), BF16, 70)),
+    ("tiles_of_64_rows_float", computes(Sizes(num_experts=2, top=2, hidden=24, inner=20, held=2), F32, 70)),
+    ("odd_sizes", computes(Sizes(hidden=75, inner=21), BF16, 3, 60)),
+    ("odd_sizes_float", computes(Sizes(hidden=37, inner=9), F32, 3)),
+    ("many_experts", computes(Sizes(40, 8, 64, 16, held=40), BF16, 12)),
+    ("one_expert", computes(Sizes(1, 1, held=1), BF16, 3)),
+    ("one_expert_for_all", one_expert_for_all(BF16, 40)),
+    ("one_expert_for_all_in_large_tiles", one_expert_for_all(F16, 300)),
+    *((kind, activation(kind)) for kind in ("gelu", "gelu_tanh", "relu")),
+    ("others_add_nothing", others_add_nothing),
+    ("a_row_by_itself", a_row_by_itself),
+    ("in_place_and_strided", in_place_and_strided),
+    ("by_torch", by_torch),
+    ("more_pairs_than_at_once", more_pairs_than_at_once),
+    ("no_tokens", no_tokens),
+]

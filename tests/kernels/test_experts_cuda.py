@@ -1,0 +1,91 @@
+"""A layer's experts on CUDA through the emulator, and what their Python side refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import experts_cases as cases
+from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.fused_cases import Case, draw, needed_by
+from vllm_lite.kernels.cuda.expert_order import Stacks
+from vllm_lite.kernels.cuda.experts import StackedExperts
+from vllm_lite.kernels.cuda.torch_products import for_weights
+from vllm_lite.kernels.routing import Chosen
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
+    for source, names in needed_by(cases.CASES).items():
+        launcher.preload(source, names)
+    return launcher
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
+def test_case(case: Case, emulated: EmulatorLauncher) -> None:
+    case(emulated, CPU)
+
+
+@pytest.mark.parametrize("order_seed", [1, 2, 3])
+def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+    """A barrier that lacks shows in some order."""
+    sizes = cases.Sizes(first=1, held=3)
+    stacks, chosen = cases.weights(sizes, torch.bfloat16, CPU), cases.pick(40, sizes, CPU)
+    x = draw((40, sizes.hidden), torch.bfloat16, CPU)
+    outs = [torch.empty_like(x) for _ in range(2)]
+    for out, launcher in zip(outs, (emulated, EmulatorLauncher(order_seed)), strict=True):
+        StackedExperts(launcher, stacks, 1, "silu").forward(x, chosen, out)
+    assert torch.equal(*outs)
+
+
+def test_no_launch_depends_on_what_is_chosen(emulated: EmulatorLauncher) -> None:
+    """As a CUDA graph needs it: it repeats the launches of the capture."""
+    sizes = cases.Sizes()
+    stacks, x = cases.weights(sizes, torch.bfloat16, CPU), draw((9, sizes.hidden), torch.bfloat16, CPU)
+    launches: list[list[Any]] = []
+
+    class Recorder:
+        def kernel(self, source: str, name: str) -> Callable[..., None]:
+            def launch(grid: Any, block: Any, args: Any, shared_bytes: int) -> None:
+                scalars = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+                launches[-1].append((name, grid, block, scalars, shared_bytes))
+                emulated.kernel(source, name)(grid, block, args, shared_bytes)
+
+            return launch
+
+    for one in (cases.pick(9, sizes, CPU), Chosen(torch.full((9, 3), 4, dtype=torch.int32), torch.ones(9, 3))):
+        launches.append([])
+        StackedExperts(Recorder(), stacks, 0, "silu").forward(x, one, torch.empty_like(x))
+    assert len(launches[0]) == 4
+    assert launches[0] == launches[1]
+
+
+def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
+    sizes = cases.Sizes()
+    stacks, chosen = cases.weights(sizes, torch.bfloat16, CPU), cases.pick(2, sizes, CPU)
+    experts, x = StackedExperts(emulated, stacks, 0, "silu"), torch.zeros(2, sizes.hidden, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x must be torch\.bfloat16 \[2, 80\] .*float32"):
+        experts.forward(x.float(), chosen, x)
+    with pytest.raises(ValueError, match="out must be"):
+        experts.forward(x, chosen, x[:1])
+    with pytest.raises(ValueError, match=r"ids must be .*\[2, 3\]"):
+        experts.forward(x, Chosen(chosen.experts[:1], chosen.weights), x)
+    with pytest.raises(ValueError, match="weights must be"):
+        experts.forward(x, Chosen(chosen.experts, chosen.weights.half()), x)
+
+
+def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
+    gate_up, down = cases.weights(cases.Sizes(), torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are no gated MLPs"):
+        StackedExperts(emulated, Stacks(down, down), 0, "silu")
+    with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16 and torch\.float16"):
+        StackedExperts(emulated, Stacks(gate_up, down.half()), 0, "silu")
+    with pytest.raises(ValueError, match=r"of one type, got torch\.float64"):
+        StackedExperts(emulated, Stacks(gate_up.double(), down.double()), 0, "silu")
+
+
+def test_products_of_torch_are_for_large_gpus_only(emulated: EmulatorLauncher) -> None:
+    assert for_weights(emulated, cases.weights(cases.Sizes(), torch.bfloat16, CPU)) is None

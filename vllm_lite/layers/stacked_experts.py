@@ -1,0 +1,23 @@
+"""The experts of a layer on a GPU, where their weights are dense: one group of kernels for all of them."""
+
+from collections.abc import Sequence
+
+from vllm_lite.kernels.cuda import torch_products
+from vllm_lite.kernels.cuda.expert_order import Stacks
+from vllm_lite.kernels.cuda.experts import DTYPES, StackedExperts
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.layers.expert_matmul import ExpertSizes
+from vllm_lite.layers.matmul import DenseMatmul, Matmul
+from vllm_lite.layers.stacked_weights import stack_weights
+
+
+def stacked_experts(
+    gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes, launcher: Launcher
+) -> StackedExperts | None:
+    """All experts by the kernels of csrc/cuda; None unless their weights are dense and of a type that these take."""
+    dense = [[each for each in part if isinstance(each, DenseMatmul) and each.bias is None] for part in (gate_up, down)]
+    if not gate_up or any(len(part) < len(gate_up) for part in dense) or dense[0][0].weight.dtype not in DTYPES:
+        return None
+    stacks = Stacks(*map(stack_weights, dense))
+    for_many = torch_products.for_weights(launcher, stacks)
+    return StackedExperts(launcher, stacks, sizes.held.start, sizes.activation, for_many)
