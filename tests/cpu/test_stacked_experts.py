@@ -10,8 +10,10 @@ from tests.families.mixtures import VARIANTS
 from tests.kernels import emulator
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.cuda import cupy_launcher
+from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts
+from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, make_expert_matmul
 from vllm_lite.layers.experts import SparseMLP
 from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, Matmul, Quantization
 from vllm_lite.layers.stacked_experts import stacked_experts
@@ -82,6 +84,23 @@ def test_other_weights_are_left_to_the_loop(launcher: emulator.EmulatorLauncher)
     assert stacked_experts(*make(2, torch.float64), sizes, launcher) is None
 
 
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_gpu_has_its_kernels_or_the_loop(
+    has_kernels: bool, launcher: emulator.EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cupy_launcher, "default_launcher", lambda: launcher if has_kernels else None)
+    sizes = ExpertSizes(Split.whole(2), INNER, "silu")
+    gate_up, down = ([DenseMatmul(each.weight.as_subclass(OnGpu), None) for each in part] for part in make(2))
+    made = make_expert_matmul(gate_up, down, sizes)
+    assert isinstance(made, StackedExperts if has_kernels else LoopedExperts)
+
+
 def test_weights_that_lie_side_by_side_stay_there() -> None:
     memory = random(7, HIDDEN, INNER)
     whole = stack_weights([DenseMatmul(part, None) for part in memory[2:5]])
@@ -97,6 +116,14 @@ def test_other_weights_are_copied_once(order: list[int]) -> None:
     whole = stack_weights(matmuls)
     assert torch.equal(whole, memory[order])
     assert [each.weight.data_ptr() for each in matmuls] == [part.data_ptr() for part in whole]
+
+
+def test_weights_of_two_memories_do_not_lie_side_by_side() -> None:
+    """Though the second begins in its memory where the first one ends in the other."""
+    one, other = random(2, 3, 4), torch.zeros(2, 3, 4)
+    assert torch.equal(
+        stack_weights([DenseMatmul(one[0], None), DenseMatmul(other[1], None)]), torch.stack((one[0], other[1]))
+    )
 
 
 def test_experts_of_several_shapes_are_refused() -> None:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, relu, silu
 
-from tests.kernels.fused_cases import Case, draw, with_gaps
+from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
 from vllm_lite.checkpoint.activation import Activation
-from vllm_lite.kernels.cuda.expert_order import Stacks
-from vllm_lite.kernels.cuda.experts import FOR_MANY, MAX_PAIRS, StackedExperts
+from vllm_lite.kernels.cuda.expert_order import Sorted, Stacks
+from vllm_lite.kernels.cuda.experts import FOR_MANY, MAX_PAIRS, StackedExperts, TileProducts
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.torch_products import TorchProducts
 from vllm_lite.kernels.routing import Chosen
@@ -102,6 +102,34 @@ def activation(kind: Activation) -> Case:
     return run
 
 
+def roundings(dtype: torch.dtype) -> Case:
+    """Gate and up are rounded, then the activation, then its product with up. Down gives what it gets."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        one = torch.eye(64, dtype=dtype, device=device)
+        third = one / 3
+        x = draw((9, 64), dtype, device, 2.0)
+        out, first = torch.empty_like(x), torch.zeros(9, 1, dtype=torch.int32, device=device)
+        experts = StackedExperts(launcher, Stacks(torch.cat((third, third))[None], one[None]), 0, "silu")
+        experts.forward(x, Chosen(first, torch.ones(9, 1, device=device)), out)
+        both = (x.double() * third[0, 0].double()).to(dtype).double()
+        assert_rounded(out, silu(both).to(dtype).double() * both)
+
+    return run
+
+
+def in_the_order_of_experts(launcher: Launcher, device: torch.device) -> None:
+    """Two experts of three cancel out, and leave what the third gave only if they are added up first."""
+    gate_up, down = (part[:1].expand(3, -1, -1).contiguous() for part in weights(Sizes(), F32, device))
+    x = draw((1, Sizes().hidden), F32, device)
+    alone, together = torch.empty_like(x), torch.empty_like(x)
+    experts = StackedExperts(launcher, Stacks(gate_up, down), 0, "silu")
+    for ids, factors, out in (([0], [1.0], alone), ([0, 2, 1], [2.0**27, 1.0, -(2.0**27)], together)):
+        chosen = torch.tensor([ids], dtype=torch.int32, device=device), torch.tensor([factors], device=device)
+        experts.forward(x, Chosen(*chosen), out)
+    assert torch.equal(alone, together)
+
+
 def one_expert_for_all(dtype: torch.dtype, num_tokens: int) -> Case:
     """More rows than tiles that are computed at once have; nobody chooses the other experts."""
 
@@ -176,7 +204,16 @@ def more_pairs_than_at_once(launcher: Launcher, device: torch.device) -> None:
     num_tokens, stacks = 2 * MAX_PAIRS + 3, weights(sizes, BF16, device)
     x, chosen = draw((num_tokens, sizes.hidden), BF16, device), pick(num_tokens, sizes, device)
     out, ends = torch.full_like(x, torch.nan), [0, MAX_PAIRS - 1, MAX_PAIRS, -1]
-    StackedExperts(launcher, stacks, 0, "silu").forward(x, chosen, out)
+    seen: list[int] = []
+
+    class Counting(TileProducts):
+        def forward(self, x: torch.Tensor, in_order: Sorted, stacks: Stacks, activation: Activation) -> torch.Tensor:
+            seen.append(len(in_order.pairs))
+            return super().forward(x, in_order, stacks, activation)
+
+    StackedExperts(launcher, stacks, 0, "silu", Counting(launcher)).forward(x, chosen, out)
+    assert max(seen) <= MAX_PAIRS, seen
+    assert min(seen) > MAX_PAIRS / 2, f"a part is hardly worth reading all weights for: {seen}"
     few = Chosen(*(part[ends] for part in chosen))
     compare(out[ends], expected(x[ends], few, stacks, 0, "silu"))
     assert not out.isnan().any()
@@ -202,6 +239,9 @@ CASES: list[tuple[str, Case]] = [
     ("one_expert_for_all", one_expert_for_all(BF16, 40)),
     ("one_expert_for_all_in_large_tiles", one_expert_for_all(F16, 300)),
     *((kind, activation(kind)) for kind in ("gelu", "gelu_tanh", "relu")),
+    ("roundings_bfloat16", roundings(BF16)),
+    ("roundings_half", roundings(F16)),
+    ("in_the_order_of_experts", in_the_order_of_experts),
     ("others_add_nothing", others_add_nothing),
     ("a_row_by_itself", a_row_by_itself),
     ("in_place_and_strided", in_place_and_strided),
