@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_check_cases import open_launcher
+from gpu_check_experts import measure as measure_experts
 from gpu_check_graphs import workspace_for
 from gpu_check_parts import emit
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
@@ -61,6 +62,7 @@ class Bench:
             self.fused,
             self.sampler,
             self.masks,
+            self.experts,
         ]
         for part in parts:
             name = part.__name__
@@ -260,6 +262,9 @@ class Bench:
             masked = masks.bring(logits, MaskedRows(np.arange(rows), bitmasks))
             seconds = self.timer.eager_seconds(lambda _: masks.rule_out(self.launcher, logits, masked))  # noqa: B023
             self.bytes_row("rule_out", f"{rows} x {vocab}", seconds, 2 * logits.nbytes)
+
+    def experts(self) -> None:
+        measure_experts(self, self.launcher, self.device)
 
 
 def by_sorting(logits: torch.Tensor) -> torch.Tensor:

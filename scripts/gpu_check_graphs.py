@@ -11,8 +11,11 @@ from gpu_check_setup import Paged, Shape, capture, paged
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.expert_order import Stacks
+from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.routing import Chosen
 
 
 def workspace_for(problem: Paged, max_seq_len: int, split_tokens: int = decode.SPLIT_TOKENS) -> torch.Tensor:
@@ -83,6 +86,29 @@ def rope_and_cache(launcher: Launcher, device: torch.device) -> str | None:
     return None if kv.any() else "nothing was written"
 
 
+def experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
+    """Captured while all rows go to one expert; replayed with others, so that tiles lie where none were."""
+    hidden, inner, num_experts, top = 64, 32, 12, 3
+    gate_up = torch.randn(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device=device) / 8
+    down = torch.randn(num_experts, hidden, inner, dtype=torch.bfloat16, device=device) / 4
+    layer = StackedExperts(launcher, Stacks(gate_up, down), 0, "silu")
+    x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
+    ids, factors = (torch.zeros(rows, top, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    captured, eager = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    replay = capture(lambda: layer.forward(x, Chosen(ids, factors), captured))
+    for number in range(3):
+        ids.copy_(torch.rand(rows, num_experts).argsort(1)[:, :top])
+        factors.uniform_()
+        x.normal_()
+        replay()
+        layer.forward(x, Chosen(ids, factors), eager)
+        if not torch.equal(captured, eager):
+            return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
+        if not captured.any():
+            return f"replay {number}: all is zero"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulate", action="store_true")
@@ -91,6 +117,8 @@ def main() -> None:
         "decode attention, one split": lambda: decode_attention(launcher, device, 64),
         "decode attention, splits": lambda: decode_attention(launcher, device, 1200),
         "rope and cache": lambda: rope_and_cache(launcher, device),
+        "experts, small tiles": lambda: experts(launcher, device, 8),
+        "experts, large tiles": lambda: experts(launcher, device, 150),
     }
     for name, check in checks.items():
         try:

@@ -45,7 +45,7 @@ def test_emulated_with_a_few_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "emulator-check.json").read_text())
     assert found["cases"] == {"paged_attention_cases": {"passed": 1, "failed": {}}}
-    assert found["graphs"]["rope and cache"] == "equal"
+    assert found["graphs"]["rope and cache"] == found["graphs"]["experts, large tiles"] == "equal"
     assert found["problems"] == []
     assert {"device", "date", "commit", "versions"} <= set(found)
     assert "no problems" in done.stdout
@@ -68,6 +68,8 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
         "rope_and_cache",
         "sampler pick",
         "rule_out",
+        "experts",
+        "experts, loop",
     } < kernels
     assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
 
@@ -136,7 +138,9 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"sampler_cases"}, "its twin is the worker's"
+    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"sampler_cases", "routing_cases"}, (
+        "the sampler's twin is the worker's, and the rules of a router are a message's struct"
+    )
 
 
 def test_cases_whose_packages_are_missing_are_skipped_with_a_word() -> None:
