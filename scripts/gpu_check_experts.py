@@ -1,4 +1,4 @@
-"""Part of `gpu_check_bench`: a layer of experts, by kernels of ours, by torch's grouped product, and by a plain loop."""
+"""Part of `gpu_check_bench`: a layer of experts by kernels of ours, by torch's grouped product, and by a loop."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,8 +57,8 @@ def looped(stacks: Stacks) -> Any:
         from vllm_lite.layers.matmul import DenseMatmul
     except ModuleNotFoundError:
         return None
-    parts = ([DenseMatmul(weight, None) for weight in stack] for stack in stacks)
-    return LoopedExperts(*parts, ExpertSizes(Split.whole(len(stacks.down)), stacks.down.shape[2], "silu"))
+    gate_up, down = ([DenseMatmul(weight, None) for weight in stack] for stack in stacks)
+    return LoopedExperts(gate_up, down, ExpertSizes(Split.whole(len(stacks.down)), stacks.down.shape[2], "silu"))
 
 
 def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
