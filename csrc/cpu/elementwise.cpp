@@ -65,6 +65,14 @@ VLLM_LITE_API int64_t vllm_lite_scale_rows(int32_t dtype, int64_t num_tokens, in
 }
 VLLM_LITE_RECORDABLE(vllm_lite_scale_rows)
 
+// x: [num_rows, size].
+VLLM_LITE_API void vllm_lite_clamp(int32_t dtype, int64_t num_rows, int64_t size, void* x, int64_t stride,
+                                   float limit) {
+  const Clamp op = {dtype, limit, size, x, stride};
+  over_rows(num_rows, size, VLLM_LITE_DISPATCH(clamp), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_clamp)
+
 // logits: float32 [num_rows, size], in place; a cap of 0 is none.
 VLLM_LITE_API void vllm_lite_scale_and_cap(int64_t num_rows, int64_t size, float* logits, int64_t stride, float factor,
                                            float cap) {

@@ -135,6 +135,18 @@ def test_scale(factor: float, dtype: torch.dtype, ops: CpuOps) -> None:
 
 
 @pytest.mark.usefixtures("each_isa")
+def test_clamp(dtype: torch.dtype, ops: CpuOps) -> None:
+    for size in SIZES:
+        x = values(5, size, dtype=dtype)
+        x[0, 0], x[1, 0], x[2, 0] = torch.inf, -torch.inf, torch.nan
+        found = strided(x)
+        ops.clamp(found, 1.0 / 3)
+        twin.clamp(x, 1.0 / 3)
+        assert torch.equal(found.nan_to_num(9), x.nan_to_num(9))
+        assert_gaps_untouched(found)
+
+
+@pytest.mark.usefixtures("each_isa")
 def test_scale_rows(dtype: torch.dtype, ops: CpuOps) -> None:
     """Heads within wider rows, of all sizes; the rest of a row stays."""
     table, positions = values(9, dtype=torch.float32, seed=3), torch.tensor([0, 8, 3, 3])

@@ -66,6 +66,7 @@ def test_the_usual_name_wins(tmp_path: Path) -> None:
         ({}, [None] * 4),
         ({"sliding_window": 32}, [32] * 4),
         ({"sliding_window": 32, "use_sliding_window": False}, [None] * 4),
+        ({"sliding_window": 0}, [None] * 4),
         ({"sliding_window": 32, "max_window_layers": 3}, [None, None, None, 32]),
         ({"sliding_window": 32, "sliding_window_pattern": 2}, [32, None, 32, None]),
         ({"sliding_window": 32, "sliding_window_pattern": "LLG"}, [32, 32, None, 32]),

@@ -79,6 +79,10 @@ class Ops(Protocol):
         """x *= factor, in float32 and rounded; x: [num_tokens, size]."""
         ...
 
+    def clamp(self, x: torch.Tensor, limit: float) -> None:
+        """Every element of x between -limit and limit, which is rounded to x's type; x: [num_tokens, size]."""
+        ...
+
     def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
         """heads[i] *= table[positions[i]], in float32 and rounded; heads: [num_tokens, num_heads, head_size], table:
         float32 [max_position], positions: int64 [num_tokens], all of which are in the table."""
@@ -152,6 +156,9 @@ class TorchOps:
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         x.mul_(factor)
+
+    def clamp(self, x: torch.Tensor, limit: float) -> None:
+        x.clamp_(-limit, limit)
 
     def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
         heads.copy_(heads * table.index_select(0, positions)[:, None, None])

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import WideNormWeights, ops_for
+from vllm_lite.kernels.ops import Ops, WideNormWeights, ops_for
 from vllm_lite.layers.buffers import HeadRows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qkv_layout import QKVSplits
@@ -101,13 +101,13 @@ class _Weight:
 class Clipped:
     """Limits to Q, K and V, behind norms on Q and K where there are some."""
 
-    def __init__(self, norm: QKNorm | None, limit: float) -> None:
-        self.norm, self.limit = norm, limit
+    def __init__(self, norm: QKNorm | None, limit: float, ops: Ops) -> None:
+        self.norm, self.limit, self.ops = norm, limit, ops
 
     def forward(self, own: HeadRows) -> None:
         if self.norm is not None:
             self.norm.forward(own)
-        own.qkv.clamp_(-self.limit, self.limit)
+        self.ops.clamp(own.qkv, self.limit)
 
     def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:
         if self.norm is not None:
@@ -117,7 +117,8 @@ class Clipped:
 def make_qk_norm(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None) -> QKNorm | None:
     """What the model does to Q and K before they are rotated, None if it does nothing."""
     norm = _norms(parts, splits, head_size, order)
-    return Clipped(norm, parts.spec.qkv_clip) if parts.spec.qkv_clip else norm
+    limit = parts.spec.qkv_clip
+    return Clipped(norm, limit, ops_for(parts.device)) if limit else norm
 
 
 def _norms(

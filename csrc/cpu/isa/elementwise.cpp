@@ -80,12 +80,25 @@ void scale_rows_at(const ScaleRows& op, int64_t first, int64_t last) {
   }
 }
 
+template <class T>
+void clamp_rows(const Clamp& op, int64_t first, int64_t last) {
+  const Vec high = rounded(splat(op.limit), T()), low = -high;
+  for (int64_t i = first; i < last; ++i) {
+    T* row = static_cast<T*>(op.x) + i * op.stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Vec x = load_at(row, k, count);
+      store_at(row, k, x > high ? high : x < low ? low : x, count);
+    });
+  }
+}
+
 }  // namespace
 
 VLLM_LITE_BY_DTYPE(activate, activate_by_kind, Activate)
 VLLM_LITE_BY_DTYPE(gated_activation, activate_by_kind, GatedActivation)
 VLLM_LITE_BY_DTYPE(add_rows, add_rows_at, AddRows)
 VLLM_LITE_BY_DTYPE(scale_rows, scale_rows_at, ScaleRows)
+VLLM_LITE_BY_DTYPE(clamp, clamp_rows, Clamp)
 
 void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {

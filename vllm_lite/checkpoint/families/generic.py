@@ -45,7 +45,7 @@ MLP_RATIO = 4
 
 class GenericConfig(RawConfig, kw_only=True):
     intermediate_size: Size | None = None
-    sliding_window: Size | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0: none, as Qwen's are written
     use_sliding_window: bool = True
     max_window_layers: Annotated[int, Meta(ge=0)] = 0
     sliding_window_pattern: Annotated[int, Meta(ge=1)] | Annotated[str, Meta(min_length=1, max_length=64)] | None = None
@@ -63,7 +63,7 @@ def read_generic(architecture: str, text: Mapping[str, Any]) -> ModelSpec:
         method = raw.quantization_config.get("quant_method")
         raise ModelError(f"quantization_config {method!r} is not supported for a model that transformers computes")
     attention = msgspec.structs.replace(attention_of(raw), soft_cap=raw.attn_logit_softcapping or 0.0)
-    windows = windows_of(layer_types_of(raw, lambda layer: _default_type(raw, layer)), raw.sliding_window)
+    windows = windows_of(layer_types_of(raw, lambda layer: _default_type(raw, layer)), raw.sliding_window or None)
     ropes: list[Rope | None] = [None] * raw.num_hidden_layers  # transformers' code rotates the heads
     width = raw.intermediate_size or MLP_RATIO * raw.hidden_size
     own: dict[str, Any] = {
@@ -107,7 +107,7 @@ _UNREAD = ("hidden_act", "rope_parameters", "rope_scaling", "rope_theta", "parti
 
 def _default_type(raw: GenericConfig, layer: int) -> str:
     """The type of a layer, where layer_types does not say it."""
-    if raw.sliding_window is None or not raw.use_sliding_window or layer < raw.max_window_layers:
+    if not raw.sliding_window or not raw.use_sliding_window or layer < raw.max_window_layers:
         return FULL
     pattern = raw.sliding_window_pattern
     if isinstance(pattern, str):  # like LLLG: local, local, local, global

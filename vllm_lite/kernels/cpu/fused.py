@@ -29,6 +29,7 @@ _GATED_ACTIVATION = (int32, int32, int64, int64, pointer, int64, pointer, int64)
 _ADD = (int32, int64, int64, pointer, int64, pointer, int64)
 _ADD_ROWS = (int32, int64, int64, pointer, int64, pointer, int64, int64, pointer)
 _SCALE = (int32, int64, int64, pointer, int64, float32)
+_CLAMP = (int32, int64, int64, pointer, int64, float32)
 _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
 _ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
@@ -52,6 +53,7 @@ class CpuOps(TorchOps):
         self._add = function("vllm_lite_add", _ADD)
         self._add_rows = function("vllm_lite_add_rows", _ADD_ROWS, int64)
         self._scale = function("vllm_lite_scale", _SCALE)
+        self._clamp = function("vllm_lite_clamp", _CLAMP)
         self._scale_rows = function("vllm_lite_scale_rows", _SCALE_ROWS, int64)
         self._scale_and_cap = function("vllm_lite_scale_and_cap", _SCALE_AND_CAP)
         self._rotate = function("vllm_lite_rotate", _ROTATE)
@@ -135,6 +137,13 @@ class CpuOps(TorchOps):
         if code is None or x.dim() != 2:
             return super().scale(x, factor)
         self._scale(code, *x.shape, x.data_ptr(), x.stride(0), factor)
+        return None
+
+    def clamp(self, x: torch.Tensor, limit: float) -> None:
+        code = _code(x)
+        if code is None or x.dim() != 2:
+            return super().clamp(x, limit)
+        self._clamp(code, *x.shape, x.data_ptr(), x.stride(0), limit)
         return None
 
     def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
