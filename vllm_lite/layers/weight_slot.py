@@ -24,14 +24,24 @@ class WeightSlot(NamedTuple):
     stacked: tuple[int, int] | None = None
     """Where the checkpoint has several matrices of this shape in one tensor, along its first axis: which one this is,
     and how many there are."""
+    is_text: bool = False
+    """Whether the tensor is text, in bytes: it may be shorter than `shape`, and is filled up with zeros."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         shape = self.shape[::-1] if self.transposed else self.shape
         return shape if self.stacked is None else (self.stacked[1], *shape)
 
+    def fits(self, stored: tuple[int, ...]) -> bool:
+        """Whether the checkpoint's tensor may have this shape."""
+        if self.is_text:
+            return len(stored) == 1 and stored[0] <= self.shape[0]
+        return stored == self.stored_shape
+
     def cut(self, stored: torch.Tensor) -> torch.Tensor:
         """The box of the tensor as it is stored: a view if it lies in one piece, else a copy."""
+        if self.is_text:
+            return torch.nn.functional.pad(stored, (0, self.shape[0] - len(stored)))
         tensor = stored if self.stacked is None else stored[self.stacked[0]]
         tensor = tensor.t() if self.transposed else tensor
         if self.order is None:

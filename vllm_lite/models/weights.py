@@ -232,7 +232,7 @@ def _check(
     shapes = [
         f"{name} {stored.shape}, not {slot.stored_shape}"
         for name, slot, _, stored in both
-        if stored.shape != slot.stored_shape
+        if not slot.fits(stored.shape)
     ]
     unreadable: dict[tuple[str, ...], list[str]] = {}
     for name, _, part, stored in both:

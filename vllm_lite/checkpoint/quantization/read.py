@@ -4,15 +4,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_lite.checkpoint.quantization.awq import read_awq
+from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.compressed_tensors import read_compressed_tensors
 from vllm_lite.checkpoint.quantization.gptq import read_gptq
+from vllm_lite.checkpoint.quantization.mxfp4 import read_mxfp4
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.errors import ModelError
 
 METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 """quant_method -> what reads the rest. Each raises ModelError for what it does not know."""
 

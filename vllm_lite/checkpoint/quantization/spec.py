@@ -1,6 +1,7 @@
 """What a checkpoint says of the form in which its weights are stored. `read` makes it of config.json."""
 
 import re
+from typing import Literal
 
 import msgspec
 
@@ -8,6 +9,8 @@ from vllm_lite.checkpoint.tensor_names import EMBEDDING, canonical
 
 REGEX, PART = "re:", "part:"
 """What a pattern begins with that is a regular expression, or a part of names, and no name."""
+EXPERTS = ".experts."
+"""What the names of experts' matrices have within them."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
@@ -78,5 +81,36 @@ class Awq(QuantizationSpec, frozen=True, kw_only=True):
         return "AWQ with 4 bits"
 
 
-AnyQuantization = PackedInts | Gptq | Awq
+class BitsAndBytes4(QuantizationSpec, frozen=True, kw_only=True):
+    """bitsandbytes' tables of 16 numbers, with a scale for each 64 weights of a matrix, whatever its rows are."""
+
+    table: Literal["nf4", "fp4"]
+    nested: bool = False
+    """Whether the scales are quantized, too (double quantization)."""
+
+    @property
+    def label(self) -> str:
+        return f"bitsandbytes {self.table}"
+
+
+class BitsAndBytes8(QuantizationSpec, frozen=True, kw_only=True):
+    """bitsandbytes' integers of 8 bits, with one scale for each output."""
+
+    @property
+    def label(self) -> str:
+        return "bitsandbytes int8"
+
+
+class MxFp4(QuantizationSpec, frozen=True, kw_only=True):
+    """Floats of 4 bits with a power of two for each 32 inputs, of experts that a checkpoint stores in one tensor."""
+
+    def is_dense(self, name: str) -> bool:
+        return EXPERTS not in name or super().is_dense(name)
+
+    @property
+    def label(self) -> str:
+        return "MXFP4"
+
+
+AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4
 """The subclasses, each by its tag."""

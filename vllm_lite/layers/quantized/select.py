@@ -4,16 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_lite.checkpoint.quantization.spec import AnyQuantization, Awq, Gptq, PackedInts, QuantizationSpec
+from vllm_lite.checkpoint.quantization.spec import (
+    AnyQuantization,
+    Awq,
+    BitsAndBytes4,
+    BitsAndBytes8,
+    Gptq,
+    MxFp4,
+    PackedInts,
+    QuantizationSpec,
+)
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.matmul import Quantization
-from vllm_lite.layers.quantized import awq, gptq, packed_ints
+from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, gptq, mxfp4, packed_ints
 from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
     PackedInts: packed_ints.stored,
     Gptq: gptq.stored,
     Awq: awq.stored,
+    BitsAndBytes4: bitsandbytes.stored,
+    BitsAndBytes8: bitsandbytes8.stored,
+    MxFp4: mxfp4.stored,
 }
 """What gives the weight of the named projections, for each kind of spec: called as format(spec, names, shape)."""
 
