@@ -1,10 +1,12 @@
 """GPTQ and AWQ checkpoints: written here by their formulas, multiplied as the dense weights they stand for."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,13 +28,18 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """As many codes as an int32 holds become one, the first the lowest; written without what is tested."""
-    count = 32 // bits
-    moved = codes.long().movedim(dim, -1)
-    parts = moved.reshape(*moved.shape[:-1], -1, count)
-    whole = (parts << torch.arange(0, 32, bits)).sum(-1)
-    signed = torch.where(whole >= 1 << 31, whole - (1 << 32), whole)
-    return signed.to(torch.int32).movedim(-1, dim).contiguous()
+    """The codes as one stream of bits, the lowest of each first, in words of int32; without what is tested."""
+    moved = codes.to(torch.uint8).movedim(dim, -1).contiguous().numpy()
+    stream = np.unpackbits(moved[..., None], axis=-1, count=bits, bitorder="little").reshape(*moved.shape[:-1], -1)
+    packed = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
+    return torch.from_numpy(packed).movedim(-1, dim).contiguous()
+
+
+def zeros_less_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """As GPTQModel takes one away: from whole words."""
+    if bits == 3:
+        return words((zeros - 1) % 8, bits, 1)
+    return words(zeros, bits, 1) - sum(1 << at for at in range(0, 32, bits))
 
 
 def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
@@ -48,7 +55,7 @@ def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: b
             high = torch.maximum(high, -low)
             low = -high
         scale = ((high - low) / most).half().float().clamp(min=1e-4)
-        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(1, most)
+        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(0, most)
         codes[:, groups == group] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, most)
         zeros.append(zero)
         scales.append(scale)
@@ -56,16 +63,22 @@ def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: b
 
 
 def gptq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    for pattern, others in config.get("dynamic", {}).items():
+        if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+            if pattern.startswith("-:"):
+                return {f"{name}.weight": weight}, weight
+            config = config | others
+            break
     inputs, bits = weight.shape[1], config["bits"]
     size = inputs if config["group_size"] == -1 else config["group_size"]
     groups = torch.arange(inputs) // size
     if config["desc_act"]:
         groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
     codes, zeros, scales = integers(weight, groups, bits, config["sym"])
-    stored = zeros if config["checkpoint_format"] == "gptq_v2" else zeros - 1
+    v2 = config["checkpoint_format"] == "gptq_v2"
     tensors = {
         f"{name}.qweight": words(codes.t(), bits, 0),
-        f"{name}.qzeros": words(stored.t(), bits, 1),
+        f"{name}.qzeros": words(zeros.t(), bits, 1) if v2 else zeros_less_one(zeros.t(), bits),
         f"{name}.scales": scales.t().half().contiguous(),
         f"{name}.g_idx": groups.to(torch.int32),
     }
@@ -121,6 +134,10 @@ def configs() -> Iterator[Any]:
     yield pytest.param(gptq_tensors, gptq_config(sym=False, checkpoint_format="gptq_v2"), id="gptq_v2 with zeros")
     yield pytest.param(gptq_tensors, gptq_config(desc_act=True, sym=False), id="gptq sorted")
     yield pytest.param(gptq_tensors, gptq_config(bits=8, group_size=-1), id="gptq 8 bits")
+    yield pytest.param(gptq_tensors, gptq_config(bits=3, sym=False), id="gptq 3 bits")
+    yield pytest.param(gptq_tensors, gptq_config(bits=2, sym=False), id="gptq 2 bits")
+    dynamic = {r"-:.*\.1\.(?:mlp|no).*": {}, r"+:.*self_attn": {"bits": 8, "sym": False}}
+    yield pytest.param(gptq_tensors, gptq_config(dynamic=dynamic), id="gptq dynamic")
     awq_config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     yield pytest.param(awq_tensors, awq_config, id="awq")
 
@@ -164,9 +181,11 @@ def test_worked_examples() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (gptq_config(bits=3), "bits 3 is not supported"),
+        (gptq_config(bits=5), "bits 5 is not supported for 'gptq'; supported: 2, 3, 4, 8"),
         (gptq_config(checkpoint_format="marlin"), "'marlin' is not supported; supported: gptq, gptq_v2"),
-        (gptq_config(dynamic={"-:.*": {}}), "dynamic, by which layers differ"),
+        (gptq_config(dynamic={"-:(a*)*": {}}), r"dynamic: '\(a\*\)\*' is too complex"),
+        (gptq_config(dynamic={"mlp": {"bits": 5}}), "bits 5 is not supported"),
+        (gptq_config(dynamic={"mlp": {"bits": "4"}}), "quantization_config.dynamic.bits: Expected `int`"),
         (gptq_config(group_size=0), "group_size 0 must be"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "awq", "bits": "4"}, "quantization_config.bits: Expected `int`"),

@@ -1,19 +1,14 @@
 """The quantization_config that llm-compressor writes, see https://github.com/vllm-project/compressed-tensors."""
 
-import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.checkpoint.quantization.patterns import check_expression
 from vllm_lite.checkpoint.quantization.spec import REGEX, PackedInts
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
-
-MAX_REPEATS = 4
-"""In a regular expression, as names of 60 characters are matched in less than 60^4 steps."""
-MAX_EXPRESSION = 400
-"""Characters."""
 
 
 class _Weights(msgspec.Struct):
@@ -51,29 +46,11 @@ def read_compressed_tensors(raw: dict[str, Any]) -> PackedInts:
     if not weights.symmetric or weights.actorder == "group":
         raise ModelError("quantization_config with zero points, or with actorder 'group', is not supported")
     group = weights.group_size if weights.strategy == "group" else None
-    _check_patterns(config.ignore)
+    for pattern in config.ignore:
+        if pattern.startswith(REGEX):
+            check_expression("ignore", pattern.removeprefix(REGEX))
     return PackedInts(
         dense=tuple(config.ignore),
         bits=weights.num_bits,
         group_size=group if group and group > 0 else None,
     )
-
-
-def _check_patterns(patterns: list[str]) -> None:
-    """Raise ModelError for an expression that could take for ever: the file may be a stranger's."""
-    for pattern in patterns:
-        if not pattern.startswith(REGEX):
-            continue
-        expression = pattern.removeprefix(REGEX)
-        num_repeats = sum(expression.count(sign) for sign in "*+?{")
-        if num_repeats > MAX_REPEATS or re.search(r"\)[*+?{]|\(\?", expression) or len(expression) > MAX_EXPRESSION:
-            raise ModelError(
-                f"quantization_config.ignore: {pattern[:MAX_EXPRESSION]!r} is too complex; at most {MAX_REPEATS} "
-                f"repetitions, none of a group, and {MAX_EXPRESSION} characters are supported"
-            )
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise ModelError(
-                f"quantization_config.ignore: {pattern!r} is not a regular expression ({error})"
-            ) from error

@@ -4,11 +4,15 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.quantization.spec import Gptq
+from vllm_lite.checkpoint.quantization.patterns import check_expression
+from vllm_lite.checkpoint.quantization.spec import REGEX, Gptq, GptqLayers
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
 
 FORMATS = ("gptq", "gptq_v2")
+BITS = (2, 3, 4, 8)
+EXCEPT, ONLY = "-:", "+:"
+"""What a key of `dynamic` begins with whose layers are dense, or differ; without either they differ."""
 
 
 class _Config(msgspec.Struct):
@@ -17,27 +21,70 @@ class _Config(msgspec.Struct):
     desc_act: bool = False
     checkpoint_format: str = "gptq"
     lm_head: bool = False
-    dynamic: dict[str, Any] | None = None
+    dynamic: dict[str, dict[str, Any]] | None = None
+    modules_in_block_to_quantize: list[list[str] | str] | None = None
+
+
+class _Layers(msgspec.Struct):
+    """What `dynamic` may say of some layers. All else in it is about how they were quantized."""
+
+    bits: int
+    group_size: int
+    desc_act: bool
 
 
 def read_gptq(raw: dict[str, Any]) -> Gptq:
     """Raises ModelError for a scheme that is not supported, by its name."""
     config = convert(raw, _Config, "quantization_config")
-    if config.bits not in (4, 8):
-        raise ModelError(f"quantization_config bits {config.bits} is not supported for 'gptq'; supported: 4, 8")
+    check_bits(config.bits)
     if config.checkpoint_format not in FORMATS:
         raise ModelError(
             f"quantization_config checkpoint_format {config.checkpoint_format!r} is not supported; supported: "
             f"{', '.join(FORMATS)}"
         )
-    if config.dynamic:
-        raise ModelError("quantization_config dynamic, by which layers differ, is not supported for 'gptq'")
-    if config.group_size == 0 or config.group_size < -1:
-        raise ModelError(f"quantization_config group_size {config.group_size} must be -1, or a number of inputs")
     return Gptq(
         dense=() if config.lm_head else ("lm_head",),
         bits=config.bits,
-        group_size=None if config.group_size == -1 else config.group_size,
+        group_size=group_of(config.group_size),
         sorted_columns=config.desc_act,
         zeros_less_one=config.checkpoint_format == "gptq",
+        layers=tuple(_layers(config, key, values) for key, values in (config.dynamic or {}).items()),
+        only=_only(config.modules_in_block_to_quantize),
     )
+
+
+def check_bits(bits: int) -> None:
+    """Raise ModelError for a number of bits that is not supported."""
+    if bits not in BITS:
+        raise ModelError(
+            f"quantization_config bits {bits} is not supported for 'gptq'; supported: {', '.join(map(str, BITS))}"
+        )
+
+
+def group_of(size: int) -> int | None:
+    """A group_size, where -1 is for all inputs. Raises ModelError for what is none."""
+    if size == 0 or size < -1:
+        raise ModelError(f"quantization_config group_size {size} must be -1, or a number of inputs")
+    return None if size == -1 else size
+
+
+def _layers(config: _Config, key: str, values: dict[str, Any]) -> GptqLayers:
+    expression = key.removeprefix(ONLY).removeprefix(EXCEPT)
+    check_expression("dynamic", expression)
+    if key.startswith(EXCEPT):
+        return GptqLayers(pattern=f"{REGEX}{expression}", bits=None)
+    usual = {"bits": config.bits, "group_size": config.group_size, "desc_act": config.desc_act}
+    own = convert(usual | values, _Layers, "quantization_config.dynamic")
+    check_bits(own.bits)
+    return GptqLayers(
+        pattern=f"{REGEX}{expression}",
+        bits=own.bits,
+        group_size=group_of(own.group_size),
+        sorted_columns=own.desc_act,
+    )
+
+
+def _only(names: list[list[str] | str] | None) -> tuple[str, ...]:
+    """modules_in_block_to_quantize: layers within a block, in one list or in several."""
+    flat = [[name] if isinstance(name, str) else name for name in names or ()]
+    return tuple(f".{name}" for part in flat for name in part)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_lite.checkpoint.quantization.autoround import read_auto_round
 from vllm_lite.checkpoint.quantization.awq import read_awq
 from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.compressed_tensors import read_compressed_tensors
@@ -12,10 +13,12 @@ from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.errors import ModelError
 
 METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
+    "intel/auto-round": read_auto_round,
     "mxfp4": read_mxfp4,
 }
 """quant_method -> what reads the rest. Each raises ModelError for what it does not know."""

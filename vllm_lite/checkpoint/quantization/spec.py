@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, canonical
+from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
 
 REGEX, PART = "re:", "part:"
 """What a pattern begins with that is a regular expression, or a part of names, and no name."""
@@ -54,8 +54,21 @@ class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
         return f"compressed-tensors w{self.bits}a16"
 
 
+class GptqLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a GPTQ checkpoint that are quantized in another way than most."""
+
+    pattern: str
+    """As those of QuantizationSpec.dense."""
+    bits: int | None
+    """None: they are dense."""
+    group_size: int | None = None
+    """As PackedInts'."""
+    sorted_columns: bool = False
+    """As Gptq's."""
+
+
 class Gptq(QuantizationSpec, frozen=True, kw_only=True):
-    """Integers of 4 or 8 bits with zero points, in int32 words along the inputs."""
+    """Integers of 2, 3, 4 or 8 bits with zero points, in int32 words along the inputs."""
 
     bits: int
     group_size: int | None
@@ -64,6 +77,31 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
     """Whether inputs were grouped by their activations (desc_act); a tensor `g_idx` then says which is in which."""
     zeros_less_one: bool = True
     """Whether zero points are stored less one, as in the first version of the format."""
+    has_indices: bool = True
+    """Whether there is a tensor `g_idx`."""
+    layers: tuple[GptqLayers, ...] = ()
+    """Those that differ. The first whose pattern fits a name counts."""
+    only: tuple[str, ...] = ()
+    """What the names of all quantized layers but the head end with; nothing: they are not told apart by that."""
+
+    def is_dense(self, name: str) -> bool:
+        if super().is_dense(name):
+            return True
+        if (own := self._own(name)) is not None:
+            return own.bits is None
+        return bool(self.only) and name != HEAD.removesuffix(".weight") and not name.endswith(self.only)
+
+    def of(self, name: str) -> "Gptq":
+        """How the quantized matrix `name` is stored."""
+        own = self._own(name)
+        if own is None or own.bits is None:
+            return self
+        return msgspec.structs.replace(
+            self, bits=own.bits, group_size=own.group_size, sorted_columns=own.sorted_columns, layers=()
+        )
+
+    def _own(self, name: str) -> GptqLayers | None:
+        return next((layers for layers in self.layers if _fits(layers.pattern, name)), None)
 
     @property
     def label(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.checkpoint.quantization.spec import Awq
-from vllm_lite.kernels.grouped import GroupedWeight, unpack
+from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
 from vllm_lite.layers.quantized.stored import QuantizedWeight
 from vllm_lite.layers.weight_form import LinearShape
@@ -34,9 +34,8 @@ class _Reader:
     columns: Columns
 
     def take(self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
-        return self.columns.weight(_unpack(qweight), _unpack(qzeros).float(), scales)
+        return self.columns.weight(self._unpack(qweight), self._unpack(qzeros).float(), scales)
 
-
-def _unpack(words: torch.Tensor) -> torch.Tensor:
-    codes = unpack(words, BITS, dim=1).view(len(words), -1, len(PLACES))
-    return codes[..., list(PLACES)].flatten(1)
+    def _unpack(self, words: torch.Tensor) -> torch.Tensor:
+        codes = self.columns.unpack(words, dim=1).view(len(words), -1, len(PLACES))
+        return codes[..., list(PLACES)].flatten(1)

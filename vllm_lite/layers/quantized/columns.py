@@ -4,6 +4,7 @@ Columns are packed, and taken by ranks and projections in pieces that need not f
 read with all of its columns, and cut once it is unpacked.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
+from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight, unpack
 from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
@@ -28,9 +29,19 @@ class Columns:
     """Inputs that share a scale, or all of them."""
 
     @property
-    def per_word(self) -> int:
-        """Codes in an int32."""
-        return 32 // self.bits
+    def words_in_unit(self) -> int:
+        """How many int32 begin and end with a whole code: three where codes have 3 bits."""
+        return math.lcm(32, self.bits) // 32
+
+    @property
+    def unit(self) -> int:
+        """The codes in them."""
+        return 32 * self.words_in_unit // self.bits
+
+    @property
+    def words(self) -> Split:
+        """Those of this rank's inputs. Raises ConfigError if ranks would have to share one."""
+        return in_units(self.shape.inputs, self.unit).times(self.words_in_unit)
 
     @property
     def groups(self) -> Split:
@@ -43,9 +54,9 @@ class Columns:
         ModelError if outputs do not fill words."""
         slots = []
         for name, outputs in zip(self.names, self.shape.outputs, strict=True):
-            if outputs.total % self.per_word:
-                raise ModelError(f"{name}: {outputs.total} outputs are no whole words of {self.per_word}")
-            width = outputs.total // self.per_word if packed else outputs.total
+            if outputs.total % self.unit:
+                raise ModelError(f"{name}: {outputs.total} outputs are no whole words of {self.unit}")
+            width = outputs.total * self.bits // 32 if packed else outputs.total
             slots.append(WeightSlot(f"{name}.{ending}", (rows.total, width), (rows.start, 0), (rows.size, width)))
         return WeightStack(tuple(slots), dtype, CPU, dim=1)
 
@@ -57,10 +68,21 @@ class Columns:
         own = self._own_columns()
         codes, zeros, scales = (tensor[:, own].t().contiguous() for tensor in (codes, zeros, scales))
         size = min(self.group_size, codes.shape[1])
-        middle = 1 << (self.bits - 1)
+        values, middle = UINT4 if self.bits <= 4 else UINT8, 1 << (self.bits - 1)
         if bool((zeros == middle).all()):
-            return GroupedWeight(codes, INT4 if self.bits == 4 else INT8, scales, size, order=order)
-        return GroupedWeight(codes, UINT4 if self.bits == 4 else UINT8, scales, size, zeros * scales, order)
+            return GroupedWeight(codes, values - middle, scales, size, order=order)
+        return GroupedWeight(codes, values, scales, size, zeros * scales, order)
+
+    def unpack(self, words: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """As `kernels.grouped.unpack`, also of codes that begin in one word and end in the next."""
+        if self.words_in_unit == 1:
+            return unpack(words, self.bits, dim=dim)
+        words = words.movedim(dim, -1).long() & 0xFFFFFFFF
+        first = torch.arange(0, 32 * words.shape[-1] - self.bits + 1, self.bits)
+        word, shift = first // 32, first % 32
+        following = words[..., (word + 1).clamp(max=words.shape[-1] - 1)]
+        codes = ((words[..., word] | following << 32) >> shift) & ((1 << self.bits) - 1)
+        return codes.to(torch.uint8).movedim(-1, dim)
 
     def _own_columns(self) -> torch.Tensor:
         """Which of the columns of all projections this rank has, in its order."""

@@ -1,7 +1,8 @@
 """GPTQ's `qweight` int32 [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs] and `g_idx`
-[inputs], the group of each input; with 8 bits 4 in place of 8. https://github.com/ModelCloud/GPTQModel writes them.
+[inputs], the group of each input; with 8 bits 4 in place of 8, with 3 bits 32 in 3 words.
+https://github.com/ModelCloud/GPTQModel writes them, and https://github.com/intel/auto-round all but g_idx.
 
-weight = scale * (code - zero). The first version of the format stores zeros less one.
+weight = scale * (code - zero).
 """
 
 from collections.abc import Sequence
@@ -11,15 +12,19 @@ import torch
 
 from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.kernels.grouped import GroupedWeight, unpack
+from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
-from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
+from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
 
 def stored(spec: Gptq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:
     """The weight of the projections `names`, stacked; see QuantizedForm."""
+    first = spec.of(names[0])
+    if any(spec.of(name) != first for name in names[1:]):
+        raise ModelError(f"{', '.join(names)}: they are quantized in different ways; they are one product here")
+    spec = first
     reader = _Reader(spec, Columns(names, shape, spec.bits, spec.group_size or shape.inputs.total))
     return QuantizedWeight(reader.stacks(), reader.take, shape)
 
@@ -36,25 +41,36 @@ class _Reader:
                 f"{self.columns.names[0]}: its inputs were grouped by activations (desc_act), so that ranks cannot "
                 "share them; use --tensor-parallel-size 1"
             )
-        words, groups = in_units(inputs, columns.per_word), columns.groups
+        stacks = (
+            columns.stack("qweight", columns.words, torch.int32, packed=False),
+            columns.stack("qzeros", columns.groups, torch.int32, packed=True),
+            columns.stack("scales", columns.groups, torch.float32, packed=False),
+        )
+        if not self.spec.has_indices:
+            return stacks
         indices = tuple(
             WeightSlot(f"{name}.g_idx", (inputs.total,), (inputs.start,), (inputs.size,)) for name in columns.names
         )
-        return (
-            columns.stack("qweight", words, torch.int32, packed=False),
-            columns.stack("qzeros", groups, torch.int32, packed=True),
-            columns.stack("scales", groups, torch.float32, packed=False),
-            WeightStack(indices, torch.int32, CPU),
-        )
+        return (*stacks, WeightStack(indices, torch.int32, CPU))
 
     def take(
-        self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor
+        self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, *g_idx: torch.Tensor
     ) -> GroupedWeight:
-        bits, inputs = self.spec.bits, self.columns.shape.inputs
-        codes = unpack(qweight, bits, dim=0)[: inputs.size]
-        zeros = unpack(qzeros, bits, dim=1).float() + (1 if self.spec.zeros_less_one else 0)
-        order = self._order(g_idx.view(-1, inputs.size).long())
+        columns, inputs = self.columns, self.columns.shape.inputs
+        codes = columns.unpack(qweight, dim=0)[: inputs.size]
+        zeros = self._zeros(qzeros).float()
+        order = self._order(g_idx[0].view(-1, inputs.size).long()) if g_idx else None
         return self.columns.weight(codes if order is None else codes[order], zeros, scales, order)
+
+    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """uint8 [groups, all outputs]. Who wrote zeros less one took one from each code in a word, so that a zero of 0
+        has borrowed from the next; of codes that do not fill words each is by itself."""
+        columns = self.columns
+        if not self.spec.zeros_less_one:
+            return columns.unpack(words, dim=1)
+        if columns.words_in_unit == 1:
+            return columns.unpack(words + sum(1 << at for at in range(0, 32, columns.bits)), dim=1)
+        return (columns.unpack(words, dim=1) + 1) & ((1 << columns.bits) - 1)
 
     def _order(self, groups: torch.Tensor) -> torch.Tensor | None:
         """groups: [projections, inputs]. The inputs, sorted by their groups; None if they are so."""
