@@ -82,7 +82,7 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
     layers: tuple[GptqLayers, ...] = ()
     """Those that differ. The first whose pattern fits a name counts."""
     only: tuple[str, ...] = ()
-    """What the names of all quantized layers but the head end with; nothing: they are not told apart by that."""
+    """What the names of all quantized layers but the head end with; nothing: all are quantized."""
 
     def is_dense(self, name: str) -> bool:
         if super().is_dense(name):
