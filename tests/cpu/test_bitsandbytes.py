@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
+from tests.quantized_tensors import int8_tensors, nf4_tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
@@ -22,54 +23,27 @@ from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import bitsandbytes, bitsandbytes8
 from vllm_lite.layers.weight_form import DENSE, LinearShape
 
-Tensors = dict[str, torch.Tensor]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
 INT8 = {"load_in_8bit": True}
 SKIPPED = "model.layers.1.self_attn"
 
 
-def in_4_bits(weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    """What bitsandbytes stores of a matrix, by what its names end with, and the matrix it makes of that again."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    nested = config.get("bnb_4bit_use_double_quant", False)
-    packed, state = quantize_4bit(
-        weight, blocksize=64, compress_statistics=nested, quant_type=config["bnb_4bit_quant_type"]
-    )
-    others = {f"weight.{key}": value.contiguous() for key, value in state.as_dict(packed=True).items()}
-    state.shape = torch.Size((1, weight.numel()))  # its AVX-512 kernels begin a block with each row, which is wrong
-    return {"weight": packed, **others}, dequantize_4bit(packed, state).view_as(weight)
-
-
-def in_8_bits(weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
-
-    integers, scales, _ = int8_vectorwise_quant(weight.half())
-    stored = {"weight": integers, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return stored, int8_vectorwise_dequant(integers, scales)
-
-
 def checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
     """One with what its weights stand for, and the same one quantized but for a part of a layer."""
     dense, packed = make_checkpoint(folder / "dense"), make_checkpoint(folder / "packed")
     weights, stored = load_file(dense / SINGLE_FILE), {}
-    write = in_8_bits if "load_in_8bit" in config else in_4_bits
+    write = int8_tensors if "load_in_8bit" in config else nf4_tensors
     for name, weight in list(weights.items()):
         if not name.endswith("_proj.weight") or name.startswith(SKIPPED):
             stored[name] = weight
             continue
-        tensors, weights[name] = write(weight, config)
-        stored |= {f"{name.removesuffix('weight')}{ending}": tensor for ending, tensor in tensors.items()}
+        tensors, weights[name] = write(name.removesuffix(".weight"), weight, config)
+        stored |= tensors
     save_file(weights, dense / SINGLE_FILE)
     save_file(stored, packed / SINGLE_FILE)
-    change(packed, {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", SKIPPED], **config})
+    say_quantized(packed, {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", SKIPPED], **config})
     return dense, packed
-
-
-def change(path: Path, config: dict[str, Any]) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
 
 
 @pytest.mark.usefixtures("float_products")
@@ -89,10 +63,10 @@ def shape_of(rows: Split, inputs: Split) -> LinearShape:
 
 def part(weight: torch.Tensor, config: dict[str, Any], rows: Split, inputs: Split) -> tuple[torch.Tensor, torch.Tensor]:
     """The part of a matrix as it is read, and as bitsandbytes has it."""
-    tensors, dense = in_4_bits(weight, config)
+    tensors, dense = nf4_tensors("w", weight, config)
     stored = bitsandbytes.stored(read_bitsandbytes(config), ["w"], shape_of(rows, inputs))  # type: ignore[arg-type]
-    read = [stack.slots[0].cut(tensors[stack.slots[0].name.removeprefix("w.")]) for stack in stored.stacks]
-    assert all(stack.slots[0].fits(tuple(tensors[stack.slots[0].name[2:]].shape)) for stack in stored.stacks)
+    read = [stack.slots[0].cut(tensors[stack.slots[0].name]) for stack in stored.stacks]
+    assert all(stack.slots[0].fits(tuple(tensors[stack.slots[0].name].shape)) for stack in stored.stacks)
     own = list(rows.order or range(rows.start, rows.end))
     return stored.dense(read), dense[own, inputs.start : inputs.end]
 
@@ -211,7 +185,7 @@ def test_what_is_skipped_is_dense(skipped: list[str] | None, dense: list[str]) -
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     path = make_checkpoint(tmp_path)
-    change(path, {"quant_method": "bitsandbytes", **config})
+    say_quantized(path, {"quant_method": "bitsandbytes", **config})
     with pytest.raises(ModelError, match=problem):
         load_spec(path)
 

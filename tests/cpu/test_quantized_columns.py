@@ -1,18 +1,16 @@
 """GPTQ and AWQ checkpoints: written here by their formulas, multiplied as the dense weights they stand for."""
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
+from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
@@ -22,83 +20,6 @@ from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import awq, gptq
 from vllm_lite.layers.weight_form import LinearShape
-
-Tensors = dict[str, torch.Tensor]
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The codes as one stream of bits, the lowest of each first, in words of int32; without what is tested."""
-    moved = codes.to(torch.uint8).movedim(dim, -1).contiguous().numpy()
-    stream = np.unpackbits(moved[..., None], axis=-1, count=bits, bitorder="little").reshape(*moved.shape[:-1], -1)
-    packed = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
-    return torch.from_numpy(packed).movedim(-1, dim).contiguous()
-
-
-def zeros_less_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """As GPTQModel takes one away: from whole words."""
-    if bits == 3:
-        return words((zeros - 1) % 8, bits, 1)
-    return words(zeros, bits, 1) - sum(1 << at for at in range(0, 32, bits))
-
-
-def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
-    """weight: [outputs, inputs], groups: the group of each input -> codes, and zeros and scales [outputs, groups],
-    which are numbers of float16."""
-    most = 2**bits - 1
-    zeros, scales = [], []
-    codes = torch.empty_like(weight)
-    for group in range(int(groups.max()) + 1):
-        part = weight[:, groups == group]
-        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-        if symmetric:
-            high = torch.maximum(high, -low)
-            low = -high
-        scale = ((high - low) / most).half().float().clamp(min=1e-4)
-        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(0, most)
-        codes[:, groups == group] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, most)
-        zeros.append(zero)
-        scales.append(scale)
-    return codes, torch.stack(zeros, 1), torch.stack(scales, 1)
-
-
-def gptq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    for pattern, others in config.get("dynamic", {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
-            if pattern.startswith("-:"):
-                return {f"{name}.weight": weight}, weight
-            config = config | others
-            break
-    inputs, bits = weight.shape[1], config["bits"]
-    size = inputs if config["group_size"] == -1 else config["group_size"]
-    groups = torch.arange(inputs) // size
-    if config["desc_act"]:
-        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
-    codes, zeros, scales = integers(weight, groups, bits, config["sym"])
-    v2 = config["checkpoint_format"] == "gptq_v2"
-    tensors = {
-        f"{name}.qweight": words(codes.t(), bits, 0),
-        f"{name}.qzeros": words(zeros.t(), bits, 1) if v2 else zeros_less_one(zeros.t(), bits),
-        f"{name}.scales": scales.t().half().contiguous(),
-        f"{name}.g_idx": groups.to(torch.int32),
-    }
-    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
-
-
-def awq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    groups = torch.arange(weight.shape[1]) // config["group_size"]
-    codes, zeros, scales = integers(weight, groups, 4, symmetric=False)
-
-    def packed(of_outputs: torch.Tensor) -> torch.Tensor:
-        columns = of_outputs.t()
-        return words(columns.reshape(len(columns), -1, 8)[..., list(AWQ_ORDER)].flatten(1), 4, 1)
-
-    tensors = {
-        f"{name}.qweight": packed(codes),
-        f"{name}.qzeros": packed(zeros),
-        f"{name}.scales": scales.t().half().contiguous(),
-    }
-    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
 
 
 def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any], inner: int = 128) -> tuple[Path, Path]:
@@ -114,18 +35,8 @@ def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any],
             stored[name] = weight
     save_file(weights, dense / SINGLE_FILE)
     save_file(stored, packed / SINGLE_FILE)
-    change(packed, config)
+    say_quantized(packed, config)
     return dense, packed
-
-
-def change(path: Path, config: dict[str, Any]) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-
-
-def gptq_config(**others: Any) -> dict[str, Any]:
-    usual = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
-    return {"quant_method": "gptq", **usual, **others}
 
 
 def configs() -> Iterator[Any]:
@@ -193,7 +104,7 @@ def test_worked_examples() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     path = make_checkpoint(tmp_path)
-    change(path, config)
+    say_quantized(path, config)
     with pytest.raises(ModelError, match=problem):
         load_spec(path)
 

@@ -40,12 +40,9 @@ EXPERT_PARTS = (
     (".mlp.gate.moe_statics.", ".mlp.gate."),
 )
 """What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
-EXPERT_MATRICES = {
-    ".w1.weight": ".gate_proj.weight",
-    ".w2.weight": ".down_proj.weight",
-    ".w3.weight": ".up_proj.weight",
-}
-"""How the names of one expert's matrices end -> here."""
+EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""What the matrices of one expert are called -> here."""
+_EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
 OTHER_PARTS = (
     "visual.",
@@ -70,8 +67,8 @@ def canonical(name: str) -> str:
         if stored in name:
             name = name.replace(stored, here, 1)
             break
-    if ".mlp.experts." in name and (ending := name[-len(".w1.weight") :]) in EXPERT_MATRICES:
-        return name.removesuffix(ending) + EXPERT_MATRICES[ending]
+    if ".mlp.experts." in name and (found := _EXPERT_MATRIX.fullmatch(name)):
+        return f"{found[1]}{EXPERT_MATRICES[found[2]]}{found[3]}"
     return name
 
 

@@ -1,0 +1,71 @@
+"""Quantized checkpoints of families whose weights are not taken as they lie: rows in another order, or in one tensor
+with others, matrices that are stored with their axes exchanged, experts under several names."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.families.variant import Variant
+from tests.paged import Oracle, Paged
+from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.headers import SINGLE_FILE
+
+GPTQ = gptq_config(sym=False)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+HALF_A_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MIXTURE = SIZES | HEADS | {"num_experts_per_tok": 2}
+QWEN3 = MIXTURE | {"num_experts": 4, "moe_intermediate_size": 64}
+GPT2 = {"n_embd": 64, "n_inner": 128, "n_head": 4, "n_layer": 2, "tie_word_embeddings": True}
+PHI3 = SIZES | HEADS | {"rope_parameters": HALF_A_ROPE}
+VARIANTS = [
+    Variant("glm", "GlmConfig", "GlmForCausalLM", SIZES | HEADS | {"attention_bias": True}),
+    Variant("phi3", "Phi3Config", "Phi3ForCausalLM", {key: PHI3[key] for key in PHI3 if key != "head_dim"}),
+    Variant("gpt2", "GPT2Config", "GPT2LMHeadModel", GPT2),
+    Variant("qwen3-moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3),
+    Variant("mixtral", "MixtralConfig", "MixtralForCausalLM", MIXTURE | {"num_local_experts": 4}),
+]
+WRITERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "gptq": (gptq_tensors, GPTQ),
+    "awq": (awq_tensors, AWQ),
+    "nf4": (nf4_tensors, NF4),
+}
+
+
+def quantized(folder: Path, variant: Variant, write: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
+    """A checkpoint of the family with what its weights stand for, and the same one quantized."""
+    dense, packed = variant.make(folder / "dense"), variant.make(folder / "packed")
+    weights = load_file(dense / SINGLE_FILE)
+    stored: Tensors = {}
+    for name, weight in list(weights.items()):
+        routes = name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        if weight.dim() != 2 or routes or not any(part in name for part in (".layers.", "h.0.", "h.1.")):
+            stored[name] = weight
+            continue
+        turned = variant.name == "gpt2"
+        matrix = weight.t().contiguous() if turned else weight
+        tensors, made = write(name.removesuffix(".weight"), matrix, config)
+        weights[name] = made.t().contiguous() if turned else made
+        stored |= tensors
+    save_file(weights, dense / SINGLE_FILE)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / SINGLE_FILE)
+    say_quantized(packed, config)
+    return dense, packed
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, variant: Variant, writer: str) -> None:
+    dense, packed = quantized(tmp_path, variant, *WRITERS[writer])
+    oracle = Oracle(dense)
+    most = 1e-4 * max(1.0, float(oracle.logits.abs().max()))
+    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < most
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
+        assert oracle.difference(logits) < most

@@ -1,0 +1,127 @@
+"""Matrices as quantized checkpoints store them, each with the dense matrix that it stands for.
+
+Each writer is called as write(name, weight [outputs, inputs], quantization_config) and gives tensors and that matrix.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The codes as one stream of bits, the lowest of each first, in words of int32; without what is tested."""
+    moved = codes.to(torch.uint8).movedim(dim, -1).contiguous().numpy()
+    stream = np.unpackbits(moved[..., None], axis=-1, count=bits, bitorder="little").reshape(*moved.shape[:-1], -1)
+    packed = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
+    return torch.from_numpy(packed).movedim(-1, dim).contiguous()
+
+
+def zeros_less_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """As GPTQModel takes one away: from whole words."""
+    if bits == 3:
+        return words((zeros - 1) % 8, bits, 1)
+    return words(zeros, bits, 1) - sum(1 << at for at in range(0, 32, bits))
+
+
+def integers(weight: torch.Tensor, groups: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """weight: [outputs, inputs], groups: the group of each input -> codes, and zeros and scales [outputs, groups],
+    which are numbers of float16."""
+    most = 2**bits - 1
+    zeros, scales = [], []
+    codes = torch.empty_like(weight)
+    for group in range(int(groups.max()) + 1):
+        part = weight[:, groups == group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        scale = ((high - low) / most).half().float().clamp(min=1e-4)
+        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(0, most)
+        codes[:, groups == group] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, most)
+        zeros.append(zero)
+        scales.append(scale)
+    return codes, torch.stack(zeros, 1), torch.stack(scales, 1)
+
+
+def gptq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    for pattern, others in config.get("dynamic", {}).items():
+        if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+            if pattern.startswith("-:"):
+                return {f"{name}.weight": weight}, weight
+            config = config | others
+            break
+    inputs, bits = weight.shape[1], config["bits"]
+    size = inputs if config["group_size"] == -1 else config["group_size"]
+    groups = torch.arange(inputs) // size
+    if config["desc_act"]:
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
+    codes, zeros, scales = integers(weight, groups, bits, config["sym"])
+    v2 = config["checkpoint_format"] == "gptq_v2"
+    tensors = {
+        f"{name}.qweight": words(codes.t(), bits, 0),
+        f"{name}.qzeros": words(zeros.t(), bits, 1) if v2 else zeros_less_one(zeros.t(), bits),
+        f"{name}.scales": scales.t().half().contiguous(),
+        f"{name}.g_idx": groups.to(torch.int32),
+    }
+    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def awq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    groups = torch.arange(weight.shape[1]) // config["group_size"]
+    codes, zeros, scales = integers(weight, groups, 4, symmetric=False)
+
+    def packed(of_outputs: torch.Tensor) -> torch.Tensor:
+        columns = of_outputs.t()
+        return words(columns.reshape(len(columns), -1, 8)[..., list(AWQ_ORDER)].flatten(1), 4, 1)
+
+    tensors = {
+        f"{name}.qweight": packed(codes),
+        f"{name}.qzeros": packed(zeros),
+        f"{name}.scales": scales.t().half().contiguous(),
+    }
+    return tensors, (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def nf4_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """By bitsandbytes itself, also fp4."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    nested = config.get("bnb_4bit_use_double_quant", False)
+    packed, state = quantize_4bit(
+        weight, blocksize=64, compress_statistics=nested, quant_type=config["bnb_4bit_quant_type"]
+    )
+    others = {f"{name}.weight.{key}": value.contiguous() for key, value in state.as_dict(packed=True).items()}
+    state.shape = torch.Size((1, weight.numel()))  # its AVX-512 kernels begin a block with each row, which is wrong
+    return {f"{name}.weight": packed, **others}, dequantize_4bit(packed, state).view_as(weight)
+
+
+def int8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """By bitsandbytes itself."""
+    from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
+
+    integers, scales, _ = int8_vectorwise_quant(weight.half())
+    stored = {
+        f"{name}.weight": integers,
+        f"{name}.SCB": scales,
+        f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return stored, int8_vectorwise_dequant(integers, scales)
+
+
+def say_quantized(path: Path, config: dict[str, Any]) -> None:
+    """Write `config` as the quantization_config of the checkpoint `path`."""
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+
+
+def gptq_config(**others: Any) -> dict[str, Any]:
+    """A quantization_config, the usual one but for `others`."""
+    usual = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    return {"quant_method": "gptq", **usual, **others}
