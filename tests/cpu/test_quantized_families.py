@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 
 GPTQ = gptq_config(sym=False)
@@ -38,14 +40,22 @@ WRITERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-def quantized(folder: Path, variant: Variant, write: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
-    """A checkpoint of the family with what its weights stand for, and the same one quantized."""
+def quantized(
+    folder: Path, variant: Variant, write: Callable[..., Any], config: dict[str, Any], dense_part: str = "none"
+) -> tuple[Path, Path]:
+    """A checkpoint of the family with what its weights stand for, and the same one quantized but for what has
+    `dense_part` in its name."""
     dense, packed = variant.make(folder / "dense"), variant.make(folder / "packed")
     weights = load_file(dense / SINGLE_FILE)
     stored: Tensors = {}
     for name, weight in list(weights.items()):
         routes = name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
-        if weight.dim() != 2 or routes or not any(part in name for part in (".layers.", "h.0.", "h.1.")):
+        if (
+            weight.dim() != 2
+            or routes
+            or dense_part in name
+            or not any(part in name for part in (".layers.", "h.0.", "h.1."))
+        ):
             stored[name] = weight
             continue
         turned = variant.name == "gpt2"
@@ -69,3 +79,21 @@ def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, variant: 
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < most
     for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
         assert oracle.difference(logits) < most
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("variant", VARIANTS[-2:], ids=lambda variant: variant.name)
+def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Variant) -> None:
+    """As with transformers 5, which has them in one tensor in memory. Its config.json is as that of transformers 4."""
+    oracle = Oracle((paths := quantized(tmp_path, variant, nf4_tensors, NF4, ".experts."))[0])
+    assert oracle.difference(Paged(oracle, model=oracle.stored_as(paths[1])).run(oracle.tokens, 64)) < 1e-3
+
+
+def test_experts_of_mxfp4_are_in_one_tensor(tmp_path: Path) -> None:
+    path = VARIANTS[-1].make(tmp_path)
+    blocks = {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(1, dtype=torch.uint8)}
+    save_file(blocks, path / SINGLE_FILE)
+    say_quantized(path, {"quant_method": "mxfp4"})
+    experts = load_spec(path).experts
+    assert experts is not None
+    assert experts.stored == "fused"

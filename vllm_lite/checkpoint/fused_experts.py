@@ -1,7 +1,8 @@
-"""Whether the files of a checkpoint store the experts of a layer in one tensor or each by itself. No torch.
+"""How the files of a checkpoint store the experts of a layer: in one tensor or each by itself; dense or not. No torch.
 
-config.json does not say it, and one family is published in both ways: as it was trained, and as transformers 5 keeps
-it in memory. The headers of the files do.
+config.json does not say it, and one family is published in several ways: as it was trained, and as transformers 5 keeps
+it in memory, which has bitsandbytes leave experts dense that transformers 4 had it quantize. The headers of the files
+do.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 from vllm_lite.checkpoint.experts import Stored
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.quantization.spec import PART, BitsAndBytes4, BitsAndBytes8
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
@@ -21,10 +23,19 @@ FUSED = f"{EXPERTS}gate_up_proj"
 def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     """`spec` with its experts stored as the files of `folder` have them; as it is, where there are no files or none of
     experts. Files that are missing or damaged change nothing: who loads them says what is wrong."""
-    stored = _stored(folder)
-    if stored is None or spec.experts is None or spec.experts.stored == stored:
+    try:
+        names = [name for stored in read_headers(folder) if EXPERTS in (name := canonical(stored))]
+    except (ModelError, OSError):
         return spec
+    if not names or spec.experts is None:
+        return spec
+    if isinstance(spec.quantization, (BitsAndBytes4, BitsAndBytes8)) and not any(map(_has_scales, names)):
+        dense = (*spec.quantization.dense, f"{PART}{EXPERTS}")
+        spec = msgspec.structs.replace(spec, quantization=msgspec.structs.replace(spec.quantization, dense=dense))
+    return _stored_as(spec, "fused" if any(FUSED in name for name in names) else "separate")
 
+
+def _stored_as(spec: ModelSpec, stored: Stored) -> ModelSpec:
     def changed(layer: LayerSpec) -> LayerSpec:
         if layer.experts is None:
             return layer
@@ -33,11 +44,6 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     return msgspec.structs.replace(spec, layers=tuple(map(changed, spec.layers)))
 
 
-def _stored(folder: Path) -> Stored | None:
-    try:
-        names = [name for stored in read_headers(folder) if EXPERTS in (name := canonical(stored))]
-    except (ModelError, OSError):
-        return None
-    if not names:
-        return None
-    return "fused" if any(name.endswith(FUSED) for name in names) else "separate"
+def _has_scales(name: str) -> bool:
+    """Whether `name` is of a tensor of scales of bitsandbytes."""
+    return name.endswith((".absmax", ".SCB"))
