@@ -1,5 +1,6 @@
 """GPTQ and AWQ checkpoints: written here by their formulas, multiplied as the dense weights they stand for."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,42 @@ def test_groups_that_are_none_are_refused(tmp_path: Path) -> None:
     save_file(tensors, packed / SINGLE_FILE)
     with pytest.raises(ModelError, match=f"{name}: its groups are not of 32 inputs each"):
         Oracle(tmp_path / "dense").stored_as(packed)
+
+
+def test_zeros_for_biases_that_nobody_has_are_left_out(tmp_path: Path) -> None:
+    """Which AutoGPTQ wrote for every layer. Others are unexpected."""
+    dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config())
+    tensors = load_file(packed / SINGLE_FILE)
+    name = "model.layers.0.mlp.down_proj.bias"
+    tensors[name] = torch.zeros(64, dtype=torch.float16)
+    save_file(tensors, packed / SINGLE_FILE)
+    oracle = Oracle(dense)
+    oracle.stored_as(packed)
+    tensors[name][7] = 0.5
+    save_file(tensors, packed / SINGLE_FILE)
+    with pytest.raises(ModelError, match=f"1 unexpected: {name}"):
+        oracle.stored_as(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": True}, Gptq),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}, Awq),
+    ],
+)
+def test_older_tools_have_a_file_beside_config_json(
+    tmp_path: Path, name: str, content: dict[str, Any], expected: type[Gptq | Awq]
+) -> None:
+    path = make_checkpoint(tmp_path)
+    (path / name).write_text(json.dumps(content))
+    found = load_spec(path).quantization
+    assert isinstance(found, expected)
+    assert found.group_size == 64
+    say_quantized(path, gptq_config(group_size=32))
+    found = load_spec(path).quantization
+    assert isinstance(found, Gptq)
+    assert found.group_size == 32
+    (path / name).write_text("[]")
+    with pytest.raises(ModelError, match=f"{name}: it holds list; it must be an object"):
+        load_spec(path)

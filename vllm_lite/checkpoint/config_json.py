@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.quantization.older import older_quantization
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
@@ -84,7 +85,7 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
-    spec = read_json(folder / "config.json", partial(_parse_config, model_impl))
+    spec = read_json(folder / "config.json", partial(_parse_config, model_impl, older_quantization(folder)))
     if spec.tie_word_embeddings and has_own_head(folder):
         spec = msgspec.structs.replace(spec, tie_word_embeddings=False, tied_in_config_only=True)
     if spec.experts is not None:
@@ -109,8 +110,11 @@ def resolve_dtype(requested: str, spec: ModelSpec) -> str:
     return requested
 
 
-def _parse_config(model_impl: str, raw_json: Any) -> ModelSpec:
-    """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report."""
+def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) -> ModelSpec:
+    """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report.
+    `older`: the quantization_config where config.json has none."""
+    if older is not None and isinstance(raw_json, dict) and not raw_json.get("quantization_config"):
+        raw_json = raw_json | {"quantization_config": older}
     names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or (name not in FAMILIES and model_impl == "native"):

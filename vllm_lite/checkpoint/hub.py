@@ -22,12 +22,13 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
+from vllm_lite.checkpoint.quantization.older import OLDER_FILES
 from vllm_lite.errors import EngineError, ModelError, VllmLiteError
 from vllm_lite.runtime import log
 
 T = TypeVar("T")
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", *OLDER_FILES)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -241,13 +241,24 @@ def _check(
             unreadable.setdefault(readable, []).append(f"{name} {stored_as}")
     problems = [
         *_listing("missing", [name for name in table if name not in found]),
-        *_listing("unexpected", [name for name in found if name not in table and not ignores(name)]),
+        *_listing("unexpected", [name for name in found if name not in table and not _is_spare(name, found, ignores)]),
         *_listing("of another shape", shapes),
     ]
     for kinds, names in unreadable.items():
         problems += _listing(f"not stored as one of {', '.join(kinds)}", names)
     if problems:
         raise ModelError(f"{folder}: its tensors are not those that its config.json asks for. {'. '.join(problems)}")
+
+
+def _is_spare(name: str, found: dict[str, _Stored], ignores: Callable[[str], bool]) -> bool:
+    """Whether nobody needs the tensor: the model `ignores` it, or it is zeros, which old tools of GPTQ wrote as the bias
+    of every layer that has none."""
+    if ignores(name):
+        return True
+    layer, _, part = name.rpartition(".")
+    if part != "bias" or f"{layer}.qweight" not in found or len(found[name].shape) != 1:
+        return False
+    return not bool(found[name].mapped().any())
 
 
 def _listing(what: str, names: list[str]) -> Iterator[str]:
