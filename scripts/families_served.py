@@ -44,7 +44,12 @@ FOREIGN = ("helium", "nemotron", "apertus")
 """Of transformers' backend: an interleaved rope, LayerNorm, an activation with weights."""
 REFUSALS = {
     "ranks": ("transformers has no plan",),
-    "other": ("cannot be served through transformers", "has no language model for", "merged weights", "latent attention"),
+    "other": (
+        "cannot be served through transformers",
+        "has no language model for",
+        "merged weights",
+        "latent attention",
+    ),
 }
 """Columns that a model may not have, and what the server says then."""
 

@@ -44,6 +44,8 @@ EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What the matrices of one expert are called -> here."""
 _EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
+KV_SCALES = (".k_scale", ".v_scale")
+"""What quantized checkpoints have for a KV cache with 8 bits. It is not read."""
 OTHER_PARTS = (
     "visual.",
     "vision_tower.",
@@ -77,7 +79,7 @@ def is_ignored(name: str, *, tied: bool, unread_layers: range = range(0)) -> boo
     head, old RoPE tables and masks, what sees images, `unread_layers`."""
     if unread_layers and (found := _LAYER.match(name)) and int(found[1]) in unread_layers:
         return True
-    if name.endswith((".rotary_emb.inv_freq", *OLD_MASKS)):
+    if name.endswith((".rotary_emb.inv_freq", *OLD_MASKS, *KV_SCALES)):
         return True
     if tied and name == HEAD:
         return True

@@ -43,6 +43,8 @@ UINT4 = torch.arange(16, dtype=torch.float32)
 INT8 = torch.arange(-128, 128, dtype=torch.float32)
 """The values of codes that are symmetric integers plus 128."""
 UINT8 = torch.arange(256, dtype=torch.float32)
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The values of codes that are the bits of torch.float8_e4m3fn."""
 
 
 def dequantize(weight: GroupedWeight) -> torch.Tensor:

@@ -33,15 +33,17 @@ class WeightSlot(NamedTuple):
         return shape if self.stacked is None else (self.stacked[1], *shape)
 
     def fits(self, stored: tuple[int, ...]) -> bool:
-        """Whether the checkpoint's tensor may have this shape."""
+        """Whether the checkpoint's tensor may have this shape. A number may be a tensor of one element."""
         if self.is_text:
             return len(stored) == 1 and stored[0] <= self.shape[0]
-        return stored == self.stored_shape
+        return stored == self.stored_shape or (stored == () and self.shape == (1,))
 
     def cut(self, stored: torch.Tensor) -> torch.Tensor:
         """The box of the tensor as it is stored: a view if it lies in one piece, else a copy."""
         if self.is_text:
             return torch.nn.functional.pad(stored, (0, self.shape[0] - len(stored)))
+        if stored.dim() == 0:
+            return stored.view(self.shape)
         tensor = stored if self.stacked is None else stored[self.stacked[0]]
         tensor = tensor.t() if self.transposed else tensor
         if self.order is None:

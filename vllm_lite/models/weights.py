@@ -251,8 +251,8 @@ def _check(
 
 
 def _is_spare(name: str, found: dict[str, _Stored], ignores: Callable[[str], bool]) -> bool:
-    """Whether nobody needs the tensor: the model `ignores` it, or it is zeros, which old tools of GPTQ wrote as the bias
-    of every layer that has none."""
+    """Whether nobody needs the tensor: the model `ignores` it, or it is zeros, which old tools of GPTQ wrote as the
+    bias of every layer that has none."""
     if ignores(name):
         return True
     layer, _, part = name.rpartition(".")

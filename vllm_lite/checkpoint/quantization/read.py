@@ -7,6 +7,7 @@ from vllm_lite.checkpoint.quantization.autoround import read_auto_round
 from vllm_lite.checkpoint.quantization.awq import read_awq
 from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.compressed_tensors import read_compressed_tensors
+from vllm_lite.checkpoint.quantization.fp8 import read_fp8
 from vllm_lite.checkpoint.quantization.gptq import read_gptq
 from vllm_lite.checkpoint.quantization.mxfp4 import read_mxfp4
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
@@ -17,6 +18,7 @@ METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
     "gptq": read_gptq,
     "intel/auto-round": read_auto_round,
     "mxfp4": read_mxfp4,

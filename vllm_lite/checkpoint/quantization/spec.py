@@ -17,13 +17,17 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
     """What all methods have in common. A module of `layers.quantized` reads the tensors of each subclass."""
 
     dense: tuple[str, ...] = ()
-    """Names of what is not quantized: layers, or all that lies below; or see REGEX and PART."""
+    """What is not quantized: names, or their first or last parts between dots; or see REGEX and PART."""
+    targets: tuple[str, ...] = ()
+    """What is quantized, in the same way; nothing: all."""
     embedding: bool = False
     """Whether the table of token vectors is quantized, too."""
 
     def is_dense(self, name: str) -> bool:
         """Whether the matrix `name` (as `tensor_names.canonical` has it, without ".weight") is stored as it is."""
         if name == EMBEDDING.removesuffix(".weight") and not self.embedding:
+            return True
+        if self.targets and not any(_fits(pattern, name) for pattern in self.targets):
             return True
         return any(_fits(pattern, name) for pattern in self.dense)
 
@@ -39,15 +43,19 @@ def _fits(pattern: str, name: str) -> bool:
     if pattern.startswith(PART):
         return pattern.removeprefix(PART) in name
     own = canonical(f"{pattern}.").removesuffix(".")
-    return name == own or name.startswith(f"{own}.")
+    return name == own or name.startswith(f"{own}.") or name.endswith(f".{own}")
 
 
 class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
-    """compressed-tensors' pack-quantized: symmetric integers of 4 or 8 bits in int32 words along the inputs."""
+    """compressed-tensors' pack-quantized: integers of 4 or 8 bits in int32 words along the inputs."""
 
     bits: int
     group_size: int | None
     """Inputs that share a scale; None: one scale for each output."""
+    zeros: bool = False
+    """Whether there are zero points, in words along the outputs."""
+    sorted_columns: bool = False
+    """Whether a tensor `weight_g_idx` says which inputs are grouped (actorder "group")."""
 
     @property
     def label(self) -> str:
@@ -150,5 +158,42 @@ class MxFp4(QuantizationSpec, frozen=True, kw_only=True):
         return "MXFP4"
 
 
-AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4
+class BlockScaled(QuantizationSpec, frozen=True, kw_only=True):
+    """Floats (E4M3) or integers of 8 bits, each rectangle of a matrix with a scale. What the checkpoint says of
+    activations is not followed."""
+
+    numbers: Literal["float8", "int8"]
+    block: tuple[int | None, int | None]
+    """Outputs and inputs that share a scale; None: all."""
+    scale: str
+    """What the tensor of scales is called, behind the name of the layer. It multiplies, also as weight_scale_inv."""
+    zeros: str | None = None
+    """The tensor of zero points, where there is one."""
+    unread: tuple[str, ...] = ()
+    """Numbers that each layer has besides: the scales of activations."""
+
+    @property
+    def label(self) -> str:
+        return self.numbers
+
+
+class Mixed(QuantizationSpec, frozen=True, kw_only=True):
+    """Layers of several kinds."""
+
+    parts: tuple[PackedInts | BlockScaled, ...]
+    """The first that has a layer counts."""
+
+    def is_dense(self, name: str) -> bool:
+        return all(part.is_dense(name) for part in self.parts)
+
+    def of(self, name: str) -> PackedInts | BlockScaled:
+        """What a layer is that is not dense."""
+        return next(part for part in self.parts if not part.is_dense(name))
+
+    @property
+    def label(self) -> str:
+        return " and ".join(dict.fromkeys(part.label for part in self.parts))
+
+
+AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4 | BlockScaled | Mixed
 """The subclasses, each by its tag."""

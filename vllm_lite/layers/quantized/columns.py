@@ -13,7 +13,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight, unpack
-from vllm_lite.layers.quantized.stored import CPU, in_units
+from vllm_lite.layers.quantized.stored import CPU, in_units, own_rows
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
@@ -65,7 +65,7 @@ class Columns:
     ) -> GroupedWeight:
         """codes: uint8 [inputs, all outputs], zeros and scales: [groups, all outputs]. Row k of the codes is for input
         order[k], see GroupedWeight."""
-        own = self._own_columns()
+        own = own_rows(self.shape.outputs)
         codes, zeros, scales = (tensor[:, own].t().contiguous() for tensor in (codes, zeros, scales))
         size = min(self.group_size, codes.shape[1])
         values, middle = UINT4 if self.bits <= 4 else UINT8, 1 << (self.bits - 1)
@@ -83,12 +83,3 @@ class Columns:
         following = words[..., (word + 1).clamp(max=words.shape[-1] - 1)]
         codes = ((words[..., word] | following << 32) >> shift) & ((1 << self.bits) - 1)
         return codes.to(torch.uint8).movedim(-1, dim)
-
-    def _own_columns(self) -> torch.Tensor:
-        """Which of the columns of all projections this rank has, in its order."""
-        found, first = [], 0
-        for outputs in self.shape.outputs:
-            own = outputs.order or range(outputs.start, outputs.end)
-            found.append(torch.tensor(own, dtype=torch.int64) + first)
-            first += outputs.total
-        return torch.cat(found)

@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
-from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight
+from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, sorted_by_group
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
@@ -77,9 +77,6 @@ class _Reader:
         size, start = self.columns.group_size, self.columns.shape.inputs.start
         if torch.equal(groups, ((start + torch.arange(groups.shape[1])) // size).expand_as(groups)):
             return None
-        order = groups[0].argsort(stable=True)
-        if not self.spec.sorted_columns or not torch.equal(groups[0, order], torch.arange(len(order)) // size):
+        if not self.spec.sorted_columns:
             raise ModelError(f"{self.columns.names[0]}.g_idx: its groups are not of {size} inputs each")
-        if not torch.equal(groups, groups[:1].expand_as(groups)):
-            raise ModelError(f"{', '.join(self.columns.names)}: their inputs are grouped differently (g_idx)")
-        return order
+        return sorted_by_group(groups, size, self.columns.names)

@@ -9,14 +9,16 @@ from vllm_lite.checkpoint.quantization.spec import (
     Awq,
     BitsAndBytes4,
     BitsAndBytes8,
+    BlockScaled,
     Gptq,
+    Mixed,
     MxFp4,
     PackedInts,
     QuantizationSpec,
 )
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.matmul import Quantization
-from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, gptq, mxfp4, packed_ints
+from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
 from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
@@ -26,6 +28,7 @@ FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearSha
     BitsAndBytes4: bitsandbytes.stored,
     BitsAndBytes8: bitsandbytes8.stored,
     MxFp4: mxfp4.stored,
+    BlockScaled: block_scaled.stored,
 }
 """What gives the weight of the named projections, for each kind of spec: called as format(spec, names, shape)."""
 
@@ -42,7 +45,10 @@ class QuantizedForm:
             return DENSE.stored(names, shape)
         if not all(quantized):
             raise ModelError(f"of {', '.join(names)} some are quantized and some are not; they are one product here")
-        return FORMATS[type(self.spec)](self.spec, names, shape)
+        specs = [self.spec.of(name) if isinstance(self.spec, Mixed) else self.spec for name in names]
+        if any(spec != specs[0] for spec in specs):
+            raise ModelError(f"{', '.join(names)}: they are quantized in different ways; they are one product here")
+        return FORMATS[type(specs[0])](specs[0], names, shape)
 
     def quantizes(self, name: str) -> bool:
         return not self.spec.is_dense(name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.errors import ConfigError
+from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize
 from vllm_lite.layers.matmul import Matmul, make_grouped_matmul
 from vllm_lite.layers.weight_form import LinearShape
@@ -41,3 +41,28 @@ def in_units(part: Split, unit: int) -> Split:
             f"{part.size} from {part.start} on; use a smaller --tensor-parallel-size"
         )
     return Split(-(-part.total // unit), part.start // unit, -(-part.size // unit))
+
+
+def own_rows(outputs: Sequence[Split], unit: int | None = 1, stored_unit: int = 1) -> torch.Tensor:
+    """int64: where the tensors of several projections lie one behind the other, each with a row for `unit` outputs
+    (None: for all), which of their rows is that of each output of this rank. Of each tensor there is a multiple of
+    `stored_unit` rows."""
+    found, first = [], 0
+    for part in outputs:
+        size = unit or max(part.total, 1)
+        own = torch.tensor(part.order or range(part.start, part.end), dtype=torch.int64)
+        found.append(own // size + first)
+        rows = -(-part.total // size)
+        first += -(-rows // stored_unit) * stored_unit
+    return torch.cat(found)
+
+
+def sorted_by_group(groups: torch.Tensor, size: int, names: Sequence[str]) -> torch.Tensor:
+    """groups: [projections, inputs], the group of each of all inputs, `size` in each -> the inputs in the order of
+    their groups, int64. Raises ModelError for other groups, or if the projections differ in them."""
+    order = groups[0].argsort(stable=True)
+    if not torch.equal(groups[0, order], torch.arange(len(order)) // size):
+        raise ModelError(f"{names[0]}.g_idx: its groups are not of {size} inputs each")
+    if not torch.equal(groups, groups[:1].expand_as(groups)):
+        raise ModelError(f"{', '.join(names)}: their inputs are grouped differently (g_idx)")
+    return order
