@@ -13,6 +13,7 @@ import msgspec
 from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.fused_experts import as_stored
+from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.quantization.older import older_quantization
 from vllm_lite.checkpoint.tied_head import has_own_head
@@ -75,7 +76,7 @@ class _RawGenerationConfig(msgspec.Struct):
 
 def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`. A head that it
-    calls tied is not if the files hold another.
+    calls tied is not if the files hold another. A GGUF file, or a folder with one, says all that itself.
 
     `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
     the latter does where there is no native one.
@@ -83,6 +84,8 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
     """
     folder = Path(path)
+    if (gguf := GgufCheckpoint.find(folder)) is not None:
+        return gguf.spec(partial(_parse_config, "native"))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / "config.json", partial(_parse_config, model_impl, older_quantization(folder)))

@@ -86,7 +86,12 @@ def shards(index: Path) -> list[str]:
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Read the headers of the checkpoint in `folder`: every tensor by its name, no weights. Raises ModelError."""
+    """Read the headers of the checkpoint in `folder`: every tensor by its name, no weights. Raises ModelError.
+
+    Tensors of GGUF files have canonical names, and what is no float is of its type there, like "Q4_K".
+    """
+    if (gguf := GgufCheckpoint.find(folder)) is not None:
+        return {name: Tensor(found.kind.name, found.shape) for name, found in gguf.tensors().items()}
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 

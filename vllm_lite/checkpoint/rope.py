@@ -63,6 +63,11 @@ class LongRope(msgspec.Struct, frozen=True, tag=True):
     long: tuple[float, ...]
     original: int
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether both are the same, as where GGUF files have Llama 3's blend computed."""
+        return self.short == self.long
+
 
 class Proportional(msgspec.Struct, frozen=True, tag=True):
     """Only the first `num_pairs` pairs of the head turn, as fast as if all did, divided by `factor`."""
@@ -103,7 +108,7 @@ class Rope(msgspec.Struct, frozen=True):
     def pinned(self, max_model_len: int) -> str | None:
         """What follows for all requests from how long a sequence may become, in a few words; None: nothing."""
         scaling = self.scaling
-        if not isinstance(scaling, Dynamic | LongRope):
+        if not isinstance(scaling, Dynamic | LongRope) or (isinstance(scaling, LongRope) and scaling.is_fixed):
             return None
         longer = max_model_len > scaling.original
         if isinstance(scaling, LongRope):

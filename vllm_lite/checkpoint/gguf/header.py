@@ -47,7 +47,7 @@ class Array:
     def is_text(self) -> bool:
         return self._kind == _TEXT
 
-    def numbers(self) -> array:
+    def numbers(self) -> "array[int] | array[float]":
         """All values, as they lie in the file. Raises ModelError if they are strings."""
         if self.is_text:
             raise self._file.error("an array of strings stands where numbers are expected")

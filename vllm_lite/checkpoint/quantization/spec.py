@@ -11,6 +11,7 @@ REGEX, PART = "re:", "part:"
 """What a pattern begins with that is a regular expression, or a part of names, and no name."""
 EXPERTS = ".experts."
 """What the names of experts' matrices have within them."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
@@ -195,5 +196,25 @@ class Mixed(QuantizationSpec, frozen=True, kw_only=True):
         return " and ".join(dict.fromkeys(part.label for part in self.parts))
 
 
-AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4 | BlockScaled | Mixed
+class Gguf(QuantizationSpec, frozen=True, kw_only=True):
+    """Blocks of GGUF files, of another type in each tensor."""
+
+    kinds: dict[str, str]
+    """The types of what is not stored as floats, by canonical names without ".weight"; of experts with "{}" in place
+    of their number."""
+
+    def kind(self, name: str) -> str | None:
+        """The type of the matrix `name`; None if it is stored as floats."""
+        found = self.kinds.get(name)
+        return found or self.kinds.get(_EXPERT.sub(".experts.{}.", name))
+
+    def is_dense(self, name: str) -> bool:
+        return self.kind(name) is None
+
+    @property
+    def label(self) -> str:
+        return f"GGUF {', '.join(sorted(set(self.kinds.values())) or ('of floats',))}"
+
+
+AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4 | BlockScaled | Mixed | Gguf
 """The subclasses, each by its tag."""

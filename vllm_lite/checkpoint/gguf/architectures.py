@@ -1,0 +1,168 @@
+"""How the architectures of GGUF files are called in config.json, and in what their files differ from most others."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vllm_lite.checkpoint.gguf import names
+from vllm_lite.checkpoint.gguf.metadata import Metadata
+
+
+def _nothing(_: Metadata) -> dict[str, Any]:
+    return {}
+
+
+class Architecture(NamedTuple):
+    """How the files of one architecture become a config.json and its tensors."""
+
+    name: str
+    """The architecture of config.json."""
+    own: Callable[[Metadata], dict[str, Any]] = _nothing
+    """The keys of config.json that others have not, or have otherwise."""
+    names: Mapping[str, str] = {}
+    """As `names.name_here` wants."""
+    is_interleaved: bool = False
+    """Whether llama.cpp turns element 2 i of a head with 2 i + 1, and the rows of Q and K are in that order, where the
+    family's own checkpoints have halves."""
+    plus_one: bool = False
+    """Whether norms are stored with the 1 that the family's own checkpoints leave out."""
+
+
+def _experts(of: Metadata) -> dict[str, Any]:
+    count, used = of.integer("expert_count"), of.integer("expert_used_count")
+    inner = of.integer("expert_feed_forward_length", None) or of.same("feed_forward_length")
+    own = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": inner}
+    # a layer without an MLP may have no number for it
+    return own | {"intermediate_size": of.same("feed_forward_length", inner)}
+
+
+def _qwen2_moe(of: Metadata) -> dict[str, Any]:
+    shared = of.integer("expert_shared_feed_forward_length", None)
+    return _experts(of) | {
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": shared or of.shape("blk.0.ffn_gate_shexp.weight")[0],
+    }
+
+
+def _qwen3_moe(of: Metadata) -> dict[str, Any]:
+    return _experts(of) | {"norm_topk_prob": True}
+
+
+def _mixtral(of: Metadata) -> dict[str, Any]:
+    found = _experts(of)
+    return {
+        "num_local_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "sliding_window": None,
+    }
+
+
+def _olmoe(of: Metadata) -> dict[str, Any]:
+    found = _experts(of)
+    own = {key: found[key] for key in ("num_experts", "num_experts_per_tok")}
+    return own | {"norm_topk_prob": False, "intermediate_size": found["moe_intermediate_size"]}
+
+
+def _windows(of: Metadata, every: int) -> dict[str, Any]:
+    """Windows in all layers but each of so many. Newer files say it themselves, for each layer or by a number."""
+    window = of.integer("attention.sliding_window", None)
+    if not window:
+        return {"sliding_window": None}
+    own = {"sliding_window": window}
+    slides = of.booleans("attention.sliding_window_pattern")
+    if slides is not None:
+        return own | {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
+    pattern = of.integer("attention.sliding_window_pattern", every)
+    types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(of.num_layers)]
+    return own | {"layer_types": types}
+
+
+def _query_scalar(of: Metadata, largest: int) -> float:
+    """The largest model of Gemma 2 and of 3 takes the square root of another size than that of a head, and files do not
+    say it: llama.cpp, too, knows it by its number of layers."""
+    if of.num_layers == largest:
+        return of.integer("embedding_length") / of.integer("attention.head_count")
+    return of.head_size
+
+
+def _gemma2(of: Metadata) -> dict[str, Any]:
+    return _windows(of, 2) | {
+        "attn_logit_softcapping": of.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": of.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _query_scalar(of, 46),
+    }
+
+
+def _gemma3(of: Metadata) -> dict[str, Any]:
+    return _windows(of, 6) | {
+        "final_logit_softcapping": of.number("final_logit_softcapping", None),
+        "query_pre_attn_scalar": _query_scalar(of, 62),
+        "rope_local_base_freq": of.number("rope.freq_base_swa", 10000.0),
+        "rope_theta": of.number("rope.freq_base", 1e6),
+    }
+
+
+def _granite(of: Metadata) -> dict[str, Any]:
+    scales = {
+        "embedding_multiplier": of.number("embedding_scale", 1.0),
+        "residual_multiplier": of.number("residual_scale", 1.0),
+        "attention_multiplier": of.number("attention.scale", of.head_size**-0.5),
+        "logits_scaling": of.number("logit_scale", 1.0),
+    }
+    return scales
+
+
+def _granite_moe(of: Metadata) -> dict[str, Any]:
+    of.must_be("expert_shared_feed_forward_length", 0)
+    found = _experts(of)
+    own = {"num_local_experts": found["num_experts"], "num_experts_per_tok": found["num_experts_per_tok"]}
+    return _granite(of) | own | {"intermediate_size": found["moe_intermediate_size"]}
+
+
+def _phi3(of: Metadata) -> dict[str, Any]:
+    """Versions before 3.5 have a window, which is 0 where they have none."""
+    return {"sliding_window": of.integer("attention.sliding_window", None) or None}
+
+
+def _cohere2(of: Metadata) -> dict[str, Any]:
+    return _windows(of, 4) | {"logit_scale": of.number("logit_scale", 0.0625)}
+
+
+def _olmo2(of: Metadata) -> dict[str, Any]:
+    if of.integer("attention.sliding_window", None):
+        return _windows(of, 4) | {"architectures": ["Olmo3ForCausalLM"]}
+    return {}
+
+
+def _smollm3(of: Metadata) -> dict[str, Any]:
+    return {"no_rope_layer_interval": 4}
+
+
+def _learned(of: Metadata) -> dict[str, Any]:
+    return {"n_inner": of.same("feed_forward_length")}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", is_interleaved=True),
+    "llama with experts": Architecture("MixtralForCausalLM", _mixtral, is_interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
+    "gemma": Architecture("GemmaForCausalLM", plus_one=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, names.SANDWICH, plus_one=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, names.SANDWICH, plus_one=True),
+    "phi3": Architecture("Phi3ForCausalLM", _phi3, names.FUSED_GATE),
+    "olmo2": Architecture("Olmo2ForCausalLM", _olmo2, names.SANDWICH),
+    "olmoe": Architecture("OlmoeForCausalLM", _olmoe),
+    "granite": Architecture("GraniteForCausalLM", _granite, is_interleaved=True),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", _granite_moe, is_interleaved=True),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", names=names.STARCODER2),
+    "gpt2": Architecture("GPT2LMHeadModel", _learned, names.GPT2),
+    "glm4": Architecture("Glm4ForCausalLM", names=names.GLM4),
+    "cohere2": Architecture("Cohere2ForCausalLM", _cohere2),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _smollm3, is_interleaved=True),
+    "exaone4": Architecture("Exaone4ForCausalLM", lambda of: _windows(of, 4), names.SANDWICH),
+    "seed_oss": Architecture("SeedOssForCausalLM", names=names.SINGLE_NORM),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+}
+"""By general.architecture. Those of a family that has no native model are refused by name."""

@@ -1,0 +1,90 @@
+"""A model in GGUF files, as the rest of the package sees a checkpoint: a ModelSpec, and tensors by canonical names."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
+from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
+from vllm_lite.checkpoint.gguf.header import Header, Tensor
+from vllm_lite.checkpoint.gguf.kinds import FLOATS
+from vllm_lite.checkpoint.gguf.names import name_here
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.errors import ModelError
+
+MAX_EXPERTS = 16384
+
+
+class GgufCheckpoint:
+    """The files of one model, whose headers are read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        """Raises ModelError for files that are damaged or do not belong together."""
+        self.file = files[0]
+        self.header: Header = read_files(files)
+
+    @classmethod
+    def find(cls, path: Path) -> "GgufCheckpoint | None":
+        """The model at `path`, a file or a folder; None if it is none of GGUF files. Raises ModelError."""
+        files = gguf_files(path)
+        return cls(files) if files else None
+
+    def spec(self, parse: Callable[[Any], ModelSpec]) -> ModelSpec:
+        """What `parse` makes of the file's config.json, as the file stores it. Raises ModelError, with the file's name."""
+        try:
+            return self._as_stored(parse(config_of(self.header)))
+        except ModelError as error:
+            raise ModelError(f"{self.file}: {error}") from None
+
+    def _as_stored(self, spec: ModelSpec) -> ModelSpec:
+        own = architecture_of(self.header)
+
+        def layer(each: LayerSpec) -> LayerSpec:
+            if each.rope is None or not own.is_interleaved:
+                return each
+            return replace(each, rope=replace(each.rope, interleaved=True))
+
+        tensors = self.header.tensors
+        return replace(
+            spec,
+            layers=tuple(map(layer, spec.layers)),
+            norm=replace(spec.norm, plus_one=spec.norm.plus_one and not own.plus_one),
+            qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "qkv")),
+            output_bias="blk.0.attn_output.bias" in tensors,
+            mlp_bias="blk.0.ffn_down.bias" in tensors,
+            quantization=Gguf(kinds=dict(self._kinds())),
+        )
+
+    def _kinds(self) -> Iterator[tuple[str, str]]:
+        own = architecture_of(self.header).names
+        for stored, tensor in self.header.tensors.items():
+            name = name_here(stored, own)
+            if name is not None and name.endswith(".weight") and tensor.kind.name not in FLOATS:
+                yield name.removesuffix(".weight"), tensor.kind.name
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
+        for two of one name."""
+        own, found = architecture_of(self.header).names, dict[str, Tensor]()
+        for stored, tensor in self.header.tensors.items():
+            name = name_here(stored, own)
+            if name is None:
+                continue
+            for each, part in _experts(name, tensor) if "{}" in name else ((name, tensor),):
+                if each in found:
+                    raise ModelError(f"{self.file}: has tensor {each!r} twice")
+                found[each] = part
+        return found
+
+
+def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that are stacked along the first axis."""
+    count, *shape = tensor.shape
+    if len(shape) != 2 or count > MAX_EXPERTS:
+        raise ModelError(f"{tensor.file}: the experts of {name} have the shape {list(tensor.shape)}")
+    size = tensor.num_bytes // count
+    for index in range(count):
+        yield name.format(index), tensor._replace(shape=tuple(shape), offset=tensor.offset + index * size)

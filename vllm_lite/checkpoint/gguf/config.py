@@ -1,0 +1,141 @@
+"""The metadata of a GGUF file as the config.json of its family, so that the family reads it as any other."""
+
+from array import array
+from typing import Any
+
+from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.metadata import Metadata
+from vllm_lite.errors import ModelError
+
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+"""What families call it."""
+END_TOKENS = ("eos", "eot", "eom")
+MAX_PAIRS = 4096
+"""Factors of rope, one for each pair of a head."""
+
+
+def architecture_of(header: Header) -> Architecture:
+    """The architecture of a file. Raises ModelError, by name, for one that no native family has."""
+    name = header.metadata.get("general.architecture")
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        name = "llama with experts"
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        supported = ", ".join(key for key in ARCHITECTURES if " " not in key)
+        raise ModelError(f"general.architecture {name!r} is not supported in GGUF files; supported: {supported}")
+    return ARCHITECTURES[name]
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """The config.json of a file. Raises ModelError that names a key which is missing, or wrong."""
+    of, own = Metadata(header), architecture_of(header)
+    vocab_size, hidden_size = _matrix(of, "token_embd.weight")
+    if of.integer("embedding_length") != hidden_size:
+        raise ModelError(
+            f"{of.named('embedding_length')} is {of.integer('embedding_length')} and token_embd.weight has "
+            f"{hidden_size} columns"
+        )
+    config: dict[str, Any] = {
+        "architectures": [own.name],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": of.num_layers,
+        "num_attention_heads": of.same("attention.head_count"),
+        "num_key_value_heads": of.same("attention.head_count_kv", None),
+        "head_dim": of.head_size,
+        "max_position_embeddings": of.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": of.token("bos"),
+        "eos_token_id": _ends(of) or None,
+        "dtype": _dtype(header),
+        "rope_theta": of.number("rope.freq_base", None),
+        "rope_parameters": _rope(of),
+        "partial_rotary_factor": _rotated_part(of),
+    }
+    of.must_be("attention.value_length", of.head_size)
+    inner = of.same("feed_forward_length", None)
+    eps = of.number("attention.layer_norm_rms_epsilon", None) or of.number("attention.layer_norm_epsilon", None)
+    config |= {} if inner is None else {"intermediate_size": inner}
+    config |= {} if eps is None else dict.fromkeys(EPSILONS, eps)
+    config |= own.own(of)
+    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+
+def _matrix(of: Metadata, name: str) -> tuple[int, int]:
+    shape = of.shape(name)
+    if len(shape) != 2:
+        raise ModelError(f"tensor {name!r} has the shape {list(shape)}; it must be a matrix")
+    return shape[0], shape[1]
+
+
+def _ends(of: Metadata) -> list[int]:
+    """The tokens with which an answer ends: of a text, of a turn."""
+    ids = (of.token(name) for name in END_TOKENS)
+    return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
+
+
+def _dtype(header: Header) -> str:
+    """What to compute in: the type of the matrices where all are floats of one type, else bfloat16."""
+    kinds = {tensor.kind.name for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
+    return {"F32": "float32", "F16": "float16"}.get(*kinds, "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _rotated_part(of: Metadata) -> float | None:
+    """The part of each head that is turned; None where all of it is."""
+    size = of.integer("rope.dimension_count", None)
+    if not size or size == of.head_size:
+        return None
+    if not 0 < size < of.head_size:
+        raise ModelError(f"{of.named('rope.dimension_count')} {size} is more than the {of.head_size} of a head")
+    return size / of.head_size
+
+
+def _rope(of: Metadata) -> dict[str, Any] | None:
+    """The rope_parameters of config.json; None where nothing is scaled."""
+    factors = {
+        name: found
+        for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
+        if (found := _factors(of, name))
+    }
+    original = of.integer("rope.scaling.original_context_length", None)
+    if factors:
+        plain = factors.get("rope_freqs")
+        long, short = (factors.get(f"rope_factors_{name}", plain) for name in ("long", "short"))
+        if long is None or short is None:
+            raise ModelError(f"of rope_factors_long and rope_factors_short it has only {', '.join(factors)}")
+        attention = 1.0 if plain is not None else of.number("rope.scaling.attn_factor", None)
+        found = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": attention}
+        return _without_none(found | {"original_max_position_embeddings": original})
+    kind = of.text("rope.scaling.type", "none")
+    factor = of.number("rope.scaling.factor", None)
+    if kind == "none" or not factor:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ModelError(f"{of.named('rope.scaling.type')} {kind!r} is not supported; supported: none, linear, yarn")
+    return _without_none(
+        {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": of.number("rope.scaling.yarn_beta_fast", None),
+            "beta_slow": of.number("rope.scaling.yarn_beta_slow", None),
+        }
+    )
+
+
+def _factors(of: Metadata, name: str) -> list[float] | None:
+    """The numbers of a small tensor: what each pair of a head turns slower by."""
+    tensor = of.tensors.get(f"{name}.weight")
+    if tensor is None:
+        return None
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_PAIRS:
+        raise ModelError(f"tensor {name}.weight is {tensor.kind.name} {list(tensor.shape)}; it must be a row of F32")
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.offset)
+        return array("f", stream.read(tensor.num_bytes)).tolist()
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,82 @@
+"""Which GGUF files make up a model: one, or those that it was split into, like model-00001-of-00003.gguf."""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from vllm_lite.checkpoint.gguf.header import Header, Tensor, read_header
+from vllm_lite.errors import ModelError
+
+SUFFIX = ".gguf"
+MAX_FILES = 1000
+SPLIT = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+OTHER_MODELS = ("mmproj", "imatrix")
+"""What a name begins with that is of no model that writes text."""
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """The GGUF files of the model `path`, a file or a folder, in order; none where it is no GGUF model.
+
+    Raises ModelError for a folder with several models, and for files that are missing.
+    """
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return _parts(path)
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return []
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    sets = first_files([file.name for file in files])
+    if len(sets) > 1:
+        raise ModelError(f"{path}: has several models; give the file of one: {', '.join(sets[:10])}")
+    return _parts(path / sets[0]) if sets else []
+
+
+def first_files(names: list[str]) -> list[str]:
+    """The names of GGUF files without those of what is no model, and of split ones the first parts only."""
+    found = []
+    for name in sorted(names):
+        own = name.rpartition("/")[2].lower()
+        split = SPLIT.fullmatch(own)
+        if own.endswith(SUFFIX) and not own.startswith(OTHER_MODELS) and (split is None or int(split["number"]) == 1):
+            found.append(name)
+    return found
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of the model of which `name` is one. Raises ModelError for one of very many."""
+    split = SPLIT.fullmatch(name)
+    if split is None:
+        return [name]
+    count = int(split["count"])
+    if not 1 <= int(split["number"]) <= count <= MAX_FILES:
+        raise ModelError(f"{name}: is no part of 1 to {MAX_FILES} files, as its name says")
+    return [f"{split['base']}-{number:05d}-of-{split['count']}{name[-len(SUFFIX) :]}" for number in range(1, count + 1)]
+
+
+def _parts(path: Path) -> list[Path]:
+    files = [path.with_name(name) for name in part_names(path.name)]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file}: no such file; all {len(files)} parts of the model must be in one folder")
+    return files
+
+
+def read_files(files: list[Path]) -> Header:
+    """The metadata of the first file, and the tensors of all. Raises ModelError if they do not make up one model."""
+    return _read(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=2)
+def _read(identities: tuple[tuple[Path, int, int], ...]) -> Header:
+    """A process that starts asks several times."""
+    files = [file for file, _, _ in identities]
+    headers = [read_header(file) for file in files]
+    count = headers[0].metadata.get("split.count", 1)
+    if count not in (0, len(files)):
+        raise ModelError(f"{files[0]}: is one of {count} files, as split.count says, and {len(files)} are there")
+    tensors: dict[str, Tensor] = {}
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{tensor.file}: tensor {name!r} is also in {tensors[name].file.name}")
+            tensors[name] = tensor
+    return Header(headers[0].metadata, tensors)

@@ -1,0 +1,103 @@
+"""The metadata of a GGUF file, with the types that they must have. A ModelError names the key and the value."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TypeVar
+
+from vllm_lite.checkpoint.gguf.header import Array, Header, Tensor, Value
+from vllm_lite.errors import ModelError
+
+T = TypeVar("T")
+_NEEDED = -1
+
+
+class Metadata:
+    """What a file says under the name of its architecture, like "llama.block_count". Keys are given without it."""
+
+    def __init__(self, header: Header) -> None:
+        self.all: Mapping[str, Value] = header.metadata
+        self.tensors: Mapping[str, Tensor] = header.tensors
+        self.architecture = str(header.metadata.get("general.architecture", ""))
+
+    @cached_property
+    def num_layers(self) -> int:
+        return self.integer("block_count") - (self.integer("nextn_predict_layers", None) or 0)
+
+    @cached_property
+    def head_size(self) -> int:
+        size = self.integer("attention.key_length", None)
+        return size or self.integer("embedding_length") // max(1, self.integer("attention.head_count"))
+
+    def integer(self, key: str, default: T | int = _NEEDED) -> int | T:
+        """A number that is whole. Raises ModelError where it is missing and there is no default."""
+        return self.same(key, default)
+
+    def same(self, key: str, default: T | int = _NEEDED) -> int | T:
+        """As `integer`, where a file may also have a number for each layer, if all are the same."""
+        found = self.value(key)
+        if found is None and default is not _NEEDED:
+            return default
+        if isinstance(found, Array) and not found.is_text and 0 < len(found) <= self.num_layers_at_most:
+            numbers = set(found.numbers())
+            if len(numbers) > 1:
+                raise ModelError(f"{self.named(key)} differs by layer ({sorted(numbers)[:8]}), which is not supported")
+            (found,) = numbers
+        if not isinstance(found, int) or isinstance(found, bool):
+            raise ModelError(f"{self.named(key)} must be a whole number, and it is {_shown(found)}")
+        return found
+
+    def number(self, key: str, default: T) -> float | T:
+        found = self.value(key)
+        if found is None:
+            return default
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            raise ModelError(f"{self.named(key)} must be a number, and it is {_shown(found)}")
+        return float(found)
+
+    def booleans(self, key: str) -> list[bool] | None:
+        """One for each layer; None where there are none."""
+        found = self.value(key)
+        if not isinstance(found, Array) or found.is_text or len(found) > self.num_layers_at_most:
+            return None
+        return [bool(number) for number in found.numbers()]
+
+    def text(self, key: str, default: T) -> str | T:
+        found = self.value(key)
+        if found is None:
+            return default
+        if not isinstance(found, str):
+            raise ModelError(f"{self.named(key)} must be a string, and it is {_shown(found)}")
+        return found
+
+    def must_be(self, key: str, wanted: int) -> None:
+        """Raise ModelError if the file says something else than `wanted`."""
+        found = self.value(key)
+        if found is not None and found != wanted:
+            raise ModelError(f"{self.named(key)} {_shown(found)} is not supported; it must be {wanted}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises ModelError if it is missing."""
+        if name not in self.tensors:
+            raise ModelError(f"has no tensor {name!r}")
+        return self.tensors[name].shape
+
+    def token(self, key: str) -> int | None:
+        """A token id of the tokenizer."""
+        found = self.all.get(f"tokenizer.ggml.{key}_token_id")
+        return found if isinstance(found, int) and found >= 0 else None
+
+    def value(self, key: str) -> Value | None:
+        return self.all.get(self.named(key))
+
+    def named(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    @property
+    def num_layers_at_most(self) -> int:
+        return 10_000
+
+
+def _shown(value: Value | None) -> str:
+    if isinstance(value, Array):
+        return f"an array of {len(value)}"
+    return "missing" if value is None else repr(value)[:80]

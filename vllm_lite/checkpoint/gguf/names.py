@@ -1,0 +1,81 @@
+"""What tensors are called in GGUF files, and what models call them."""
+
+import re
+from collections.abc import Mapping
+
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "token_embd_norm": "word_embeddings_layernorm",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+"""Those of a layer, which begin with "blk.N." in the file and with "model.layers.N." here. Where there is a place for
+a number the file has the matrices of all experts in one tensor."""
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""The norms of layers that have some behind their blocks, as Gemma 2's."""
+GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+FUSED_GATE = {"ffn_up": "mlp.gate_up_proj"}
+SINGLE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+STARCODER2 = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+GPT2 = {
+    "output_norm": "ln_f",
+    "attn_norm": "h.{layer}.ln_1",
+    "attn_qkv": "h.{layer}.attn.c_attn",
+    "attn_output": "h.{layer}.attn.c_proj",
+    "ffn_norm": "h.{layer}.ln_2",
+    "ffn_up": "h.{layer}.mlp.c_fc",
+    "ffn_down": "h.{layer}.mlp.c_proj",
+}
+READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
+"""Tensors that config.json has as numbers, or that nobody needs."""
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+
+
+def name_here(stored: str, own: Mapping[str, str]) -> str | None:
+    """What a model calls the tensor `stored`; None for one that is not a weight of it. `own`: the names in which its
+    family differs. A name that is not known stays as it is, and no model will ask for it."""
+    if READ_ASIDE.fullmatch(stored):
+        return None
+    if found := _IN_LAYER.fullmatch(stored):
+        layer, part, ending = found.groups()
+        if part == "exp_probs_b":
+            return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        name = own.get(part) or LAYER.get(part)
+        if name is None:
+            return stored
+        whole = name.replace("{layer}", layer) if "{layer}" in name else f"model.layers.{layer}.{name}"
+        return f"{whole}.{ending}"
+    part, _, ending = stored.rpartition(".")
+    name = own.get(part) or TOP.get(part)
+    return stored if name is None else f"{name}.{ending}"

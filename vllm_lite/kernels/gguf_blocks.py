@@ -1,0 +1,195 @@
+"""The blocks of GGUF files, taken apart into grouped weights; https://github.com/ggml-org/ggml has the formats.
+
+A block is scales, and codes of 2 to 8 bits whose parts may lie apart. Everything here is exact: a weight is the float32
+number that ggml's own dequantization gives, but for the order in which a scale of a scale is multiplied.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_lite.errors import ModelError
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
+
+IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
+"""IQ4_NL's values."""
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""MXFP4's values."""
+CHUNK_ELEMENTS = 1 << 24
+"""So many are taken apart at a time: what lies between blocks and codes takes several bytes for each."""
+
+
+class _Parts(NamedTuple):
+    """What a chunk of blocks is made of."""
+
+    codes: torch.Tensor
+    """uint8 [blocks, elements]"""
+    scales: torch.Tensor
+    """float32 [blocks, groups]"""
+    minima: torch.Tensor | None = None
+
+
+class _Kind(NamedTuple):
+    """How blocks of one type are taken apart."""
+
+    elements: int
+    num_bytes: int
+    values: torch.Tensor
+    group_size: int
+    parts: Callable[[torch.Tensor], _Parts]
+    """Called with uint8 [blocks, num_bytes]."""
+
+
+def take_apart(kind: str, blocks: torch.Tensor) -> GroupedWeight:
+    """blocks: uint8 [num_outputs, bytes of a row], whole blocks of the type that ggml calls `kind`.
+
+    Raises ModelError for a type that is not supported, by its name, and for rows that are no whole blocks.
+    """
+    if kind not in _KINDS:
+        raise ModelError(f"blocks of type {kind} are not supported; supported: {', '.join(_KINDS)}")
+    own = _KINDS[kind]
+    num_rows, row_bytes = blocks.shape
+    if row_bytes % own.num_bytes or blocks.dtype != torch.uint8:
+        raise ModelError(f"rows of {row_bytes} bytes are no whole blocks of type {kind}, which have {own.num_bytes}")
+    num_inputs = row_bytes // own.num_bytes * own.elements
+    rows = max(1, CHUNK_ELEMENTS // max(1, num_inputs))
+    codes = torch.empty(num_rows, num_inputs, dtype=torch.uint8)
+    scales, minima = [], []
+    for start in range(0, num_rows, rows):
+        some = blocks[start : start + rows]
+        parts = own.parts(some.reshape(-1, own.num_bytes))
+        codes[start : start + rows] = parts.codes.view(len(some), num_inputs)
+        scales.append(parts.scales.view(len(some), -1))
+        if parts.minima is not None:
+            minima.append(parts.minima.view(len(some), -1))
+    empty = torch.empty(0, num_inputs // own.group_size)
+    return GroupedWeight(
+        codes, own.values, torch.cat(scales or [empty]), own.group_size, torch.cat(minima) if minima else None
+    )
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at byte `at` of each block -> float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] -> [..., 2 n]: all low halves, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _bits(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 4] -> the 32 bits of each, lowest first, uint8 [blocks, 32]."""
+    return ((words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
+def _q4_0(blocks: torch.Tensor) -> _Parts:
+    return _Parts(_nibbles(blocks[:, 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> _Parts:
+    return _Parts(_nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> _Parts:
+    return _Parts(_nibbles(blocks[:, 6:]) + (_bits(blocks[:, 2:6]) << 4) + 112, _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> _Parts:
+    return _Parts(_nibbles(blocks[:, 8:]) + (_bits(blocks[:, 4:8]) << 4), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> _Parts:
+    return _Parts(blocks[:, 2:] ^ 128, _half(blocks, 0))
+
+
+def _mxfp4(blocks: torch.Tensor) -> _Parts:
+    """The scale is a power of two; that of 0 is the smallest there is."""
+    exponents = blocks[:, :1].float() - 127
+    return _Parts(_nibbles(blocks[:, 1:]), torch.exp2(exponents))
+
+
+def _twos(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 64] -> [blocks, 256] of 2 bits: of each 32 bytes all lowest pairs, then the next, and so on."""
+    halves = packed.view(len(packed), 2, 1, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    return ((halves >> shifts) & 3).flatten(1)
+
+
+def _q2_k(blocks: torch.Tensor) -> _Parts:
+    both = blocks[:, :16]
+    scales, minima = _half(blocks, 80) * (both & 15), _half(blocks, 82) * (both >> 4)
+    return _Parts(_twos(blocks[:, 16:80].contiguous()), scales, minima)
+
+
+def _q3_k(blocks: torch.Tensor) -> _Parts:
+    """The third bit is stored as whether 4 is not subtracted; 16 scales of 6 bits lie in 12 bytes."""
+    high = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
+    codes = _twos(blocks[:, 32:96].contiguous()) + (high.flatten(1) << 2) + 124
+    packed = blocks[:, 96:108]
+    low = _nibbles(packed[:, :8])
+    top = (packed[:, 8:].unsqueeze(1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 4, 1) & 3).flatten(1)
+    scales = (low | top << 4).float() - 32
+    return _Parts(codes, _half(blocks, 108) * scales)
+
+
+def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [blocks, 12] -> 8 scales and 8 minima of 6 bits each."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=1)
+    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=1)
+    return scales, minima
+
+
+def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 128] -> [blocks, 256]: of each 32 bytes the low halves, then the high ones."""
+    return _nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
+
+
+def _q4_k(blocks: torch.Tensor) -> _Parts:
+    scales, minima = _six_bits(blocks[:, 4:16])
+    return _Parts(_in_pairs(blocks[:, 16:]), _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q5_k(blocks: torch.Tensor) -> _Parts:
+    scales, minima = _six_bits(blocks[:, 4:16])
+    high = blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
+    codes = _in_pairs(blocks[:, 48:]) | high.flatten(1) << 4
+    return _Parts(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q6_k(blocks: torch.Tensor) -> _Parts:
+    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    tops = high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1) & 3
+    codes = _nibbles(low).flatten(1) | tops.flatten(1) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return _Parts(codes + 96, _half(blocks, 208) * scales)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Parts:
+    """8 scales of 6 bits: high pairs in 2 bytes, low halves in 4."""
+    high = blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
+    low = blocks[:, 4:8].unsqueeze(2) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
+    codes = _nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16)).flatten(1)
+    return _Parts(codes, _half(blocks, 0) * scales)
+
+
+_KINDS = {
+    "Q4_0": _Kind(32, 18, INT4, 32, _q4_0),
+    "Q4_1": _Kind(32, 20, UINT4, 32, _q4_1),
+    "Q5_0": _Kind(32, 22, INT8, 32, _q5_0),
+    "Q5_1": _Kind(32, 24, UINT8, 32, _q5_1),
+    "Q8_0": _Kind(32, 34, INT8, 32, _q8_0),
+    "Q2_K": _Kind(256, 84, UINT4, 16, _q2_k),
+    "Q3_K": _Kind(256, 110, INT8, 16, _q3_k),
+    "Q4_K": _Kind(256, 144, UINT4, 32, _q4_k),
+    "Q5_K": _Kind(256, 176, UINT8, 32, _q5_k),
+    "Q6_K": _Kind(256, 210, INT8, 16, _q6_k),
+    "IQ4_NL": _Kind(32, 18, IQ4, 32, _q4_0),
+    "IQ4_XS": _Kind(256, 136, IQ4, 32, _iq4_xs),
+    "MXFP4": _Kind(32, 17, FP4, 32, _mxfp4),
+}
+BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _KINDS.items()}
+"""Elements and bytes of a block of each type that is supported."""
