@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"

@@ -89,6 +89,19 @@ class Int8Matmul:
             out += self.bias
 
 
+class SideBySide:
+    """Several weights of the same inputs, each with the number of its outputs, which stand behind each other."""
+
+    def __init__(self, parts: tuple[tuple[Matmul, int], ...]) -> None:
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for matmul, num_outputs in self.parts:
+            matmul.forward(x, out.narrow(1, first, num_outputs))
+            first += num_outputs
+
+
 def copies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `make_matmul` only reads the weight that it is given, and keeps nothing of it."""
     return device.type == "cpu" and dtype in FLOATS and cpu.available()

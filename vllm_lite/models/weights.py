@@ -1,31 +1,27 @@
-"""Fills a model from a checkpoint folder: table-driven, strict both ways, safetensors only.
+"""Fills a model from a checkpoint folder: table-driven, strict both ways.
 
 The model says which tensors a checkpoint must have and which of them it takes together (`weight_groups`). All headers
 are checked against that before the first byte is copied, so that one error lists everything that is wrong. Then one
 group after another goes from the mapped files to its layer, which packs it: there is never a dense model in memory.
 """
 
-import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from vllm_lite.checkpoint.headers import weight_files
-from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Packed
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
+from vllm_lite.models.weight_source import Stored, open_source
 from vllm_lite.runtime import torch_import
 
 STORED_AS = {
@@ -142,16 +138,8 @@ class _Files:
     def __init__(
         self, groups: Sequence[WeightGroup], ignores: Callable[[str], bool], folder: Path, stack: ExitStack
     ) -> None:
-        self._stored: dict[str, _Stored] = {}
+        self._stored = open_source(folder, stack)
         self._last: torch.Tensor | None = None
-        for file in weight_files(folder):
-            opened = _open(file, stack)
-            for stored_as in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-                name = canonical(stored_as)
-                if name in self._stored:
-                    other = self._stored[name].file.name
-                    raise ModelError(f"{file}: tensor {stored_as!r} is also in {other}; it must be in one")
-                self._stored[name] = _Stored(file, opened, stored_as)
         table = {slot.name: (slot, part) for group in groups for part in group.stacks for slot in part.slots}
         _check(table, self._stored, ignores, folder)
 
@@ -162,24 +150,6 @@ class _Files:
             memory.give_back(self._last)
         self._last = self._stored[slot.name].mapped()
         return slot.cut(self._last)
-
-
-class _Stored:
-    """One tensor in an open file."""
-
-    def __init__(self, file: Path, opened: Any, name: str) -> None:
-        self.file = file
-        self.name = name
-        self.slice = opened.get_slice(name)
-        self.shape = tuple(self.slice.get_shape())
-
-    def mapped(self) -> torch.Tensor:
-        """The whole tensor, where it lies in the mapped file: nothing is read yet."""
-        try:
-            whole: torch.Tensor = self.slice[...]
-        except SafetensorError as error:
-            raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
-        return whole
 
 
 class _Staging:
@@ -197,33 +167,9 @@ class _Staging:
         return self._bytes[:num_bytes].view(dtype).view(shape)
 
 
-def _open(file: Path, stack: ExitStack) -> Any:
-    try:
-        return stack.enter_context(safe_open(file, framework="pt"))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: not a valid safetensors file: {_damage(file) or error}") from error
-
-
-def _damage(file: Path) -> str | None:
-    """What is wrong with a file that safetensors refuses, where its header says enough to name a tensor."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            if header_size > size - 8:
-                return f"its header needs {header_size} bytes and the file has {size}; it is truncated or no such file"
-            header = json.loads(stream.read(header_size))
-        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-        name = max(ends, key=ends.__getitem__)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    needed = 8 + header_size + ends[name]
-    return f"tensor {name!r} ends at byte {needed} and the file at {size}; it is truncated" if needed > size else None
-
-
 def _check(
     table: dict[str, tuple[WeightSlot, WeightStack]],
-    found: dict[str, _Stored],
+    found: Mapping[str, Stored],
     ignores: Callable[[str], bool],
     folder: Path,
 ) -> None:
@@ -237,7 +183,7 @@ def _check(
     unreadable: dict[tuple[str, ...], list[str]] = {}
     for name, _, part, stored in both:
         readable: tuple[str, ...] = (STORED_AS[part.dtype],) if part.dtype in STORED_AS else STORED_DTYPES
-        if (stored_as := stored.slice.get_dtype()) not in readable:
+        if (stored_as := stored.dtype) not in readable:
             unreadable.setdefault(readable, []).append(f"{name} {stored_as}")
     problems = [
         *_listing("missing", [name for name in table if name not in found]),

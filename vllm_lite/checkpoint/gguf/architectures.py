@@ -102,13 +102,12 @@ def _gemma3(of: Metadata) -> dict[str, Any]:
 
 
 def _granite(of: Metadata) -> dict[str, Any]:
-    scales = {
+    return {
         "embedding_multiplier": of.number("embedding_scale", 1.0),
         "residual_multiplier": of.number("residual_scale", 1.0),
         "attention_multiplier": of.number("attention.scale", of.head_size**-0.5),
         "logits_scaling": of.number("logit_scale", 1.0),
     }
-    return scales
 
 
 def _granite_moe(of: Metadata) -> dict[str, Any]:
@@ -131,10 +130,6 @@ def _olmo2(of: Metadata) -> dict[str, Any]:
     if of.integer("attention.sliding_window", None):
         return _windows(of, 4) | {"architectures": ["Olmo3ForCausalLM"]}
     return {}
-
-
-def _smollm3(of: Metadata) -> dict[str, Any]:
-    return {"no_rope_layer_interval": 4}
 
 
 def _learned(of: Metadata) -> dict[str, Any]:
@@ -160,7 +155,7 @@ ARCHITECTURES = {
     "gpt2": Architecture("GPT2LMHeadModel", _learned, names.GPT2),
     "glm4": Architecture("Glm4ForCausalLM", names=names.GLM4),
     "cohere2": Architecture("Cohere2ForCausalLM", _cohere2),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _smollm3, is_interleaved=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "exaone4": Architecture("Exaone4ForCausalLM", lambda of: _windows(of, 4), names.SANDWICH),
     "seed_oss": Architecture("SeedOssForCausalLM", names=names.SINGLE_NORM),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
 from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import Header, Tensor
-from vllm_lite.checkpoint.gguf.kinds import FLOATS
+from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.names import name_here
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
@@ -33,7 +33,7 @@ class GgufCheckpoint:
         return cls(files) if files else None
 
     def spec(self, parse: Callable[[Any], ModelSpec]) -> ModelSpec:
-        """What `parse` makes of the file's config.json, as the file stores it. Raises ModelError, with the file's name."""
+        """What `parse` makes of the file's config.json, as the file stores it. Raises ModelError with its name."""
         try:
             return self._as_stored(parse(config_of(self.header)))
         except ModelError as error:
@@ -62,8 +62,14 @@ class GgufCheckpoint:
         own = architecture_of(self.header).names
         for stored, tensor in self.header.tensors.items():
             name = name_here(stored, own)
-            if name is not None and name.endswith(".weight") and tensor.kind.name not in FLOATS:
-                yield name.removesuffix(".weight"), tensor.kind.name
+            if name is None or tensor.kind.name in FLOATS:
+                continue
+            if tensor.kind.name not in READ:
+                raise ModelError(
+                    f"tensor {stored!r} is of type {tensor.kind.name}, which is not supported; supported: "
+                    f"{', '.join((*FLOATS, *READ))}"
+                )
+            yield name.removesuffix(".weight"), tensor.kind.name
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
@@ -73,6 +79,8 @@ class GgufCheckpoint:
             name = name_here(stored, own)
             if name is None:
                 continue
+            if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+                tensor = tensor._replace(shape=(1, *tensor.shape))  # noqa: PLW2901 (a matrix of one row)
             for each, part in _experts(name, tensor) if "{}" in name else ((name, tensor),):
                 if each in found:
                     raise ModelError(f"{self.file}: has tensor {each!r} twice")

@@ -10,6 +10,8 @@ from vllm_lite.errors import ModelError
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 """What families call it."""
+FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+"""Tensors with what each pair of a head turns slower by; those of Llama 3.1 are the same for all lengths."""
 END_TOKENS = ("eos", "eot", "eom")
 MAX_PAIRS = 4096
 """Factors of rope, one for each pair of a head."""
@@ -92,11 +94,7 @@ def _rotated_part(of: Metadata) -> float | None:
 
 def _rope(of: Metadata) -> dict[str, Any] | None:
     """The rope_parameters of config.json; None where nothing is scaled."""
-    factors = {
-        name: found
-        for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
-        if (found := _factors(of, name))
-    }
+    factors = {name: found for name in FACTORS if (found := _factors(of, name))}
     original = of.integer("rope.scaling.original_context_length", None)
     if factors:
         plain = factors.get("rope_freqs")

@@ -10,6 +10,7 @@ from vllm_lite.checkpoint.quantization.spec import (
     BitsAndBytes4,
     BitsAndBytes8,
     BlockScaled,
+    Gguf,
     Gptq,
     Mixed,
     MxFp4,
@@ -19,6 +20,7 @@ from vllm_lite.checkpoint.quantization.spec import (
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
+from vllm_lite.layers.quantized.gguf import GgufForm
 from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
@@ -59,6 +61,8 @@ def form_for(spec: AnyQuantization | None, quantization: Quantization | None) ->
     both are given."""
     if spec is None:
         return DenseForm(quantization)
+    if isinstance(spec, Gguf) and (not spec.kinds or quantization is None):
+        return GgufForm(spec, quantization)
     if quantization is not None:
         raise ConfigError(
             f"--quantization {quantization} is for dense checkpoints, and this one is {spec.label} already"

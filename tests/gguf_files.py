@@ -1,0 +1,196 @@
+"""GGUF files of tiny checkpoints, written by gguf-py with what llama.cpp's converter does to names and tensors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from vllm_lite.checkpoint.headers import weight_files
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "GraniteForCausalLM": "granite",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GPT2LMHeadModel": "gpt2",
+    "Glm4ForCausalLM": "glm4",
+    "Cohere2ForCausalLM": "cohere2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Exaone4ForCausalLM": "exaone4",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+}
+PERMUTED = ("llama", "granite", "smollm3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3")
+NUMBERS = {
+    "max_position_embeddings": "context_length",
+    "n_positions": "context_length",
+    "hidden_size": "embedding_length",
+    "n_embd": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "n_layer": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "n_head": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "sliding_window": "attention.sliding_window",
+}
+"""Keys of config.json -> those of the file, without its architecture."""
+
+KindOf = Callable[[str], str]
+"""The type of a matrix, by its name in the file."""
+
+
+def write_gguf(
+    file: Path, checkpoint: Path, kind_of: KindOf = lambda _: "F32", more: dict[str, Any] | None = None
+) -> Path:
+    """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. Returns it."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, value in (_metadata(architecture, config) | (more or {})).items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
+    writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
+    for name, tensor in tensors_of(checkpoint, architecture, config).items():
+        kind = kind_of(name) if len(tensor.shape) > 1 and "gate_inp" not in name else "F32"
+        add_tensor(writer, name, tensor, kind)
+    write(writer)
+    return file
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:
+    array, number = tensor.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind]
+    if kind == "F32":
+        writer.add_tensor(name, array)
+    else:
+        writer.add_tensor(name, quantized(array, kind), raw_dtype=number)
+
+
+def quantized(array: np.ndarray, kind: str) -> np.ndarray:
+    """gguf-py quantizes to the older types; of a K-quant it can read any bytes, so random ones with small scales are
+    taken."""
+    number = gguf.GGMLQuantizationType[kind]
+    halves = {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind)
+    if halves is None:
+        return gguf.quants.quantize(array, number)
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(array.size).integers(0, 256, (array.size // elements, num_bytes), dtype=np.uint8)
+    for at in halves:
+        blocks[:, at : at + 2] = np.full((len(blocks), 1), 4e-4, np.float16).view(np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
+
+
+def dequantized(folder: Path, checkpoint: Path, kind_of: KindOf) -> Path:
+    """Write to `folder` the checkpoint with what its matrices become as `kind_of` says, for transformers to read."""
+    raise NotImplementedError(folder, checkpoint, kind_of)
+
+
+def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    named = config | {key: value for key, value in rope.items() if not isinstance(value, dict)}
+    found = {
+        f"{architecture}.{theirs}": float(value) if isinstance(value, float) else value
+        for ours, theirs in NUMBERS.items()
+        if isinstance(value := named.get(ours), int | float) and not isinstance(value, bool)
+    }
+    if "head_dim" in config and config["head_dim"]:
+        found[f"{architecture}.attention.value_length"] = config["head_dim"]
+    if part := named.get("partial_rotary_factor"):
+        found[f"{architecture}.rope.dimension_count"] = int(part * config["head_dim"])
+    if architecture == "gpt2":
+        found["gpt2.feed_forward_length"] = config.get("n_inner") or 4 * config["n_embd"]
+    tokens = {"bos": config.get("bos_token_id"), "eos": config.get("eos_token_id")}
+    ids = {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in tokens.items() if isinstance(id_, int)}
+    return found | ids
+
+
+def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of the file, by their names in it."""
+    number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(number, config.get("num_hidden_layers") or config["n_layer"])
+    stored: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for path in weight_files(checkpoint):
+        for name, tensor in load_file(path).items():
+            if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                continue
+            here, index = _without_expert(name)
+            found = names.get_name(here, try_suffixes=(".weight", ".bias"))
+            if found is None:
+                raise ValueError(f"{architecture} has no name for {here}")
+            tensor = _changed(tensor, found, architecture, config)
+            if index is None:
+                stored[found] = tensor
+            else:
+                experts.setdefault(found, {})[index] = tensor
+    return stored | {name: torch.stack([each for _, each in sorted(some.items())]) for name, some in experts.items()}
+
+
+def _without_expert(name: str) -> tuple[str, int | None]:
+    before, found, after = name.partition(".experts.")
+    if not found:
+        return name, None
+    index, _, part = after.partition(".")
+    return f"{before}.experts.{part}", int(index)
+
+
+def _changed(tensor: torch.Tensor, name: str, architecture: str, config: dict[str, Any]) -> torch.Tensor:
+    part = name.split(".")[-2]
+    if architecture in PERMUTED and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        halves = tensor.view(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    if architecture in PLUS_ONE and part.endswith("norm"):
+        return tensor + 1
+    if architecture == "gpt2" and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and tensor.dim() == 2:
+        return tensor.t()
+    if part == "ffn_gate_inp_shexp":
+        return tensor[0]
+    return tensor

@@ -1,0 +1,111 @@
+"""Weights of GGUF files: each tensor has a type of its own, so that V may be of another than Q and K.
+
+https://github.com/ggml-org/ggml has the format. Matrices are always [outputs, inputs] there, rows of whole blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from vllm_lite.checkpoint.gguf.kinds import BY_NAME
+from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.errors import ModelError
+from vllm_lite.kernels.gguf_blocks import take_apart
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize
+from vllm_lite.layers.matmul import Matmul, Quantization, SideBySide, make_grouped_matmul
+from vllm_lite.layers.quantized.stored import CPU, in_units
+from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
+from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+
+CHUNK_ELEMENTS = 1 << 24
+"""So many become floats at a time where a table is needed dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufForm:
+    """The WeightForm of a GGUF model. `quantization`: what the matrices become that are floats in the file."""
+
+    spec: Gguf
+    quantization: Quantization | None = None
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        shape = shape._replace(transposed=False)
+        named = zip(names, shape.outputs, strict=True)
+        parts: list[StoredWeight] = []
+        for kind, some in groupby(named, key=lambda one: self.spec.kind(one[0])):
+            own, outputs = zip(*some, strict=True)
+            part = shape._replace(outputs=outputs)
+            if kind is None:
+                parts.append(DenseForm(self.quantization).stored(own, part))
+            else:
+                parts.append(BlockWeight.of(kind, own, part))
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), shape)
+
+    def quantizes(self, name: str) -> bool:
+        return not self.spec.is_dense(name)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """Projections whose tensors are all of one type."""
+
+    stacks: tuple[WeightStack, ...]
+    """One of uint8 [outputs, bytes of a row], on the CPU."""
+    kind: str
+    shape: LinearShape
+
+    @classmethod
+    def of(cls, kind: str, names: Sequence[str], shape: LinearShape) -> "BlockWeight":
+        """Raises ModelError if inputs are no whole blocks, and ConfigError if ranks would have to share one."""
+        block = BY_NAME[kind]
+        if shape.inputs.total % block.elements:
+            raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are no whole blocks of type {kind}")
+        columns = in_units(shape.inputs, block.elements).times(block.num_bytes)
+        of_bytes = shape._replace(inputs=columns)
+        named = zip(names, shape.outputs, strict=True)
+        slots: tuple[WeightSlot, ...] = tuple(of_bytes.slot(f"{name}.weight", rows) for name, rows in named)
+        return cls((WeightStack(slots, torch.uint8, CPU),), kind, shape)
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return make_grouped_matmul(self.take(tensors[0]), bias, self.shape.dtype, self.shape.device)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Some rows at a time: in between there are several numbers for each weight."""
+        (blocks,), shape = tensors, self.shape
+        table = torch.empty(len(blocks), shape.inputs.size, dtype=shape.dtype, device=shape.device)
+        rows = max(1, CHUNK_ELEMENTS // max(1, shape.inputs.size))
+        for some, out in zip(blocks.split(rows), table.split(rows), strict=True):
+            out.copy_(dequantize(self.take(some)))
+        return table
+
+    def take(self, blocks: torch.Tensor) -> GroupedWeight:
+        return take_apart(self.kind, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights of the same inputs, whose outputs stand behind each other."""
+
+    parts: tuple[StoredWeight, ...]
+    shape: LinearShape
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        """None is lent, as at most one may be."""
+        return tuple(stack._replace(lent=False, packed_as=None) for part in self.parts for stack in part.stacks)
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        made, first = [], 0
+        for part, own in self._each(tensors):
+            size = sum(stack.shape[0] for stack in part.stacks)
+            made.append((part.matmul(own, None if bias is None else bias[first : first + size]), size))
+            first += size
+        return SideBySide(tuple(made))
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.dense(own) for part, own in self._each(tensors)])
+
+    def _each(self, tensors: Sequence[torch.Tensor]) -> Sequence[tuple[StoredWeight, Sequence[torch.Tensor]]]:
+        return [(part, tensors[index : index + 1]) for index, part in enumerate(self.parts)]

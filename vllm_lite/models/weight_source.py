@@ -1,0 +1,121 @@
+"""The tensors of a checkpoint by their canonical names, mapped into memory: of safetensors files, or of GGUF files."""
+
+import json
+import mmap
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
+from vllm_lite.checkpoint.gguf.header import Tensor
+from vllm_lite.checkpoint.headers import weight_files
+from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.errors import ModelError
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(Protocol):
+    """One tensor in an open file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors calls it; what lies in blocks is U8."""
+        ...
+
+    def mapped(self) -> torch.Tensor:
+        """The whole tensor, where it lies in the mapped file: nothing is read yet. Raises ModelError."""
+        ...
+
+
+def open_source(path: Path, stack: ExitStack) -> Mapping[str, Stored]:
+    """The tensors of the checkpoint `path`, a folder or a GGUF file, until `stack` is closed. Raises ModelError when
+    files are missing or damaged, or two tensors have one name."""
+    if (gguf := GgufCheckpoint.find(path)) is not None:
+        return _gguf(gguf)
+    found: dict[str, _InSafetensors] = {}
+    for file in weight_files(path):
+        opened = _open(file, stack)
+        for stored_as in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+            name = canonical(stored_as)
+            if name in found:
+                raise ModelError(f"{file}: tensor {stored_as!r} is also in {found[name].file.name}; it must be in one")
+            found[name] = _InSafetensors(file, opened, stored_as)
+    return found
+
+
+class _InSafetensors:
+    def __init__(self, file: Path, opened: Any, name: str) -> None:
+        self.file = file
+        self.name = name
+        self.slice = opened.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self.slice.get_shape())
+        self.dtype: str = self.slice.get_dtype()
+
+    def mapped(self) -> torch.Tensor:
+        try:
+            whole: torch.Tensor = self.slice[...]
+        except SafetensorError as error:
+            raise ModelError(f"{self.file}: tensor {self.name!r} cannot be read ({error})") from error
+        return whole
+
+
+class _InGguf:
+    def __init__(self, tensor: Tensor, mapping: mmap.mmap) -> None:
+        self.tensor, self.mapping = tensor, mapping
+        kind, shape = tensor.kind, tensor.shape
+        self.dtype = kind.name if kind.name in FLOATS else "U8"
+        in_blocks = (*shape[:-1], shape[-1] // kind.elements * kind.num_bytes)
+        self.shape = shape if kind.name in FLOATS else in_blocks
+
+    def mapped(self) -> torch.Tensor:
+        tensor = self.tensor
+        row = torch.frombuffer(self.mapping, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return row.view(FLOATS.get(self.dtype, torch.uint8)).view(self.shape)
+
+
+def _gguf(checkpoint: GgufCheckpoint) -> Mapping[str, Stored]:
+    """Mappings stay until the last tensor that lies in them is gone. Nobody writes to them; torch asks that one could,
+    and then only this process would see it."""
+    mappings: dict[Path, mmap.mmap] = {}
+    found = {}
+    for name, tensor in checkpoint.tensors().items():
+        if tensor.file not in mappings:
+            with tensor.file.open("rb") as stream:
+                mappings[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapping = mappings[tensor.file]
+        if tensor.offset + tensor.num_bytes > len(mapping):
+            raise ModelError(f"{tensor.file}: tensor {name!r} ends behind the file, which has become shorter")
+        found[name] = _InGguf(tensor, mapping)
+    return found
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
+    try:
+        return stack.enter_context(safe_open(file, framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: not a valid safetensors file: {_damage(file) or error}") from error
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file that safetensors refuses, where its header says enough to name a tensor."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            if header_size > size - 8:
+                return f"its header needs {header_size} bytes and the file has {size}; it is truncated or no such file"
+            header = json.loads(stream.read(header_size))
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        name = max(ends, key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    needed = 8 + header_size + ends[name]
+    return f"tensor {name!r} ends at byte {needed} and the file at {size}; it is truncated" if needed > size else None
