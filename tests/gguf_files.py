@@ -1,6 +1,7 @@
 """GGUF files of tiny checkpoints, written by gguf-py with what llama.cpp's converter does to names and tensors."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ NUMBERS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "clip_qkv": "attention.clamp_kqv",
     "sliding_window": "attention.sliding_window",
 }
 """Keys of config.json -> those of the file, without its architecture."""
@@ -76,9 +78,15 @@ KindOf = Callable[[str], str]
 
 
 def write_gguf(
-    file: Path, checkpoint: Path, kind_of: KindOf = lambda _: "F32", more: dict[str, Any] | None = None
+    file: Path,
+    checkpoint: Path,
+    kind_of: KindOf = lambda _: "F32",
+    more: dict[str, Any] | None = None,
+    *,
+    dense: bool = False,
 ) -> Path:
-    """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. Returns it."""
+    """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. `dense`: as
+    float32 what blocks stand for. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,7 @@ def write_gguf(
     writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
     for name, tensor in tensors_of(checkpoint, architecture, config).items():
         kind = kind_of(name) if len(tensor.shape) > 1 and "gate_inp" not in name else "F32"
-        add_tensor(writer, name, tensor, kind)
+        add_tensor(writer, name, tensor, kind, dense=dense)
     write(writer)
     return file
 
@@ -105,10 +113,12 @@ def write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str, *, dense: bool = False) -> None:
     array, number = tensor.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind]
     if kind == "F32":
         writer.add_tensor(name, array)
+    elif dense:
+        writer.add_tensor(name, gguf.quants.dequantize(quantized(array, kind), number))
     else:
         writer.add_tensor(name, quantized(array, kind), raw_dtype=number)
 
@@ -127,23 +137,23 @@ def quantized(array: np.ndarray, kind: str) -> np.ndarray:
     return blocks.reshape(*array.shape[:-1], -1)
 
 
-def dequantized(folder: Path, checkpoint: Path, kind_of: KindOf) -> Path:
-    """Write to `folder` the checkpoint with what its matrices become as `kind_of` says, for transformers to read."""
-    raise NotImplementedError(folder, checkpoint, kind_of)
-
-
 def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
-    named = config | {key: value for key, value in rope.items() if not isinstance(value, dict)}
+    rope = rope.get("full_attention", rope)
+    named = config | rope
+    head_size = config.get("head_dim") or named["hidden_size" if "hidden_size" in named else "n_embd"] // (
+        named.get("num_attention_heads") or named["n_head"]
+    )
     found = {
         f"{architecture}.{theirs}": float(value) if isinstance(value, float) else value
         for ours, theirs in NUMBERS.items()
         if isinstance(value := named.get(ours), int | float) and not isinstance(value, bool)
     }
-    if "head_dim" in config and config["head_dim"]:
-        found[f"{architecture}.attention.value_length"] = config["head_dim"]
     if part := named.get("partial_rotary_factor"):
-        found[f"{architecture}.rope.dimension_count"] = int(part * config["head_dim"])
+        found[f"{architecture}.rope.dimension_count"] = int(part * head_size)
+    found |= {
+        f"{architecture}.{key}": value for key, value in _scaling(rope, found[f"{architecture}.context_length"]).items()
+    }
     if architecture == "gpt2":
         found["gpt2.feed_forward_length"] = config.get("n_inner") or 4 * config["n_embd"]
     tokens = {"bos": config.get("bos_token_id"), "eos": config.get("eos_token_id")}
@@ -151,11 +161,46 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     return found | ids
 
 
+def _scaling(rope: dict[str, Any], max_positions: int) -> dict[str, Any]:
+    kind, found = rope.get("rope_type"), dict[str, Any]()
+    if kind in ("linear", "yarn"):
+        found = {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        scale = max_positions / original
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    if "original_max_position_embeddings" in rope and kind != "llama3":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return found
+
+
+def _factors(rope: dict[str, Any], architecture: str, head_size: int) -> dict[str, torch.Tensor]:
+    """The tensors for ropes whose pairs have a divisor each."""
+    if rope.get("rope_type") == "longrope" and architecture == "phi3":
+        return {
+            f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)
+            for name in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    original = rope["original_max_position_embeddings"]
+    waves = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, head_size, 2) / head_size)
+    smooth = (original / waves - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    kept = torch.where(waves < original / high, torch.ones_like(waves), between)
+    return {"rope_freqs.weight": torch.where(waves > original / low, torch.full_like(waves, factor), kept)}
+
+
 def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of the file, by their names in it."""
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, config.get("num_hidden_layers") or config["n_layer"])
-    stored: dict[str, torch.Tensor] = {}
+    rope = config.get("rope_parameters") or {}
+    head_size = config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // (
+        config.get("num_attention_heads") or config["n_head"]
+    )
+    stored = _factors(rope, architecture, head_size)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for path in weight_files(checkpoint):
         for name, tensor in load_file(path).items():
@@ -165,11 +210,11 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise ValueError(f"{architecture} has no name for {here}")
-            tensor = _changed(tensor, found, architecture, config)
+            changed = _changed(tensor, found, architecture, config)
             if index is None:
-                stored[found] = tensor
+                stored[found] = changed
             else:
-                experts.setdefault(found, {})[index] = tensor
+                experts.setdefault(found, {})[index] = changed
     return stored | {name: torch.stack([each for _, each in sorted(some.items())]) for name, some in experts.items()}
 
 

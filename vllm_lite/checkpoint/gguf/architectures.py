@@ -38,13 +38,13 @@ def _experts(of: Metadata) -> dict[str, Any]:
 def _qwen2_moe(of: Metadata) -> dict[str, Any]:
     shared = of.integer("expert_shared_feed_forward_length", None)
     return _experts(of) | {
-        "norm_topk_prob": False,
+        "norm_topk_prob": of.flag("expert_weights_norm", default=False),
         "shared_expert_intermediate_size": shared or of.shape("blk.0.ffn_gate_shexp.weight")[0],
     }
 
 
 def _qwen3_moe(of: Metadata) -> dict[str, Any]:
-    return _experts(of) | {"norm_topk_prob": True}
+    return _experts(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
 
 
 def _mixtral(of: Metadata) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _mixtral(of: Metadata) -> dict[str, Any]:
 def _olmoe(of: Metadata) -> dict[str, Any]:
     found = _experts(of)
     own = {key: found[key] for key in ("num_experts", "num_experts_per_tok")}
-    return own | {"norm_topk_prob": False, "intermediate_size": found["moe_intermediate_size"]}
+    own["clip_qkv"] = of.number("attention.clamp_kqv", None)
+    return own | {"norm_topk_prob": of.flag("expert_weights_norm", default=False), "intermediate_size": found["moe_intermediate_size"]}
 
 
 def _windows(of: Metadata, every: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "dtype": _dtype(header),
         "rope_theta": of.number("rope.freq_base", None),
         "rope_parameters": _rope(of),
+        "original_max_position_embeddings": of.integer("rope.scaling.original_context_length", None),
         "partial_rotary_factor": _rotated_part(of),
     }
     of.must_be("attention.value_length", of.head_size)
@@ -95,7 +96,6 @@ def _rotated_part(of: Metadata) -> float | None:
 def _rope(of: Metadata) -> dict[str, Any] | None:
     """The rope_parameters of config.json; None where nothing is scaled."""
     factors = {name: found for name in FACTORS if (found := _factors(of, name))}
-    original = of.integer("rope.scaling.original_context_length", None)
     if factors:
         plain = factors.get("rope_freqs")
         long, short = (factors.get(f"rope_factors_{name}", plain) for name in ("long", "short"))
@@ -103,7 +103,7 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
             raise ModelError(f"of rope_factors_long and rope_factors_short it has only {', '.join(factors)}")
         attention = 1.0 if plain is not None else of.number("rope.scaling.attn_factor", None)
         found = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": attention}
-        return _without_none(found | {"original_max_position_embeddings": original})
+        return _without_none(found)
     kind = of.text("rope.scaling.type", "none")
     factor = of.number("rope.scaling.factor", None)
     if kind == "none" or not factor:
@@ -116,7 +116,6 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
         {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": original,
             "beta_fast": of.number("rope.scaling.yarn_beta_fast", None),
             "beta_slow": of.number("rope.scaling.yarn_beta_slow", None),
         }

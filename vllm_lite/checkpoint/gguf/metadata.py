@@ -54,6 +54,14 @@ class Metadata:
             raise ModelError(f"{self.named(key)} must be a number, and it is {_shown(found)}")
         return float(found)
 
+    def flag(self, key: str, *, default: bool) -> bool:
+        found = self.value(key)
+        if found is None:
+            return default
+        if not isinstance(found, bool):
+            raise ModelError(f"{self.named(key)} must be true or false, and it is {_shown(found)}")
+        return found
+
     def booleans(self, key: str) -> list[bool] | None:
         """One for each layer; None where there are none."""
         found = self.value(key)

@@ -1,0 +1,127 @@
+"""Models in GGUF files: their logits against transformers', and blocks against the floats that they stand for."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import make_checkpoint
+from tests.families.all import VARIANTS
+from tests.families.llama_like import llama
+from tests.gguf_files import write_gguf
+from tests.paged import Oracle, Paged
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.gguf.kinds import BY_NAME, KINDS, READ
+from vllm_lite.errors import ModelError
+from vllm_lite.kernels.gguf_blocks import BLOCK, take_apart
+from vllm_lite.kernels.grouped import dequantize
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+TESTED = ("llama-yarn", "qwen2-moe", "gemma3", "phi3-short", "gpt2", "glm4", "granite-biases")
+"""Each has something in its files that others have not; scripts/families_check.py knows more of the families."""
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES |= {"Q6_K": (208,), "MXFP4": ()}
+"""Where a block has its float16 numbers; others have one, at the beginning."""
+
+
+@pytest.mark.parametrize(
+    "variant", [*(one for one in VARIANTS if one.name in TESTED), llama("llama3", LLAMA3)], ids=lambda one: one.name
+)
+def test_a_family_is_the_same_in_a_gguf_file(tmp_path: Path, variant) -> None:
+    folder = variant.make(tmp_path / "checkpoint")
+    oracle = Oracle(folder, max_model_len=variant.max_model_len)
+    model = oracle.stored_as(write_gguf(tmp_path / "model.gguf", folder))
+    assert oracle.difference(Paged(oracle, model=model).run(oracle.tokens, 64)) < 3e-4
+
+
+KINDS_OF_PARTS = {
+    "attn_q": "Q4_K",
+    "attn_k": "Q4_K",
+    "attn_v": "Q6_K",
+    "attn_output": "Q8_0",
+    "ffn_gate": "Q4_0",
+    "ffn_up": "F16",
+    "ffn_down": "Q5_1",
+    "token_embd": "Q4_K",
+    "output": "Q6_K",
+}
+
+
+def kind_of(name: str) -> str:
+    return KINDS_OF_PARTS[name.split(".")[-2]]
+
+
+@pytest.mark.usefixtures("float_products")
+def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path) -> None:
+    """Q and K are of one type and V of another, gate is in blocks and up is not."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = make_checkpoint(tmp_path / "checkpoint", "llama", head_dim=32, initializer_range=0.05, **sizes)
+    blocks = write_gguf(tmp_path / "blocks.gguf", folder, kind_of)
+    floats = write_gguf(tmp_path / "floats.gguf", folder, kind_of, dense=True)
+    oracle = Oracle(folder)
+    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
+    assert (one - other).abs().max() < 3e-4
+    assert load_spec(blocks).quantization.label == "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"
+    assert load_spec(blocks).dtype == "bfloat16"
+    assert load_spec(floats).dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_blocks_are_taken_apart_as_gguf_py_does_it(kind: str) -> None:
+    """Random bytes with finite scales. More than one chunk is in the next test."""
+    elements, num_bytes = BLOCK[kind]
+    rng = np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (6, 3 * num_bytes), dtype=np.uint8)
+    each = blocks.reshape(-1, num_bytes)
+    for at in HALVES.get(kind, (0,)):
+        each[:, at : at + 2] = rng.normal(size=(len(each), 1)).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        each[:, 0] = rng.integers(90, 150, len(each))
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    found = take_apart(kind, torch.from_numpy(blocks))
+    assert found.shape == (6, 3 * elements)
+    assert np.array_equal(dequantize(found).numpy(), expected)
+
+
+def test_rows_are_taken_apart_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = torch.randint(0, 256, (7, 2 * 34), dtype=torch.uint8)
+    whole = take_apart("Q8_0", blocks)
+    monkeypatch.setattr("vllm_lite.kernels.gguf_blocks.CHUNK_ELEMENTS", 3 * 64)
+    parts = take_apart("Q8_0", blocks)
+    assert torch.equal(parts.codes, whole.codes)
+    assert (
+        torch.equal(
+            parts.scales,
+            whole.scales,
+        )
+        or whole.scales.isnan().any()
+    )
+    assert take_apart("Q8_0", blocks[:0]).shape == (0, 64)
+
+
+def test_the_types_have_the_sizes_that_gguf_py_knows() -> None:
+    theirs = {number.value: (number.name, *sizes) for number, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: tuple(kind) for number, kind in KINDS.items()} == theirs
+    assert {name: BY_NAME[name][1:] for name in READ} == BLOCK
+
+
+def test_a_type_that_is_not_supported_is_named() -> None:
+    with pytest.raises(ModelError, match=r"IQ1_S are not supported; supported: Q4_0"):
+        take_apart("IQ1_S", torch.zeros(1, 50, dtype=torch.uint8))
+    with pytest.raises(ModelError, match=r"rows of 35 bytes are no whole blocks of type Q8_0, which have 34"):
+        take_apart("Q8_0", torch.zeros(1, 35, dtype=torch.uint8))
+
+
+def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
+    file = write_gguf(tmp_path / "model.gguf", folder)
+    data = file.read_bytes().replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight")
+    file.write_bytes(data)
+    model = build(load_spec(file), "float32", "cpu", Sizes(64, 64))
+    with pytest.raises(ModelError, match=r"1 missing: model.layers.0.mlp.up_proj.weight. 1 unexpected: blk.0.ffn_xx"):
+        load_weights(model, file)
