@@ -196,7 +196,7 @@ def _check(
         raise ModelError(f"{folder}: its tensors are not those that its config.json asks for. {'. '.join(problems)}")
 
 
-def _is_spare(name: str, found: dict[str, _Stored], ignores: Callable[[str], bool]) -> bool:
+def _is_spare(name: str, found: Mapping[str, Stored], ignores: Callable[[str], bool]) -> bool:
     """Whether nobody needs the tensor: the model `ignores` it, or it is zeros, which old tools of GPTQ wrote as the
     bias of every layer that has none."""
     if ignores(name):
