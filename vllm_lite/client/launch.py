@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import check_sizes
@@ -24,6 +25,7 @@ from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.client.supervisor import EngineSupervisor
+from vllm_lite.client.text import conversion
 from vllm_lite.config import (
     DEMO_MODEL,
     KV_DTYPE_BYTES,
@@ -211,6 +213,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     if config.tokenizer is not None:
         source = hub.Source(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
+    elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
+        config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
     spec = load_spec(path, config.model_impl)
     if config.deterministic and spec.implementation == "transformers":
         raise ConfigError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
+from vllm_lite.checkpoint.gguf.files import SUFFIX, gguf_files
 from vllm_lite.client.text import conversion_process
 from vllm_lite.client.text.conversion_process import ConversionSettings, Kind
 from vllm_lite.errors import ModelError
@@ -52,6 +53,7 @@ NEEDS: dict[Kind, Needs] = {
     "tiktoken": Needs(("transformers", "tiktoken"), "hf"),
     "vocabulary": Needs(("transformers",), "hf"),
     "tekken": Needs(("transformers", "mistral_common"), "mistral"),
+    "gguf": Needs((), ""),
 }
 
 
@@ -63,9 +65,14 @@ class Foreign(NamedTuple):
 
 
 def find(folder: str | Path) -> Foreign | None:
-    """The tokenizer in `folder` that would have to be converted; None if it has a tokenizer.json, or no tokenizer."""
+    """The tokenizer in `folder`, or in a GGUF file, that would have to be converted; None if there is a tokenizer.json,
+    or no tokenizer. Raises ModelError where a folder has several GGUF models, or a part of one."""
     folder = Path(folder)
-    if not folder.is_dir() or (folder / TOKENIZER_FILE).is_file():
+    if (_beside(folder) / TOKENIZER_FILE).is_file():
+        return None
+    for file in gguf_files(folder):
+        return Foreign("gguf", file)
+    if not folder.is_dir():
         return None
     if (folder / "tekken.json").is_file():
         return Foreign("tekken", folder / "tekken.json")
@@ -80,7 +87,7 @@ def find(folder: str | Path) -> Foreign | None:
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether `folder` has a tokenizer, in any format."""
-    return Path(folder, TOKENIZER_FILE).is_file() or find(folder) is not None
+    return (_beside(Path(folder)) / TOKENIZER_FILE).is_file() or find(folder) is not None
 
 
 def made(folder: str | Path) -> Sequence[Path]:
@@ -95,7 +102,7 @@ def folder_of(folder: str | Path) -> Path:
     be. Raises ModelError in one sentence."""
     found = find(folder)
     if found is None:
-        return Path(folder)
+        return _beside(Path(folder))
     place = _place(Path(folder))
     if not _is_made(place):
         _check_installed(found)
@@ -151,6 +158,11 @@ def _is_installed(name: str) -> bool:
 # ---- files
 
 
+def _beside(path: Path) -> Path:
+    """The folder of a GGUF file; any other path as it is."""
+    return path.parent if path.suffix.lower() == SUFFIX and path.is_file() else path
+
+
 def _files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
     for pattern in patterns:
         yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
@@ -168,6 +180,10 @@ def _is_tiktoken(file: Path) -> bool:
 def _place(folder: Path) -> Path:
     """The folder in the cache for what is made of the files in `folder`. Raises ModelError."""
     digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
+    for file in gguf_files(folder)[:1]:  # too much to be read: a file that was changed has another time
+        stat = file.stat()
+        digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return _cache() / digest.hexdigest()
     for file in _files(folder, PARTS):
         try:
             if file.stat().st_size > MAX_FILE_BYTES:

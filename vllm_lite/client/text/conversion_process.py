@@ -20,7 +20,7 @@ import msgspec
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 
-Kind = Literal["sentencepiece", "tiktoken", "vocabulary", "tekken"]
+Kind = Literal["sentencepiece", "tiktoken", "vocabulary", "tekken", "gguf"]
 ERROR_FILE = "error.txt"
 MAX_MEMORY_BYTES = 4 * 1024**3
 """Address space of the process. A vocabulary of 130,000 tokens takes 0.6 GB."""
@@ -63,7 +63,9 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
     logging.disable()
     warnings.simplefilter("ignore")
     sys.modules["torch"] = None  # type: ignore[assignment] # it would be imported, for seconds, and nothing here needs it
-    resource.setrlimit(resource.RLIMIT_AS, (settings.max_memory_bytes, settings.max_memory_bytes))
+    mapped = Path(settings.file).stat().st_size if settings.kind == "gguf" else 0
+    most = settings.max_memory_bytes + mapped
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         _converted(settings).save_pretrained(settings.out)
         return 0
@@ -171,11 +173,35 @@ def _tekken_ids(file: Path) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer.encode(text, bos=False, eos=False))
 
 
+class _Gguf:
+    """What the checks ask of a tokenizer, by the library that will read it."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
+
+        self._made = GgufTokenizer(file)
+        self._library = Tokenizer.from_str(msgspec.json.encode(self._made.make()).decode())
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        text: str = self._library.decode(ids)
+        return text
+
+    def save_pretrained(self, folder: str) -> None:
+        self._made.write(Path(folder))
+
+
 _WAYS: dict[Kind, tuple[Callable[[Path], Any], ...]] = {
     "sentencepiece": (_declared, _llama),
     "tiktoken": (_tiktoken,),
     "vocabulary": (_declared,),
     "tekken": (_tekken,),
+    "gguf": (_Gguf,),
 }
 _ORACLES: dict[Kind, Callable[[Path], Callable[[str], list[int]]]] = {
     "sentencepiece": _sentencepiece_ids,

@@ -49,11 +49,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Load `path`, a checkpoint's folder or a tokenizer.json. A folder that has a tokenizer in another format is
+        """Load `path`, a checkpoint's folder, its GGUF file or a tokenizer.json. A tokenizer in another format is
         converted, which takes seconds the first time. Raises ModelError that says what to do."""
-        file = Path(path)
+        file = conversion.folder_of(path)
         if file.is_dir():
-            file = conversion.folder_of(file) / TOKENIZER_FILE
+            file /= TOKENIZER_FILE
         try:
             data = file.read_bytes()
         except OSError as error:

@@ -1,0 +1,192 @@
+"""Tokenizers, special tokens and templates of GGUF files: the ids are those of the tokenizers that they were made of."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from tests import tokenizers_for_tests as made
+from vllm_lite.client.text import conversion
+from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
+from vllm_lite.client.text.pre_tokenizers import WORDS
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
+
+TEXTS = [
+    "Hello, World! How are you?",
+    "don't I'LL you'VE  WE'RE",
+    "1234567 3.14159 ٣٤٥",
+    "naïve café 日本語 漢字 हिन्दी 🙂",
+    "a  b\n\n  c\r\n\td   ",
+    "HelloWorld iPhoneXMLHttp foo_bar(baz[1:22])",
+]
+BOS, EOS = "<|begin|>", "<|end|>"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def file_with(path: Path, tokens: list[str], types: list[int], **others: Any) -> Path:
+    """A GGUF file with a tokenizer and nothing else; `others` are keys below tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for key, value in {"ggml.bos_token_id": len(tokens) - 2, "ggml.eos_token_id": len(tokens) - 1, **others}.items():
+        name = f"tokenizer.{key.replace('__', '.')}"
+        match value:
+            case bool():
+                writer.add_bool(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case str():
+                writer.add_string(name, value)
+            case _:
+                writer.add_array(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def bytes_model(pre: str) -> tokenizers.Tokenizer:
+    """BPE of bytes, trained on words that are cut as `pre` says."""
+    empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    words = WORDS[pre]
+    empty["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": words.steps()}
+    empty["model"]["ignore_merges"] = words.whole_words
+    library = tokenizers.Tokenizer.from_str(json.dumps(empty))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        TEXTS * 5, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    return library
+
+
+def bytes_file(path: Path, pre: str = "gpt-2", **others: Any) -> Path:
+    model = json.loads(bytes_model(pre).to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].__getitem__), BOS, EOS]
+    merges = [" ".join(merge) for merge in model["merges"]]
+    keys = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.merges": merges, "ggml.add_bos_token": False, **others}
+    return file_with(path, tokens, [1] * (len(tokens) - 2) + [3, 3], **keys)
+
+
+def sentencepiece_bytes() -> bytes:
+    trainer, out = pytest.importorskip("sentencepiece").SentencePieceTrainer, io.BytesIO()
+    trainer.train(
+        sentence_iterator=iter(TEXTS * 20),
+        model_writer=out,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.99,
+        hard_vocab_limit=False,
+    )
+    return out.getvalue()
+
+
+def pieces_file(path: Path, processor: Any, **others: Any) -> Path:
+    ids = range(processor.get_piece_size())
+    kinds = [
+        2 if processor.is_unknown(each) else 3 if processor.is_control(each) else 6 if processor.is_byte(each) else 1
+        for each in ids
+    ]
+    keys = {
+        "ggml.model": "llama",
+        "ggml.scores": [processor.get_score(each) for each in ids],
+        "ggml.unknown_token_id": processor.unk_id(),
+        "ggml.bos_token_id": processor.bos_id(),
+        "ggml.eos_token_id": processor.eos_id(),
+        **others,
+    }
+    return file_with(path, [processor.id_to_piece(each) for each in ids], kinds, **keys)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "smollm", "tekken"])
+def test_bytes_are_merged_as_they_were_learned(tmp_path: Path, pre: str) -> None:
+    loaded, library = Tokenizer.load(bytes_file(tmp_path / "m.gguf", pre)), bytes_model(pre)
+    for text in TEXTS:
+        ids = loaded.encode(text)
+        assert ids == library.encode(text).ids
+        assert loaded.decode(ids) == text
+    assert loaded.encode(f"Hello{EOS}")[-1] == loaded.added_tokens[EOS]
+    assert loaded.special_ids == {loaded.added_tokens[BOS], loaded.added_tokens[EOS]}
+
+
+def test_pieces_are_those_of_sentencepiece(tmp_path: Path) -> None:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_bytes())
+    loaded = Tokenizer.load(pieces_file(tmp_path / "m.gguf", processor))
+    plain = Tokenizer.load(pieces_file(tmp_path / "plain.gguf", processor, **{"ggml.add_space_prefix": False}))
+    for text in (*TEXTS, "  two spaces", "Ünïcode"):
+        ids = loaded.encode(text)
+        assert ids == [processor.bos_id(), *processor.encode(text)]
+        assert loaded.decode(ids) == text
+        assert plain.decode(plain.encode(text)) == text
+        assert plain.encode(f" {text}") == ids
+
+
+def test_tokens_at_the_ends_are_as_the_file_says(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"ggml.add_bos_token": True, "ggml.add_eos_token": True}
+    loaded = Tokenizer.load(bytes_file(tmp_path / "m.gguf", **flags))
+    ids = loaded.encode("Hello")
+    assert (ids[0], ids[-1]) == (loaded.added_tokens[BOS], loaded.added_tokens[EOS])
+    assert loaded.encode("Hello", add_special_tokens=False) == ids[1:-1]
+
+
+def test_templates_and_special_tokens(tmp_path: Path) -> None:
+    one = bytes_file(tmp_path / "one.gguf", chat_template="{{ bos_token }}{{ messages }}")
+    Tokenizer.load(one)
+    found = TemplateSource.load(one)
+    assert found is not None
+    assert found.source == "{{ bos_token }}{{ messages }}"
+    assert found.special_tokens == {"bos_token": BOS, "eos_token": EOS}
+    two = bytes_file(tmp_path / "two.gguf", chat_template="a", chat_template__tool_use="b {{ tools }}")
+    Tokenizer.load(two)
+    found = TemplateSource.load(two)
+    assert found is not None
+    assert (found.source, found.for_tools) == ("a", "b {{ tools }}")
+
+
+def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
+    file = bytes_file(tmp_path / "m.gguf")
+    (tmp_path / "tokenizer.json").write_bytes(made.byte_level())
+    assert conversion.find(file) is None
+    assert Tokenizer.load(file).encode("the cat") == Tokenizer(made.byte_level()).encode("the cat")
+
+
+def damaged() -> Iterator[Any]:
+    yield {"ggml.model": "bert"}, "its tokenizer 'bert' is not supported; supported: gpt2, llama"
+    yield {"ggml.pre": "new"}, "how its tokenizer cuts words .*'new'.* is not known; supported: gpt-2"
+    yield {"ggml.merges": ["a b"]}, "merges has 'a b', whose parts are no tokens"
+    yield {"ggml.merges": "a b"}, "merges is no array"
+    yield {"ggml.merges": [1, 2]}, "an array of numbers stands where strings"
+    yield {"ggml.merges": ["a" * 5000]}, "a string of more than 4096 characters"
+    yield {"ggml.model": "llama"}, r"scores has 0 numbers for \d+ tokens"
+    yield {"ggml.model": "llama", "ggml.scores": [0.5]}, "scores has 1 numbers for"
+
+
+@pytest.mark.parametrize(("keys", "problem"), list(damaged()))
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
+    file = bytes_file(tmp_path / "m.gguf", **{"ggml.pre": "gpt-2", **keys}) if "ggml.pre" not in keys else None
+    file = file or file_with(tmp_path / "m.gguf", ["a", "b"], [1, 1], **{"ggml.model": "gpt2", **keys})
+    with pytest.raises(ModelError, match=problem):
+        GgufTokenizer(file).make()
+
+
+def test_ids_that_are_no_tokens_name_none(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"ggml.bos_token_id": 1 << 31, "ggml.add_bos_token": True}
+    made_of = GgufTokenizer(bytes_file(tmp_path / "m.gguf", **keys))
+    assert made_of.config() == {"eos_token": EOS, "chat_template": []}
+    assert made_of.make()["post_processor"]["type"] == "ByteLevel"
