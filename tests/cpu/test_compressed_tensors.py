@@ -207,7 +207,7 @@ def test_zero_points_of_projections_whose_outputs_fill_no_words() -> None:
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-NUMBERS = {
+NUMBERS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "blocks": (blocks, FP8 | {"weight_block_size": [32, 48]}),
     "transformers' numbers": (
         partial(numbers, "weight_scale_inv", "activation_scale", ()),

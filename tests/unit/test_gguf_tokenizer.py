@@ -1,4 +1,4 @@
-"""Tokenizers, special tokens and templates of GGUF files: the ids are those of the tokenizers that they were made of."""
+"""Tokenizers, special tokens and templates of GGUF files, against the tokenizers that they were made of."""
 
 import io
 import json
