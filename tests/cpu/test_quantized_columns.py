@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
-from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, say_quantized
+from tests.quantized_tensors import (
+    Tensors,
+    awq_tensors,
+    gptq_config,
+    gptq_tensors,
+    say_quantized,
+    words,
+    zeros_less_one,
+)
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
@@ -90,6 +98,15 @@ def test_worked_examples() -> None:
     assert dequantize(made)[:, 0].tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
+    """Where one was taken away from whole words."""
+    zeros = torch.tensor([[0, 2, 0, 0, 3, 1, 2, 0]]).repeat(1, 4)
+    weight = gptq.stored(Gptq(bits=bits, group_size=32, has_indices=False), ["w"], shape_of(32, 32))
+    made = weight.take(words(torch.zeros(32, 32), bits, 0), zeros_less_one(zeros, bits), torch.ones(1, 32))
+    assert torch.equal(dequantize(made)[:, 0], -zeros[0].float())
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -139,6 +156,10 @@ def test_zeros_for_biases_that_nobody_has_are_left_out(tmp_path: Path) -> None:
     tensors[name][7] = 0.5
     save_file(tensors, packed / SINGLE_FILE)
     with pytest.raises(ModelError, match=f"1 unexpected: {name}"):
+        oracle.stored_as(packed)
+    tensors["lm_head.bias"] = tensors.pop(name).zero_()
+    save_file(tensors, packed / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"1 unexpected: lm_head\.bias"):
         oracle.stored_as(packed)
 
 
