@@ -124,7 +124,7 @@ def test_auto_round_says_how_zeros_are_stored() -> None:
         ({"packing_format": "auto_round:auto_awq", "bits": 8}, "is not supported for 8 bits"),
         (
             {"packing_format": "auto_round:auto_awq", "extra_config": {"mlp": {"bits": 8}}},
-            r"extra_config for \['part:mlp'\]; supported: 4 bits in one group_size",
+            r"extra_config for \['mlp'\]; supported: 4 bits in one group_size",
         ),
     ],
 )
@@ -157,3 +157,13 @@ def test_one_product_is_quantized_in_one_way() -> None:
     shape = LinearShape(Split.whole(32), (Split.whole(32),) * 2, torch.float32, torch.device("cpu"))
     with pytest.raises(ModelError, match="up_proj: they are quantized in different ways; they are one product here"):
         form_for(spec, None).stored(names, shape)
+
+
+def test_a_skipped_name_ends_with_a_whole_word() -> None:
+    """Mixtral's checkpoints of AWQ skip "gate", and have quantized w1, which is gate_proj here."""
+    spec = read_quantization(CONFIGS["awq"] | {"modules_to_not_convert": ["gate", "visual"]})
+    assert spec is not None
+    names = ["mlp.gate", "mlp.experts.0.gate_proj", "mlp.shared_experts.gate_proj"]
+    assert [spec.is_dense(f"model.layers.0.{name}") for name in names] == [True, False, False]
+    with pytest.raises(ModelError, match=r"modules_to_not_convert: 'a\*' is not the name of a module"):
+        read_quantization(CONFIGS["awq"] | {"modules_to_not_convert": ["a*"]})

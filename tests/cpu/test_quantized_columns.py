@@ -70,10 +70,6 @@ def test_they_are_the_dense_models_that_they_stand_for(
     dense, packed = checkpoints(tmp_path, write, config)
     oracle = Oracle(dense)
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4
-    if config.get("desc_act"):
-        with pytest.raises(ConfigError, match="cannot share them; use --tensor-parallel-size 1"):
-            on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
-        return
     if config.get("group_size") == -1:
         return
     for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
@@ -131,6 +127,17 @@ def test_ranks_do_not_share_a_group(tmp_path: Path) -> None:
     dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config(), inner=96)
     oracle = Oracle(dense)
     with pytest.raises(ConfigError, match="96 inputs in groups of 32 cannot be split so that a rank has 48 from 0 on"):
+        on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
+
+
+def test_ranks_refuse_groups_that_there_are_not(tmp_path: Path) -> None:
+    dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config(desc_act=True))
+    tensors = load_file(packed / SINGLE_FILE)
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    tensors[name][3] = 4
+    save_file(tensors, packed / SINGLE_FILE)
+    oracle = Oracle(dense)
+    with pytest.raises(ModelError, match=f"{name}: some groups are not among the 4 that there are"):
         on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
 
 

@@ -60,7 +60,10 @@ def _olmoe(of: Metadata) -> dict[str, Any]:
     found = _experts(of)
     own = {key: found[key] for key in ("num_experts", "num_experts_per_tok")}
     own["clip_qkv"] = of.number("attention.clamp_kqv", None)
-    return own | {"norm_topk_prob": of.flag("expert_weights_norm", default=False), "intermediate_size": found["moe_intermediate_size"]}
+    return own | {
+        "norm_topk_prob": of.flag("expert_weights_norm", default=False),
+        "intermediate_size": found["moe_intermediate_size"],
+    }
 
 
 def _windows(of: Metadata, every: int) -> dict[str, Any]:

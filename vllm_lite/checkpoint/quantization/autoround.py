@@ -1,14 +1,12 @@
 """The quantization_config of AutoRound, which stores GPTQ's or AWQ's tensors and says so in `packing_format`."""
 
-import re
 from typing import Any
 
 import msgspec
 
 from vllm_lite.checkpoint.quantization.gptq import check_bits, group_of
-from vllm_lite.checkpoint.quantization.patterns import check_expression
-from vllm_lite.checkpoint.quantization.spec import PART, REGEX, Awq, Gptq, GptqLayers
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.quantization.patterns import check_expression, is_name, module_pattern
+from vllm_lite.checkpoint.quantization.spec import REGEX, Awq, Gptq, GptqLayers
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
 
@@ -17,7 +15,6 @@ GPTQ_V2 = ("auto_round", "auto_round:gptqmodel")
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
 DENSE_BITS = 16
 """From so many bits on layers are dense."""
-_NAME = re.compile(r"[\w.-]+")
 
 
 class _Layers(msgspec.Struct):
@@ -51,44 +48,53 @@ def read_auto_round(raw: dict[str, Any]) -> Gptq | Awq:
         )
     check_bits(config.bits)
     layers = _layers(config)
-    dense = () if any(each.pattern == f"{PART}lm_head" and each.bits for each in layers) else ("lm_head",)
+    dense: tuple[str, ...] = () if layers.get("lm_head") and layers["lm_head"].bits else ("lm_head",)
     group_size = group_of(config.group_size)
-    if packing not in AWQ:
-        v1 = packing in GPTQ
-        return Gptq(
-            dense=dense, bits=config.bits, group_size=group_size, zeros_less_one=v1, has_indices=False, layers=layers
-        )
-    others = [
-        each.pattern for each in layers if each.bits not in (None, 4) or (each.bits and each.group_size != group_size)
-    ]
+    if packing in AWQ:
+        _check_for_awq(config, layers)
+        dense += tuple(each.pattern for each in layers.values() if each.bits is None)
+        return Awq(dense=dense, group_size=group_size)
+    return Gptq(
+        dense=dense,
+        bits=config.bits,
+        group_size=group_size,
+        zeros_less_one=packing in GPTQ,
+        has_indices=False,
+        layers=tuple(layers.values()),
+    )
+
+
+def _check_for_awq(config: _Config, layers: dict[str, GptqLayers]) -> None:
+    """Raise ModelError for what AWQ's tensors are not read for."""
+    usual = (None, None), (4, group_of(config.group_size))
+    others = [key for key, each in layers.items() if (each.bits, each.group_size) not in usual]
     if config.bits != 4 or others:
         raise ModelError(
-            f"quantization_config with packing_format {packing!r} is not supported for {config.bits} bits, and with "
-            f"extra_config for {others}; supported: 4 bits in one group_size"
+            f"quantization_config with packing_format {config.packing_format!r} is not supported for {config.bits} "
+            f"bits, and with extra_config for {others}; supported: 4 bits in one group_size"
         )
-    return Awq(dense=(*dense, *(each.pattern for each in layers if each.bits is None)), group_size=group_size)
 
 
-def _layers(config: _Config) -> tuple[GptqLayers, ...]:
-    """Names come before expressions, which AutoRound searches for anywhere in a name."""
+def _layers(config: _Config) -> dict[str, GptqLayers]:
+    """Those of extra_config by its keys. Names come before expressions, which AutoRound searches anywhere in a name."""
     named = (config.extra_config or {}).items()
     usual = {"bits": config.bits, "group_size": config.group_size}
-    found = []
-    for key, values in sorted(named, key=lambda item: _NAME.fullmatch(item[0]) is None):
+    found = {}
+    for key, values in sorted(named, key=lambda item: not is_name(item[0])):
         own = convert(usual | values, _Layers, "quantization_config.extra_config")
         pattern = _pattern(key)
         if own.bits >= DENSE_BITS:
-            found.append(GptqLayers(pattern=pattern, bits=None))
+            found[key] = GptqLayers(pattern=pattern, bits=None)
             continue
         check_bits(own.bits)
         if own.data_type != "int":
             raise ModelError(f"quantization_config.extra_config data_type {own.data_type!r} is not supported")
-        found.append(GptqLayers(pattern=pattern, bits=own.bits, group_size=group_of(own.group_size)))
-    return tuple(found)
+        found[key] = GptqLayers(pattern=pattern, bits=own.bits, group_size=group_of(own.group_size))
+    return found
 
 
 def _pattern(key: str) -> str:
-    if _NAME.fullmatch(key):
-        return PART + canonical(f"{key}.").removesuffix(".")
+    if is_name(key):
+        return module_pattern("extra_config", key)
     check_expression("extra_config", key)
     return f"{REGEX}.*(?:{key})"

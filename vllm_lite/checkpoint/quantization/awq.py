@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.quantization.spec import PART, Awq
+from vllm_lite.checkpoint.quantization.patterns import module_pattern
+from vllm_lite.checkpoint.quantization.spec import Awq
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
 
@@ -29,9 +30,5 @@ def read_awq(raw: dict[str, Any]) -> Awq:
     if config.group_size == 0 or config.group_size < -1:
         raise ModelError(f"quantization_config group_size {config.group_size} must be -1, or a number of inputs")
     group = None if config.group_size == -1 else config.group_size
-    return Awq(dense=("lm_head", *_below(config.modules_to_not_convert or ())), group_size=group)
-
-
-def _below(names: list[str] | tuple[()]) -> tuple[str, ...]:
-    """Whatever has one of the given names within its own is dense."""
-    return tuple(f"{PART}{name}" for name in names)
+    skipped = ["lm_head", *(config.modules_to_not_convert or ())]
+    return Awq(dense=tuple(module_pattern("modules_to_not_convert", name) for name in skipped), group_size=group)

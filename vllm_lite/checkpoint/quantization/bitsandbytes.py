@@ -1,16 +1,13 @@
 """The quantization_config of checkpoints that transformers quantized with bitsandbytes."""
 
-import re
 from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.quantization.spec import REGEX, BitsAndBytes4, BitsAndBytes8
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.quantization.patterns import module_pattern
+from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4, BitsAndBytes8
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
-
-_NAME = re.compile(r"[\w.-]+")
 
 
 class _Config(msgspec.Struct):
@@ -30,7 +27,8 @@ def read_bitsandbytes(raw: dict[str, Any]) -> BitsAndBytes4 | BitsAndBytes8:
         raise ModelError(
             f"quantization_config load_in_4bit and load_in_8bit are both {config.load_in_4bit}; one must be true"
         )
-    dense = _dense(config.llm_int8_skip_modules)
+    skipped = ["lm_head"] if config.llm_int8_skip_modules is None else config.llm_int8_skip_modules
+    dense = tuple(module_pattern("llm_int8_skip_modules", name) for name in skipped)
     if config.load_in_8bit:
         if config.llm_int8_has_fp16_weight:
             raise ModelError("quantization_config llm_int8_has_fp16_weight is not supported; supported: False")
@@ -43,15 +41,3 @@ def read_bitsandbytes(raw: dict[str, Any]) -> BitsAndBytes4 | BitsAndBytes8:
             "supported: 'uint8'"
         )
     return BitsAndBytes4(dense=dense, table="nf4" if table == "nf4" else "fp4", nested=config.bnb_4bit_use_double_quant)
-
-
-def _dense(skipped: list[str] | None) -> tuple[str, ...]:
-    """A skipped module is dense, and all below it; transformers also takes it for the end of a longer name. If none is
-    given it skips the head, and else only those that are."""
-    patterns = []
-    for name in ["lm_head"] if skipped is None else skipped:
-        if not _NAME.fullmatch(name):
-            raise ModelError(f"quantization_config llm_int8_skip_modules: {name!r} is not the name of a module")
-        own = canonical(f"{name}.").removesuffix(".")
-        patterns.append(rf"{REGEX}(?:.*\.)?{re.escape(own)}(?:\.|$)")
-    return tuple(patterns)

@@ -1,13 +1,31 @@
-"""Regular expressions that a quantization_config has for the names of layers. The file may be a stranger's."""
+"""What a quantization_config has for the names of layers. The file may be a stranger's."""
 
 import re
 
+from vllm_lite.checkpoint.quantization.spec import REGEX
+from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
 MAX_REPEATS = 4
 """In a regular expression, as names of 60 characters are matched in less than 60^4 steps."""
 MAX_EXPRESSION = 400
 """Characters."""
+_NAME = re.compile(r"[\w.-]+")
+
+
+def is_name(text: str) -> bool:
+    """Whether it is no expression."""
+    return _NAME.fullmatch(text) is not None
+
+
+def module_pattern(key: str, name: str) -> str:
+    """The pattern of the module `name` and of all below it, for QuantizationSpec.dense. A name may be the end of a
+    longer one, which begins with a whole word: "gate" is "mlp.gate", and no "gate_proj". Raises ModelError for what is
+    no name; `key`: where in quantization_config it stands."""
+    if not is_name(name):
+        raise ModelError(f"quantization_config {key}: {name!r} is not the name of a module")
+    own = canonical(f"{name}.").removesuffix(".")
+    return rf"{REGEX}(?:.*\.)?{re.escape(own)}(?:\.|$)"
 
 
 def check_expression(key: str, expression: str) -> None:

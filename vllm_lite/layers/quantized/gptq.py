@@ -6,15 +6,16 @@ weight = scale * (code - zero).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_lite.checkpoint.quantization.spec import Gptq
-from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
-from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, sorted_by_group
+from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, group_of_each, sorted_by_group
 from vllm_lite.layers.weight_form import LinearShape
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
@@ -34,17 +35,18 @@ class _Reader:
     spec: Gptq
     columns: Columns
 
+    @property
+    def has_parts_of_groups(self) -> bool:
+        """Whether this rank has some of the inputs of every group, as groups are not of neighbours."""
+        return self.spec.sorted_columns and not self.columns.shape.inputs.is_whole
+
     def stacks(self) -> tuple[WeightStack, ...]:
         columns, inputs = self.columns, self.columns.shape.inputs
-        if self.spec.sorted_columns and not inputs.is_whole:
-            raise ConfigError(
-                f"{self.columns.names[0]}: its inputs were grouped by activations (desc_act), so that ranks cannot "
-                "share them; use --tensor-parallel-size 1"
-            )
+        groups = Split.whole(-(-inputs.total // columns.group_size)) if self.has_parts_of_groups else columns.groups
         stacks = (
             columns.stack("qweight", columns.words, torch.int32, packed=False),
-            columns.stack("qzeros", columns.groups, torch.int32, packed=True),
-            columns.stack("scales", columns.groups, torch.float32, packed=False),
+            columns.stack("qzeros", groups, torch.int32, packed=True),
+            columns.stack("scales", groups, torch.float32, packed=False),
         )
         if not self.spec.has_indices:
             return stacks
@@ -59,8 +61,14 @@ class _Reader:
         columns, inputs = self.columns, self.columns.shape.inputs
         codes = columns.unpack(qweight, dim=0)[: inputs.size]
         zeros = self._zeros(qzeros).float()
-        order = self._order(g_idx[0].view(-1, inputs.size).long()) if g_idx else None
-        return self.columns.weight(codes if order is None else codes[order], zeros, scales, order)
+        if not g_idx:
+            return columns.weight(codes, zeros, scales)
+        groups = g_idx[0].view(-1, inputs.size).long()
+        if self.has_parts_of_groups:
+            own = group_of_each(groups, len(scales), columns.names)
+            return replace(columns, group_size=1).weight(codes, zeros[own], scales[own])
+        order = self._order(groups)
+        return columns.weight(codes if order is None else codes[order], zeros, scales, order)
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """uint8 [groups, all outputs]. Who wrote zeros less one took one from each code in a word, so that a zero of 0

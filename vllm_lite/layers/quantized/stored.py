@@ -63,6 +63,15 @@ def sorted_by_group(groups: torch.Tensor, size: int, names: Sequence[str]) -> to
     order = groups[0].argsort(stable=True)
     if not torch.equal(groups[0, order], torch.arange(len(order)) // size):
         raise ModelError(f"{names[0]}.g_idx: its groups are not of {size} inputs each")
+    group_of_each(groups, int(groups.max()) + 1, names)
+    return order
+
+
+def group_of_each(groups: torch.Tensor, num_groups: int, names: Sequence[str]) -> torch.Tensor:
+    """groups: [projections, inputs] -> the group of each input, of `num_groups`. Raises ModelError for a group that
+    there is not, or if the projections differ in them."""
     if not torch.equal(groups, groups[:1].expand_as(groups)):
         raise ModelError(f"{', '.join(names)}: their inputs are grouped differently (g_idx)")
-    return order
+    if not bool(((groups >= 0) & (groups < num_groups)).all()):
+        raise ModelError(f"{names[0]}.g_idx: some groups are not among the {num_groups} that there are")
+    return groups[0]
