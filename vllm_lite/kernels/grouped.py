@@ -89,7 +89,20 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
 
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:
-    """int32 words of 32 / bits codes each along `dim` (0 or 1), the lowest bits first -> the codes, as uint8."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes = (words.unsqueeze(dim + 1) >> shifts.view(-1, *(1,) * (1 - dim))) & ((1 << bits) - 1)
-    return codes.to(torch.uint8).flatten(dim, dim + 1)
+    """int32 words of 32 / bits codes each along `dim` (0 or 1), the lowest bits first -> the codes, as uint8. Those of
+    dimension 0 lie as they do of dimension 1, which is a view of the turned matrix."""
+    if dim == 0:
+        return unpack(words.t(), bits, dim=1).t()
+    data = words.reshape(-1).view(torch.uint8).view(len(words), -1)
+    if bits == 8:
+        return data
+    if bits == 4:
+        return halves(data)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def halves(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
+    """uint8 [..., n] -> the halves of each byte, uint8 [..., 2 n], the low one first."""
+    low, high = data & 15, data >> 4
+    return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)

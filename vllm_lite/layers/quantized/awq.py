@@ -34,8 +34,11 @@ class _Reader:
     columns: Columns
 
     def take(self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
-        return self.columns.weight(self._unpack(qweight), self._unpack(qzeros).float(), scales)
+        return self.columns.weight(_unpack(qweight), _unpack(qzeros).float(), scales)
 
-    def _unpack(self, words: torch.Tensor) -> torch.Tensor:
-        codes = self.columns.unpack(words, dim=1).view(len(words), -1, len(PLACES))
-        return codes[..., list(PLACES)].flatten(1)
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    """[rows, words of outputs] -> uint8 [rows, outputs], a view of the turned matrix, which is what is wanted."""
+    turned = words.t().contiguous()
+    codes = [((turned >> (BITS * place)) & 15).to(torch.uint8) for place in PLACES]
+    return torch.stack(codes, dim=1).flatten(0, 1).t()

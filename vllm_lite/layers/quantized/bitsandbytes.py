@@ -18,7 +18,7 @@ import torch
 from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import GroupedWeight, halves
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight
 from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
@@ -128,8 +128,7 @@ class _Reader:
 
     def _codes(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """uint8 [this rank's rows, its inputs]."""
-        flat, inputs = weight.flatten(), self.inputs
-        codes = torch.stack((flat >> 4, flat & 15), dim=1).flatten()
+        codes, inputs = halves(weight.flatten(), high_first=True), self.inputs
         if self.reads_rows:
             return codes.view(len(rows), inputs.total)[:, inputs.start : inputs.end].contiguous()
         whole = codes[: self.rows.total * inputs.total].view(self.rows.total, inputs.total)

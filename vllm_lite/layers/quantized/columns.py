@@ -66,7 +66,7 @@ class Columns:
         """codes: uint8 [inputs, all outputs], zeros and scales: [groups, all outputs]. Row k of the codes is for input
         order[k], see GroupedWeight."""
         own = own_rows(self.shape.outputs)
-        codes, zeros, scales = (tensor[:, own].t().contiguous() for tensor in (codes, zeros, scales))
+        codes, zeros, scales = (tensor.t()[own].contiguous() for tensor in (codes, zeros, scales))
         size = min(self.group_size, codes.shape[1])
         values, middle = UINT4 if self.bits <= 4 else UINT8, 1 << (self.bits - 1)
         if bool((zeros == middle).all()):

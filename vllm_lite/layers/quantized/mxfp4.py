@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.checkpoint.quantization.spec import MxFp4
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import GroupedWeight, halves
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
 from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
@@ -68,8 +68,7 @@ class _Reader:
     def take(self, blocks: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
         if bool((scales == NOT_A_NUMBER).any()):
             raise ModelError(f"{self.name}_scales: some are {NOT_A_NUMBER}, which is not a number")
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-        return GroupedWeight(codes, E2M1, _powers_of_two(scales), BLOCK)
+        return GroupedWeight(halves(blocks).flatten(1), E2M1, _powers_of_two(scales), BLOCK)
 
 
 def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
