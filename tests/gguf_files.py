@@ -151,9 +151,8 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     }
     if part := named.get("partial_rotary_factor"):
         found[f"{architecture}.rope.dimension_count"] = int(part * head_size)
-    found |= {
-        f"{architecture}.{key}": value for key, value in _scaling(rope, found[f"{architecture}.context_length"]).items()
-    }
+    scaling = _scaling(rope, int(found[f"{architecture}.context_length"]))
+    found |= {f"{architecture}.{key}": value for key, value in scaling.items()}
     if architecture == "gpt2":
         found["gpt2.feed_forward_length"] = config.get("n_inner") or 4 * config["n_embd"]
     tokens = {"bos": config.get("bos_token_id"), "eos": config.get("eos_token_id")}

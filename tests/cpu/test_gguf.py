@@ -1,6 +1,7 @@
 """Models in GGUF files: their logits against transformers', and blocks against the floats that they stand for."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -60,14 +61,21 @@ def kind_of(name: str) -> str:
 @pytest.mark.usefixtures("float_products")
 def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path) -> None:
     """Q and K are of one type and V of another, gate is in blocks and up is not."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     folder = make_checkpoint(tmp_path / "checkpoint", "llama", head_dim=32, initializer_range=0.05, **sizes)
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, kind_of)
     floats = write_gguf(tmp_path / "floats.gguf", folder, kind_of, dense=True)
     oracle = Oracle(folder)
     one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
     assert (one - other).abs().max() < 3e-4
-    assert load_spec(blocks).quantization.label == "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"
+    quantization = load_spec(blocks).quantization
+    assert quantization is not None
+    assert quantization.label == "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"
     assert load_spec(blocks).dtype == "bfloat16"
     assert load_spec(floats).dtype == "float32"
 

@@ -81,6 +81,7 @@ def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/model")
     assert is_hub_id("Org-1/model.v2_x")
+    assert is_hub_id("org/model:Q4_K_M")
     for name in ("model", "/org/model", "./org/model", "../org/model", "a/b/c", "org/", "~/model", "org/..", "demo"):
         assert not is_hub_id(name), name
     (tmp_path / "org" / "model").mkdir(parents=True)
@@ -403,3 +404,56 @@ def test_a_folder_needs_no_hub() -> None:
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=scaled(60)).returncode == 0
     assert ours.is_hub_id("org/model")
+
+
+def gguf_repository(stub: Hub, *names: str) -> None:
+    stub.files = {name: b"GGUF" + name.encode() for name in (*names, "README.md")}
+
+
+def test_a_gguf_model_is_chosen_by_its_label(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_repository(stub, "m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf", "tokenizer.json")
+    path = Path(local_folder(Source("org/model:q4_k_m")))
+    assert path.name == "m-Q4_K_M.gguf"
+    assert path.read_bytes() == b"GGUFm-Q4_K_M.gguf"
+    assert stub.fetched() == {"m-Q4_K_M.gguf", "tokenizer.json"}
+    stub.requests.clear()
+    assert local_folder(Source("org/model:Q4_K_M")) == str(path)
+    assert stub.fetched() == set(), "it is in the cache"
+    offline(monkeypatch)
+    assert local_folder(Source("org/model:Q4_K_M")) == str(path)
+    with pytest.raises(ModelError, match=r"has no GGUF models Q8_0; give one as ORG/MODEL:LABEL: m-Q4_K_M.gguf"):
+        local_folder(Source("org/model:Q8_0"))
+    with pytest.raises(ModelError, match=r"has no GGUF file in the cache .* HF_HUB_OFFLINE is set; unset it"):
+        local_folder(Source("org/other:Q8_0"))
+
+
+def test_the_parts_of_a_gguf_model_are_fetched_together(stub: Hub) -> None:
+    parts = [f"Q8/m-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    gguf_repository(stub, *parts, "m-Q4_0.gguf")
+    assert local_folder(Source("org/model:Q8_0")).endswith(parts[0])
+    assert stub.fetched() == {part.removeprefix("Q8/") for part in parts}
+    del stub.files[parts[1]]
+    with pytest.raises(
+        ModelError, match=r"org/model:Q8_0 lacks Q8/m-Q8_0-00002-of-00002.gguf, which is one of 2 parts"
+    ):
+        local_folder(Source("org/model:Q8_0"))
+
+
+def test_a_label_that_is_missing_or_means_several_is_one_sentence(stub: Hub) -> None:
+    gguf_repository(stub, "m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf")
+    with pytest.raises(ModelError, match=r"has no GGUF models Q8_0; .*: m-Q4_K_M.gguf, m-UD-Q4_K_M.gguf"):
+        local_folder(Source("org/model:Q8_0"))
+    with pytest.raises(ModelError, match="has 2 GGUF models Q4_K_M"):
+        local_folder(Source("org/model:Q4_K_M"))
+    assert local_folder(Source("org/model:UD-Q4_K_M")).endswith("m-UD-Q4_K_M.gguf")
+    with pytest.raises(ModelError, match="org/model has several GGUF models"):
+        local_folder(SOURCE)
+    gguf_repository(stub)
+    with pytest.raises(ModelError, match=r"org/model:Q8_0 has no GGUF files; it holds README.md"):
+        local_folder(Source("org/model:Q8_0"))
+    gguf_repository(stub, "only.gguf")
+    assert local_folder(SOURCE).endswith("only.gguf")
+    gguf_repository(stub, "m-Q8_0.gguf", "config.json")
+    stub.files["config.json"] = b"{}"
+    with pytest.raises(ModelError, match=r"has its weights in GGUF files; give one as ORG/MODEL:LABEL: m-Q8_0.gguf"):
+        local_folder(SOURCE)

@@ -63,8 +63,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.exists():
-        others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors is read" if others else ""
+        others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
+        hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors and GGUF are read" if others else ""
         raise ModelError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     files = [folder / name for name in shards(index)]
     for file in files:

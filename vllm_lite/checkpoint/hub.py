@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
+from vllm_lite.checkpoint.gguf.files import choose, first_files, listed
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
 from vllm_lite.checkpoint.quantization.older import OLDER_FILES
 from vllm_lite.errors import EngineError, ModelError, VllmLiteError
@@ -54,7 +55,7 @@ LOOK_S = 0.1
 REACH_S = 2.5
 """Without a network huggingface_hub tries again for 23 s; this is how long a first connection may take."""
 REQUEST_S = 15.0
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*(?::[A-Za-z0-9][\w.-]*)?")
 
 logger = log.get(__name__)
 
@@ -71,9 +72,19 @@ class Source(NamedTuple):
     cache_dir: str | None = None
     """None means huggingface_hub's own cache (HF_HOME, HF_HUB_CACHE)."""
 
+    @property
+    def repository(self) -> str:
+        """The hub id without the label."""
+        return self.name.partition(":")[0]
+
+    @property
+    def label(self) -> str | None:
+        """Which of a repository's GGUF files is wanted, like Q4_K_M in org/model:Q4_K_M; None: none is named."""
+        return self.name.partition(":")[2] or None
+
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` looks like org/model and is no local folder."""
+    """Whether `name` looks like org/model, or org/model:LABEL, and is no local folder."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -81,7 +92,8 @@ What = Literal["model", "model without weights", "config", "tokenizer"]
 
 
 def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What = "model") -> str:
-    """Return the folder `source.name` itself or, for a hub id, download the parts of it that `what` names.
+    """Return the folder `source.name` itself or, for a hub id, download the parts of it that `what` names. A model in
+    GGUF files is the first of them, and it is all of a model.
 
     Raises ModelError in one sentence, and EngineError once `stopped()`.
     """
@@ -97,7 +109,7 @@ def remote_headers(source: Source) -> dict[str, Tensor]:
     with _one_sentence(source):
         if (unreached := _Download(source, never, "config").unreached()) is not None:
             raise unreached
-        found = HfApi().get_safetensors_metadata(source.name, revision=source.revision)
+        found = HfApi().get_safetensors_metadata(source.repository, revision=source.revision)
     return {
         name: Tensor(tensor.dtype, tuple(tensor.shape))
         for file in found.files_metadata.values()
@@ -124,8 +136,17 @@ def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
     elif INDEX_FILE in siblings:
         yield from shards(folder / INDEX_FILE)
     else:
+        if first_files(siblings):
+            raise _Lacks(f"has its weights in GGUF files; give one as ORG/MODEL:LABEL: {listed(siblings)}")
         held = ", ".join(name for name in siblings if not name.startswith("."))
-        raise _Lacks(f"has no {SINGLE_FILE} and no {INDEX_FILE}, and only safetensors is read; it holds {held}")
+        raise _Lacks(f"has no {SINGLE_FILE} and no {INDEX_FILE}; it holds {held}")
+
+
+def _chosen(siblings: Sequence[str], label: str | None) -> list[str]:
+    try:
+        return choose(siblings, label)
+    except LookupError as error:
+        raise _Lacks(error.args[0]) from None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -189,6 +210,8 @@ class _Download:
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         source = self._source
+        if source.label is not None:
+            return self.run_gguf()
         with _one_sentence(source):
             first, is_offline = self._small[0], constants.is_offline_mode()
             unreached = None if is_offline else self.unreached()
@@ -201,8 +224,11 @@ class _Download:
                     self._aside(lambda: self._fetch(first, source.revision, cached=unreached is not None))
                 ).parent
             except RemoteEntryNotFoundError:
-                info = self._aside(lambda: HfApi().model_info(source.name, revision=source.revision))
-                held = ", ".join(sibling.rfilename for sibling in info.siblings or [])
+                info = self._aside(lambda: HfApi().model_info(source.repository, revision=source.revision))
+                names = [sibling.rfilename for sibling in info.siblings or []]
+                if first_files(names):
+                    return self.run_gguf()
+                held = ", ".join(names)
                 raise _Lacks(f"has no {first}; it holds {held or 'nothing'}") from None
             has_all = not self._weights or _has_weights(folder)
             if is_offline and not has_all:
@@ -213,6 +239,54 @@ class _Download:
                 return folder
             self._complete(folder)
         return folder
+
+    def run_gguf(self) -> Path:
+        """Fetch the GGUF files that the label names, or the only ones that there are, with the tokenizer's files beside
+        them. Returns the first. Without a network they are looked for in the cache."""
+        from huggingface_hub import HfApi, constants
+
+        source = self._source
+        with _one_sentence(source):
+            unreached = None if constants.is_offline_mode() else self.unreached()
+            if constants.is_offline_mode() or unreached is not None:
+                folder = self._cached()
+                held = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+                if not held:
+                    away = "HF_HUB_OFFLINE is set; unset it" if constants.is_offline_mode() else f"{unreached}"
+                    raise _Lacks(f"has no GGUF file in the cache ({folder}), and {away}")
+                return folder / _chosen(held, source.label)[0]
+            info = self._aside(
+                lambda: HfApi().model_info(
+                    source.repository, revision=source.revision, files_metadata=True, timeout=REQUEST_S
+                )
+            )
+            sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+            chosen = _chosen(list(sizes), source.label)
+            folder = self._snapshots() / str(info.sha)
+            beside = [file for file in sizes if any(fnmatch(file, wanted) for wanted in TOKENIZER_FILES)]
+            names = [file for file in (*beside, *chosen) if not (folder / file).exists()]
+            self._fetch_all(names, sum(sizes[file] for file in names), folder)
+            self._ref().parent.mkdir(parents=True, exist_ok=True)
+            self._ref().write_text(str(info.sha))  # huggingface_hub keeps it only where it finds the commit itself
+            return folder / chosen[0]
+
+    def _snapshots(self) -> Path:
+        """The folder in the cache with what is there of each commit."""
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        cache = Path(self._source.cache_dir or constants.HF_HUB_CACHE)
+        return cache / repo_folder_name(repo_id=self._source.repository, repo_type="model") / "snapshots"
+
+    def _ref(self) -> Path:
+        """The file in the cache that says which commit the wanted revision is."""
+        return self._snapshots().parent / "refs" / (self._source.revision or "main")
+
+    def _cached(self) -> Path:
+        """The folder with what is in the cache of the wanted revision, which may be empty, or not there."""
+        with suppress(OSError):
+            return self._snapshots() / self._ref().read_text().strip()
+        return self._snapshots() / (self._source.revision or "main")
 
     def unreached(self) -> OSError | None:
         """Try a first connection to the hub, including name resolution. Returns its error, None if it works."""
@@ -226,7 +300,7 @@ class _Download:
         """Fetch all files, weights last: a folder with all weights is complete."""
         from huggingface_hub import HfApi
 
-        commit, name = folder.name, self._source.name
+        commit, name = folder.name, self._source.repository
         info = self._aside(lambda: HfApi().model_info(name, revision=commit, files_metadata=True, timeout=REQUEST_S))
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         others = () if "tokenizer.json" in sizes or "tokenizer.json" not in self._small else OTHER_TOKENIZERS
@@ -245,7 +319,7 @@ class _Download:
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(
-            self._source.name,
+            self._source.repository,
             name,
             revision=revision,
             cache_dir=self._source.cache_dir,
@@ -255,7 +329,7 @@ class _Download:
         )
 
     def _fetch_all(self, names: Sequence[str], total: int, folder: Path) -> None:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(next(place for place in folder.parents if place.exists())).free
         if total > free:
             raise _Lacks(
                 f"needs {total / 2**30:.1f} GiB and {folder.parents[2]} has {free / 2**30:.1f} GiB free; free some, "

@@ -5,6 +5,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_lite.checkpoint.gguf.files import gguf_files
+from vllm_lite.errors import ModelError
 from vllm_lite.runtime.machine import memory_limit_bytes
 
 REQUEST_BYTES = 1 << 20
@@ -21,9 +23,15 @@ def start_reading_ahead(folder: str) -> threading.Thread:
     return thread
 
 
+def _files(folder: Path) -> list[Path]:
+    with suppress(ModelError):  # who loads them says what is wrong
+        return gguf_files(folder) or sorted(folder.glob("model*.safetensors"))
+    return []
+
+
 def _read(folder: Path) -> None:
     left = memory_limit_bytes() // 2
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in _files(folder):
         with suppress(OSError), file.open("rb") as stream:
             size = min(left, os.fstat(stream.fileno()).st_size)
             left -= size

@@ -130,6 +130,8 @@ def load(config: EngineConfig) -> Checkpoint:
         folder = Path(demo_folder())
         return Checkpoint(load_spec(folder, config.model_impl), read_headers(folder))
     source = hub.Source(config.model, config.revision, config.download_dir)
+    if hub.is_hub_id(config.model) and source.label is not None:
+        raise ModelError(f"{config.model}: a plan needs the header of the GGUF file; download it and give its path")
     folder = Path(hub.local_folder(source, what="config"))
     spec = load_spec(folder, config.model_impl)
     try:

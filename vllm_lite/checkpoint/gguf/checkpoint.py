@@ -16,6 +16,9 @@ from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
 
 MAX_EXPERTS = 16384
+"""In one tensor."""
+MAX_TENSORS = 1 << 20
+"""With a tensor for each matrix of each expert."""
 
 
 class GgufCheckpoint:
@@ -82,6 +85,8 @@ class GgufCheckpoint:
             if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
                 tensor = tensor._replace(shape=(1, *tensor.shape))  # noqa: PLW2901 (a matrix of one row)
             for each, part in _experts(name, tensor) if "{}" in name else ((name, tensor),):
+                if len(found) > MAX_TENSORS:
+                    raise ModelError(f"{self.file}: has more than {MAX_TENSORS} matrices")
                 if each in found:
                     raise ModelError(f"{self.file}: has tensor {each!r} twice")
                 found[each] = part

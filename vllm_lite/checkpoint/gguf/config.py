@@ -72,7 +72,7 @@ def _matrix(of: Metadata, name: str) -> tuple[int, int]:
 
 
 def _ends(of: Metadata) -> list[int]:
-    """The tokens with which an answer ends: of a text, of a turn."""
+    """The tokens with which an answer ends."""
     ids = (of.token(name) for name in END_TOKENS)
     return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
@@ -80,7 +80,7 @@ def _ends(of: Metadata) -> list[int]:
 def _dtype(header: Header) -> str:
     """What to compute in: the type of the matrices where all are floats of one type, else bfloat16."""
     kinds = {tensor.kind.name for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
-    return {"F32": "float32", "F16": "float16"}.get(*kinds, "bfloat16") if len(kinds) == 1 else "bfloat16"
+    return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rotated_part(of: Metadata) -> float | None:
@@ -102,8 +102,8 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
         if long is None or short is None:
             raise ModelError(f"of rope_factors_long and rope_factors_short it has only {', '.join(factors)}")
         attention = 1.0 if plain is not None else of.number("rope.scaling.attn_factor", None)
-        found = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": attention}
-        return _without_none(found)
+        longrope = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        return _without_none(longrope | {"attention_factor": attention})
     kind = of.text("rope.scaling.type", "none")
     factor = of.number("rope.scaling.factor", None)
     if kind == "none" or not factor:

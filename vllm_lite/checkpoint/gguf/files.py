@@ -1,6 +1,7 @@
 """Which GGUF files make up a model: one, or those that it was split into, like model-00001-of-00003.gguf."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from vllm_lite.errors import ModelError
 
 SUFFIX = ".gguf"
 MAX_FILES = 1000
+MAX_LISTED = 20
 SPLIT = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 OTHER_MODELS = ("mmproj", "imatrix")
 """What a name begins with that is of no model that writes text."""
@@ -30,7 +32,31 @@ def gguf_files(path: Path) -> list[Path]:
     return _parts(path / sets[0]) if sets else []
 
 
-def first_files(names: list[str]) -> list[str]:
+def choose(names: Sequence[str], label: str | None) -> list[str]:
+    """Choose the files of one model in a repository: of the only one, or of the one whose name ends with `label`.
+
+    Raises LookupError with a clause that says what there is.
+    """
+    firsts = first_files(names)
+    found = firsts if label is None else [name for name in firsts if _is_labelled(name, label)]
+    if len(found) == 1:
+        folder, slash, name = found[0].rpartition("/")
+        parts = [f"{folder}{slash}{part}" for part in part_names(name)]
+        if missing := [part for part in parts if part not in names]:
+            raise LookupError(f"lacks {missing[0]}, which is one of {len(parts)} parts")
+        return parts
+    if not firsts:
+        raise LookupError(f"has no GGUF files; it holds {', '.join(names) or 'nothing'}")
+    number = "several GGUF models" if label is None else f"{len(found) or 'no'} GGUF models {label}"
+    raise LookupError(f"has {number}; give one as ORG/MODEL:LABEL: {listed(found or firsts)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The models among the files of a repository, for an error."""
+    return ", ".join(first_files(names)[:MAX_LISTED])
+
+
+def first_files(names: Sequence[str]) -> list[str]:
     """The names of GGUF files without those of what is no model, and of split ones the first parts only."""
     found = []
     for name in sorted(names):
@@ -39,6 +65,14 @@ def first_files(names: list[str]) -> list[str]:
         if own.endswith(SUFFIX) and not own.startswith(OTHER_MODELS) and (split is None or int(split["number"]) == 1):
             found.append(name)
     return found
+
+
+def _is_labelled(name: str, label: str) -> bool:
+    """Whether the name of a file ends with `label`, like Q4_K_M, before what every such name ends with."""
+    own = name.rpartition("/")[2]
+    split = SPLIT.fullmatch(own)
+    stem = (split["base"] if split is not None else own[: -len(SUFFIX)]).lower()
+    return stem == label.lower() or stem.endswith(tuple(f"{sign}{label.lower()}" for sign in "-._"))
 
 
 def part_names(name: str) -> list[str]:

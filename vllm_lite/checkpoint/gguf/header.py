@@ -24,7 +24,7 @@ MAX_VALUES = 1 << 14
 MAX_TENSORS = 1 << 15
 MAX_NAME_BYTES = 1 << 10
 MAX_TEXT_BYTES = 1 << 24
-"""Of all names and single strings together; a chat template has some thousand."""
+"""For all names and single strings together; a chat template has some thousand."""
 MAX_TEXTS = 1 << 21
 """Strings in all arrays together: vocabularies have up to 300,000 tokens and as many merges."""
 MAX_DIMENSIONS = 4

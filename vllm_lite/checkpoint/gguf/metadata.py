@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 from vllm_lite.checkpoint.gguf.header import Array, Header, Tensor, Value
 from vllm_lite.errors import ModelError
 
 T = TypeVar("T")
-_NEEDED = -1
+_NEEDED = object()
+MAX_LAYERS = 10_000
 
 
 class Metadata:
@@ -21,30 +22,46 @@ class Metadata:
 
     @cached_property
     def num_layers(self) -> int:
-        return self.integer("block_count") - (self.integer("nextn_predict_layers", None) or 0)
+        count = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
+        if not 1 <= count <= MAX_LAYERS:
+            raise ModelError(f"{self.named('block_count')} gives {count} layers; it must be 1 to {MAX_LAYERS}")
+        return count
 
     @cached_property
     def head_size(self) -> int:
         size = self.integer("attention.key_length", None)
         return size or self.integer("embedding_length") // max(1, self.integer("attention.head_count"))
 
-    def integer(self, key: str, default: T | int = _NEEDED) -> int | T:
-        """A number that is whole. Raises ModelError where it is missing and there is no default."""
-        return self.same(key, default)
+    @overload
+    def integer(self, key: str) -> int: ...
 
-    def same(self, key: str, default: T | int = _NEEDED) -> int | T:
-        """As `integer`, where a file may also have a number for each layer, if all are the same."""
+    @overload
+    def integer(self, key: str, default: T) -> int | T: ...
+
+    def integer(self, key: str, default: Any = _NEEDED) -> Any:
+        """A number that is whole. Raises ModelError where it is missing and there is no default."""
         found = self.value(key)
         if found is None and default is not _NEEDED:
             return default
-        if isinstance(found, Array) and not found.is_text and 0 < len(found) <= self.num_layers_at_most:
-            numbers = set(found.numbers())
-            if len(numbers) > 1:
-                raise ModelError(f"{self.named(key)} differs by layer ({sorted(numbers)[:8]}), which is not supported")
-            (found,) = numbers
         if not isinstance(found, int) or isinstance(found, bool):
             raise ModelError(f"{self.named(key)} must be a whole number, and it is {_shown(found)}")
         return found
+
+    @overload
+    def same(self, key: str) -> int: ...
+
+    @overload
+    def same(self, key: str, default: T) -> int | T: ...
+
+    def same(self, key: str, default: Any = _NEEDED) -> Any:
+        """As `integer`, where a file may also have a number for each layer, if all are the same."""
+        found = self.value(key)
+        if isinstance(found, Array) and not found.is_text and 0 < len(found) <= MAX_LAYERS:
+            numbers = set(found.numbers())
+            if len(numbers) > 1:
+                raise ModelError(f"{self.named(key)} differs by layer ({sorted(numbers)[:8]}), which is not supported")
+            return int(numbers.pop())
+        return self.integer(key, default)
 
     def number(self, key: str, default: T) -> float | T:
         found = self.value(key)
@@ -65,7 +82,7 @@ class Metadata:
     def booleans(self, key: str) -> list[bool] | None:
         """One for each layer; None where there are none."""
         found = self.value(key)
-        if not isinstance(found, Array) or found.is_text or len(found) > self.num_layers_at_most:
+        if not isinstance(found, Array) or found.is_text or len(found) > MAX_LAYERS:
             return None
         return [bool(number) for number in found.numbers()]
 
@@ -99,10 +116,6 @@ class Metadata:
 
     def named(self, key: str) -> str:
         return f"{self.architecture}.{key}"
-
-    @property
-    def num_layers_at_most(self) -> int:
-        return 10_000
 
 
 def _shown(value: Value | None) -> str:
