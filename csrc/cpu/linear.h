@@ -13,8 +13,9 @@
 // minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
 // group: scales, minima, then codes. Codes of 8 bits lie as int8 does. Those of 4 bits lie [inputs / 8][kBlock][4]: the
 // lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
-// becomes two of weights by a mask and a shift. Where values are whole numbers, rows are quantized as for int8, but
-// each group by itself. Elsewhere weights become float32, a tile at a time.
+// becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each, kShifts: a weight is
+// (values[code] + byte) * scale. Where values are whole numbers, rows are quantized as for int8. Elsewhere weights
+// become float32, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -32,6 +33,7 @@ constexpr int32_t kInt8Weight = 100;  // beside the DTypes; a weight is its inte
 constexpr int32_t kGrouped4 = 101;    // codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;    // of 8 bits, with scales for groups of inputs
 constexpr int32_t kNoMinima = -1;
+constexpr int32_t kShifts = 103;  // minima as bytes; only of codes of 4 bits that are bytes themselves
 
 // Inputs of a packed weight that is not grouped: whole groups.
 inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
@@ -41,7 +43,7 @@ inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
 
 // The same record as PackedWeight in vllm_lite/kernels/cpu/linear.py.
 struct PackedWeight {
-  const void* data;     // aligned to 64 bytes; so is every cell
+  const void* data;     // aligned to 64 bytes
   const float* scales;  // [num_outputs], nullptr for all types but int8
   const float* bias;    // [num_outputs] or nullptr
   int64_t num_inputs;
@@ -50,11 +52,12 @@ struct PackedWeight {
   // What follows is for grouped weights.
   int32_t group_size;    // inputs that share a scale: 16, 32, 64 or 128
   int32_t scale_type;    // DType up to kFloat16
-  int32_t minima_type;   // the same, or kNoMinima
+  int32_t minima_type;   // the same, or kNoMinima, or kShifts
   const float* values;   // [16] or [256]
   const uint8_t* bytes;  // [16]: a value is its byte plus `offset`; nullptr: bytes are the codes
   int32_t offset;
-  int32_t are_whole;  // whether values are whole numbers, so that `bytes` and `offset` count
+  int32_t are_whole;     // whether values are whole numbers, so that `bytes` and `offset` count
+  const int32_t* order;  // [num_inputs]: column k is for input order[k]; nullptr: for input k
 };
 
 inline bool is_grouped(int32_t type) {
@@ -66,7 +69,7 @@ struct CellLayout {
   int64_t group_size, scale_bytes, minima_bytes, code_bytes;
   int32_t scale_type, minima_type;
 
-  static int64_t item_bytes(int32_t type) { return type == kNoMinima ? 0 : type == 0 ? 4 : 2; }
+  static int64_t item_bytes(int32_t type) { return type == kNoMinima ? 0 : type == kShifts ? 1 : type == 0 ? 4 : 2; }
 
   static CellLayout of(const PackedWeight& weight) {
     return {weight.group_size,
@@ -81,19 +84,22 @@ struct CellLayout {
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
-// How the rows of a product with `weight` are quantized.
+// How the rows of a product with `weight` are quantized: each kQuantGroup inputs have a scale, and each group of the
+// weight's the sum of its integers.
 struct RowLayout {
-  int64_t group_size;  // inputs that share a scale
+  int64_t group_size;  // inputs
   int64_t num_groups;
+  int64_t num_scales;
   int64_t width;  // bytes of a row
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = is_grouped(weight.type) ? weight.group_size : kQuantGroup;
-    const int64_t count = (weight.num_inputs + size - 1) / size;
-    return {size, count, is_grouped(weight.type) ? count * size : padded_inputs(weight.num_inputs, kInt8Weight)};
+    const int64_t count = (weight.num_inputs + size - 1) / size, scales = (weight.num_inputs - 1) / kQuantGroup + 1;
+    return {size, count, scales,
+            is_grouped(weight.type) ? count * size : padded_inputs(weight.num_inputs, kInt8Weight)};
   }
   // Of all that belongs to one row; its integers come last.
-  int64_t row_bytes() const { return width + 12 * num_groups; }
+  int64_t row_bytes() const { return width + 4 * num_scales + 8 * num_groups; }
 };
 
 // Rows as integers, one panel for the rows of each task: [inputs / 4][rows of the panel][4], with inputs filled up with
@@ -101,20 +107,21 @@ struct RowLayout {
 // at values + first * padded inputs.
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // [num_rows][num_groups], like biases and sums
-  int32_t* biases;  // what bytes of weights lack times the sum of a group's integers: -128 for int8, or the offset
-  float* sums;      // of a group, as its integers have it
+  float* scales;    // [num_rows][num_scales]
+  int32_t* biases;  // [num_rows][num_groups]: what bytes of weights lack (-128 for int8, or the offset) times the sum
+  float* sums;      // [num_rows][num_groups]: of a group's integers
   RowLayout layout;
 
   // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.
   static QuantizedRows in(char* memory, int64_t num_rows, const RowLayout& layout) {
-    const int64_t count = num_rows * layout.num_groups;
-    return {reinterpret_cast<int8_t*>(memory + 12 * count), reinterpret_cast<float*>(memory),
-            reinterpret_cast<int32_t*>(memory + 4 * count), reinterpret_cast<float*>(memory + 8 * count), layout};
+    char* biases = memory + 4 * num_rows * layout.num_scales;
+    const int64_t count = 4 * num_rows * layout.num_groups;
+    return {reinterpret_cast<int8_t*>(biases + 2 * count), reinterpret_cast<float*>(memory),
+            reinterpret_cast<int32_t*>(biases), reinterpret_cast<float*>(biases + count), layout};
   }
   QuantizedRows from(int64_t row) const {
     const int64_t group = row * layout.num_groups;
-    return {values + row * layout.width, scales + group, biases + group, sums + group, layout};
+    return {values + row * layout.width, scales + row * layout.num_scales, biases + group, sums + group, layout};
   }
 };
 
@@ -139,12 +146,12 @@ struct LinearTask {
   int64_t num_blocks;
 };
 
-// Rows of one panel, and some of their groups of inputs.
+// Rows of one panel, and some of their scales.
 struct QuantizeTask {
   int64_t first_row;
   int64_t num_rows;
-  int64_t first_group;
-  int64_t num_groups;
+  int64_t first_scale;
+  int64_t num_scales;
 };
 
 VLLM_LITE_DECLARE(void linear(const LinearCall& call, const LinearTask& task))

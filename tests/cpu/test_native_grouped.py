@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
 from vllm_lite.layers.matmul import NativeMatmul, make_matmul
 
@@ -49,11 +49,10 @@ def grouped(
     return GroupedWeight(codes, values, own, group_size, least)
 
 
-def quantize_rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
+def quantize_rows(x: torch.Tensor) -> torch.Tensor:
     """What a product with whole values takes x for where the machine multiplies bytes."""
-    size = min(group_size, 128)
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))
-    integers, scales = quantize(padded.reshape(-1, size))
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
+    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
     return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
 
 
@@ -61,7 +60,7 @@ def check(weight: GroupedWeight, x: torch.Tensor, bias: torch.Tensor | None, lab
     out = torch.full((len(x), weight.shape[0]), math.nan)
     linear(x, PackedWeight(weight, bias), out)
     whole = any(weight.values is values for values in WHOLE)
-    rounded = quantize_rows(x, weight.group_size) if whole and multiplies_bytes() else x
+    rounded = quantize_rows(x) if whole and multiplies_bytes() else x
     dense = dequantize(weight).double()
     expected = rounded.double() @ dense.t() + (0 if bias is None else bias.double())
     size = (rounded.double().abs() @ (dense.abs() + 20).t()).max()  # what minima take away counts, too
@@ -104,6 +103,53 @@ def test_whole_rows_are_exact() -> None:
     assert torch.equal(out, x @ dequantize(weight).t())
 
 
+def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeight:
+    return weight._replace(minima=zeros * weight.scales)
+
+
+@pytest.mark.parametrize(("group_size", "bits"), [(128, 4 + 24 / 128), (32, 4 + 24 / 32)])
+@pytest.mark.parametrize("values", [UINT4, INT4], ids=["uint4", "int4"])
+def test_zero_points_take_a_byte(each_isa: str, values: torch.Tensor, group_size: int, bits: float) -> None:
+    """And are as exact as the symmetric integers that they amount to."""
+    for num_rows in (1, 5, 40):
+        plain = grouped(96, 640, group_size, values, scales=torch.bfloat16)
+        zeros = torch.randint(-3, 17, plain.scales.shape, generator=torch.Generator().manual_seed(5)).float()
+        zeros[0], plain.scales[3, 1] = -3, 0
+        weight = with_zero_points(plain, zeros)
+        packed, table = PackedWeight(weight), 4 * 16 * 8
+        assert packed.num_bytes * 8 == 96 * 640 * bits + table
+        check(weight, random(num_rows, 640), random(96), (each_isa, num_rows))
+        rows = torch.empty(96, 640)
+        packed.rows(torch.arange(96), rows)
+        assert torch.equal(rows, dequantize(weight))
+
+
+def test_minima_that_are_no_zero_points_stay_floats() -> None:
+    plain = grouped(96, 640, 128, UINT4, scales=torch.float16)
+    for zeros in (torch.full((96, 5), 7.5), torch.full((96, 5), 65.0), torch.full((96, 5), -65.0)):
+        weight = with_zero_points(plain, zeros)
+        assert PackedWeight(weight).num_bytes > 96 * 640 * (4 + 24 / 128) / 8 + 4 * 16
+        check(weight, random(3, 640), None, zeros[0, 0])
+
+
+@pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.usefixtures("each_isa")
+def test_columns_may_be_in_any_order(values: torch.Tensor, dtype: torch.dtype) -> None:
+    """The same bits as of rows whose elements are in that order."""
+    for num_rows in (1, 14):
+        plain, x = grouped(70, 300, 32, values, minima=True), random(num_rows, 300, dtype=dtype)
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(7))
+        ours, theirs = torch.empty(num_rows, 70), torch.empty(num_rows, 70)
+        packed = PackedWeight(plain._replace(order=order))
+        linear(x, packed, ours)
+        linear(x[:, order].contiguous(), PackedWeight(plain), theirs)
+        assert torch.equal(ours, theirs), num_rows
+    rows = torch.empty(70, 300, dtype=dtype)
+    packed.rows(torch.arange(70), rows)
+    assert torch.equal(rows, dequantize(plain._replace(order=order)).to(dtype))
+
+
 @pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("each_isa")
@@ -130,14 +176,13 @@ def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
 def test_what_no_kernel_takes_is_refused() -> None:
     plain = grouped(4, 200, 32)
     assert PackedWeight.takes(plain)
-    for wrong in (
-        plain._replace(order=torch.arange(200)),
-        plain._replace(group_size=24, scales=torch.ones(4, 9)),
-        plain._replace(values=torch.arange(8.0)),
-    ):
+    for wrong in (plain._replace(group_size=24, scales=torch.ones(4, 9)), plain._replace(values=torch.arange(8.0))):
         assert not PackedWeight.takes(wrong)
-        with pytest.raises(ValueError, match="a grouped weight must have 16 or 256 values"):
+        with pytest.raises(ValueError, match="a grouped weight must have 16 or 256 values, and groups"):
             PackedWeight(wrong)
+    for order in (torch.arange(199), torch.arange(200) + 1, torch.zeros(200, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="each of the 200 inputs once"):
+            PackedWeight(plain._replace(order=order))
     with pytest.raises(ValueError, match=r"codes must be a matrix of bytes on the CPU, got torch\.int64 \[4, 200\]"):
         PackedWeight(plain._replace(codes=plain.codes.long()))
 

@@ -14,6 +14,18 @@ VLLM_LITE_INLINE Vec load_scales(const char* from, int32_t type, int64_t column)
   return load(reinterpret_cast<const float*>(from) + column);
 }
 
+// A cell's minima; zeros where it has none.
+VLLM_LITE_INLINE Vec load_minima(const char* cell, const CellLayout& layout, int64_t column) {
+  if (layout.minima_type == kNoMinima) return splat(0);
+  const char* from = cell + layout.scale_bytes;
+  if (layout.minima_type != kShifts) return load_scales(from, layout.minima_type, column);
+  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+  Bytes bytes;
+  std::memcpy(&bytes, from + column, sizeof bytes);
+  return -__builtin_convertvector(__builtin_convertvector(bytes, VecI), Vec) *
+         load_scales(cell, layout.scale_type, column);
+}
+
 VLLM_LITE_INLINE Vec values_of(const float* values, VecI codes) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_i32gather_ps(reinterpret_cast<__m512i>(codes), values, 4));
@@ -59,7 +71,7 @@ VLLM_LITE_INLINE void widen_cell(const PackedWeight& weight, const CellLayout& l
   for (int64_t column = 0; column < kBlock; column += kWidth) {
     widen_codes(weight, cell + layout.codes(), load_scales(cell, layout.scale_type, column), column, to);
     if (layout.minima_type == kNoMinima) continue;
-    const Vec minima = load_scales(cell + layout.scale_bytes, layout.minima_type, column);
+    const Vec minima = load_minima(cell, layout, column);
     for (int64_t i = 0; i < layout.group_size; ++i) {
       store(to + i * kBlock + column, load(to + i * kBlock + column) - minima);
     }

@@ -257,6 +257,13 @@ void run(const LinearCall& call, const LinearTask& task) {
   write<In>(call, task, sums, task.num_blocks * kBlock);
 }
 
+// What a tile's columns are for, of one row.
+template <class In>
+void widen_columns(const In* row, const int32_t* order, int64_t first, int64_t count, float* to) {
+  if (order == nullptr) return widen(row + first, count, to);
+  for (int64_t i = 0; i < count; ++i) to[i] = to_float(row[order[first + i]]);
+}
+
 // Grouped weights: a tile of them becomes float32 for all rows.
 template <class In>
 void run_grouped(const LinearCall& call, const LinearTask& task) {
@@ -271,7 +278,7 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
     const int64_t left = weight.num_inputs - input, count = left < kTile ? left : kTile;
     const int64_t first = input / layout.group_size, end = layout.groups(input + count);
     for (int64_t row = 0; row < task.num_rows; ++row) {
-      widen(rows + row * call.x_stride + input, count, x + row * kTile);
+      widen_columns(rows + row * call.x_stride, weight.order, input, count, x + row * kTile);
       if (count % 2 != 0) x[row * kTile + count] = 0;
     }
     for (int64_t block = 0; block < task.num_blocks; ++block) {

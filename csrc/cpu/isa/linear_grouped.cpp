@@ -1,8 +1,9 @@
-// Grouped weights times rows that were quantized: bytes times integers within a group, and between groups float32.
+// Grouped weights times rows that were quantized: bytes times integers within a group, float32 from group to group.
 //
-// A few rows stream through the cells as they lie in memory: codes of 4 bits become bytes in registers. For more rows a
-// tile is turned once into cells of bytes with float32 scales, which stay in L1 for all groups of rows. Both are the
-// same operations in the same order for each output.
+// Cells are used as they lie in memory, for any number of rows: codes of 4 bits become bytes in registers, again for
+// each group of rows. (Bytes that were made once for all rows took 5 % more time, as twice as much has to stay in L1.)
+// For each output the integers of a group of weights, times its scale, are added up over the inputs that share a scale
+// of the row, and that, times this scale, to the sum.
 #include "grouped_cells.h"
 #include "linear_task.h"
 
@@ -10,23 +11,26 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 #if defined(__AVX512VNNI__)
-constexpr int kGroup = 12;      // rows at a time: two sums each, and some weights, fill the registers
+// Rows at a time: two sums each, and some weights, fill the registers; and two more sums each where groups of weights
+// are smaller than those of rows.
+template <bool kSmall>
+constexpr int kGroup = kSmall ? 6 : 12;
 constexpr int64_t kTile = 512;  // inputs: a tile of a block's weights stays in L1 for all groups of rows
 constexpr int64_t kOctetBytes = 4 * kBlock;
 constexpr int64_t kAheadBytes = 4096;
 
-// Rows of a panel from the first input of a group on.
+// Rows of a panel from the first input of a scale on.
 struct Rows {
   const int8_t* values;  // those of four inputs lie together, those of the next `stride` bytes behind
   int64_t stride;
-  const float* scales;  // [rows][num_groups], like biases and sums
-  const int32_t* biases;
+  const float* scales;    // [rows][num_scales]
+  const int32_t* biases;  // [rows][num_groups], like sums
   const float* sums;
-  int64_t num_groups;
+  int64_t num_scales, num_groups;
 
   Rows from(int64_t row) const {
     const int64_t group = row * num_groups;
-    return {values + 4 * row, stride, scales + group, biases + group, sums + group, num_groups};
+    return {values + 4 * row, stride, scales + row * num_scales, biases + group, sums + group, num_scales, num_groups};
   }
 };
 
@@ -47,6 +51,7 @@ struct Octet {
 struct Nibbles {
   static constexpr int64_t kBytes = kOctetBytes;
   explicit Nibbles(const uint8_t*) {}
+  void enter(const char*) {}
   inline __attribute__((always_inline)) Octet load(const char* codes) const {
     const __m512i mask = _mm512_set1_epi8(15);
     Octet out;
@@ -60,10 +65,36 @@ struct Nibbles {
   }
 };
 
+// The same, and something is added to those of each output.
+struct Shifted {
+  static constexpr int64_t kBytes = kOctetBytes;
+  __m512i shifts[2];
+  explicit Shifted(const uint8_t*) {}
+  // Each output's byte, of a cell's, for four inputs.
+  inline __attribute__((always_inline)) void enter(const char* bytes) {
+    const __m512i four = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + v * kWidth));
+      shifts[v] = _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(own), four);
+    }
+  }
+  inline __attribute__((always_inline)) Octet load(const char* codes) const {
+    Octet out = Nibbles(nullptr).load(codes);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      out.first[v] = _mm512_add_epi8(out.first[v], shifts[v]);
+      out.second[v] = _mm512_add_epi8(out.second[v], shifts[v]);
+    }
+    return out;
+  }
+};
+
 // Codes of 4 bits that stand for bytes of a table.
 struct Looked {
   static constexpr int64_t kBytes = kOctetBytes;
   __m512i table;
+  void enter(const char*) {}
   explicit Looked(const uint8_t* bytes)
       : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
   inline __attribute__((always_inline)) Octet load(const char* codes) const {
@@ -80,6 +111,7 @@ struct Looked {
 struct Bytes {
   static constexpr int64_t kBytes = 2 * kOctetBytes;
   explicit Bytes(const uint8_t*) {}
+  void enter(const char*) {}
   inline __attribute__((always_inline)) Octet load(const char* codes) const {
     Octet out;
 #pragma GCC unroll 2
@@ -91,10 +123,16 @@ struct Bytes {
   }
 };
 
-VLLM_LITE_INLINE __m512i add_products(__m512i total, __m512i bytes, const int8_t* x) {
+// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
+// 1.4 times as long.
+VLLM_LITE_INLINE void add_products(__m512i& total, __m512i bytes, __m512i integers) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
+}
+
+VLLM_LITE_INLINE __m512i four_of(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
-  return _mm512_dpbusd_epi32(total, bytes, _mm512_set1_epi32(four));
+  return _mm512_set1_epi32(four);
 }
 
 // total [R][2] += the products of one group.
@@ -110,166 +148,191 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, int64_
     const Octet weights = codes.load(from);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) total[r][v] = add_products(total[r][v], weights.first[v], x + 4 * r);
+      const __m512i integers = four_of(x + 4 * r);
+      add_products(total[r][0], weights.first[0], integers);
+      add_products(total[r][1], weights.first[1], integers);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) total[r][v] = add_products(total[r][v], weights.second[v], x + stride + 4 * r);
+      const __m512i integers = four_of(x + stride + 4 * r);
+      add_products(total[r][0], weights.second[0], integers);
+      add_products(total[r][1], weights.second[1], integers);
     }
   }
 }
 
-// sums [R][sums_stride] += total times the scales of weights and rows, minus minima times what rows add up to.
+// What a cell has for kWidth outputs beside its codes.
+struct Scales {
+  __m512 scale, minima;
+  bool has_minima;
+
+  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, int v)
+      : scale(reinterpret_cast<__m512>(load_scales(cell, layout.scale_type, v * kWidth))),
+        minima(_mm512_setzero_ps()),
+        has_minima(layout.minima_type != kNoMinima && layout.minima_type != kShifts) {
+    const char* from = cell + layout.scale_bytes;
+    if (has_minima) minima = reinterpret_cast<__m512>(load_scales(from, layout.minima_type, v * kWidth));
+  }
+  inline __attribute__((always_inline)) __m512 less_minima(__m512 value, float sum) const {
+    return has_minima ? _mm512_fnmadd_ps(minima, _mm512_set1_ps(sum), value) : value;
+  }
+};
+
+VLLM_LITE_INLINE void add_to(float* sum, __m512 value, __m512 scale) {
+  _mm512_storeu_ps(sum, _mm512_fmadd_ps(value, scale, _mm512_loadu_ps(sum)));
+}
+
+// sums [R][sums_stride] += total times the scales of weights and rows, less minima times what rows add up to.
 template <int R>
 VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
                                 const __m512i (&total)[R][2], float* sums, int64_t sums_stride) {
-  const bool has_minima = layout.minima_type != kNoMinima;
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
-    const __m512 scale = reinterpret_cast<__m512>(load_scales(cell, layout.scale_type, v * kWidth));
-    __m512 minima = _mm512_setzero_ps();
-    if (has_minima) {
-      minima = reinterpret_cast<__m512>(load_scales(cell + layout.scale_bytes, layout.minima_type, v * kWidth));
-    }
+    const Scales scales(cell, layout, v);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const int64_t place = r * rows.num_groups + group;
-      float* sum = sums + r * sums_stride + v * kWidth;
-      __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r][v]), scale);
-      value = _mm512_fmadd_ps(value, _mm512_set1_ps(rows.scales[place]), _mm512_loadu_ps(sum));
-      if (has_minima) value = _mm512_fnmadd_ps(minima, _mm512_set1_ps(rows.sums[place]), value);
-      _mm512_storeu_ps(sum, value);
+      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale);
+      add_to(sums + r * sums_stride + v * kWidth, scales.less_minima(value, rows.sums[r * rows.num_groups + group]),
+             _mm512_set1_ps(rows.scales[r * rows.num_scales + group]));
     }
   }
 }
 
-// sums [R][sums_stride] += R rows times cells of one block. Rows that are alone ask for all that comes.
-template <int R, class Codes, bool kAlone>
-void multiply(const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride, Ahead ahead) {
-  const Codes codes(cells.table);
-  const CellLayout layout = cells.layout;
-  const int64_t num_octets = layout.group_size / 8, cell_bytes = layout.bytes();
-  const int8_t* x = rows.values;
-  const char* cell = cells.first;
-  for (int64_t group = 0; group < cells.count; ++group, cell += cell_bytes) {
-    if constexpr (kAlone) {
-      for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
-    }
-    __m512i total[R][2];
+// The same without the scales of rows, as there are other groups with the same: to parts [R][2].
+template <int R>
+VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
+                               const __m512i (&total)[R][2], __m512 (&parts)[R][2]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; ++v) {
+    const Scales scales(cell, layout, v);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      total[r][0] = total[r][1] = _mm512_set1_epi32(rows.biases[r * rows.num_groups + group]);
+      const __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale, parts[r][v]);
+      parts[r][v] = scales.less_minima(value, rows.sums[r * rows.num_groups + group]);
     }
-    multiply_codes<R, Codes, kAlone>(codes, x, rows.stride, cell + layout.codes(), num_octets, ahead, total);
-    add_group<R>(rows, group, cell, layout, total, sums, sums_stride);
-    x += 2 * num_octets * rows.stride;
-    ahead.from += num_octets * ahead.step;
+  }
+}
+
+// Of one cell: total [R][2] = what its bytes lack, plus its products.
+template <int R, bool kAlone, class Codes>
+VLLM_LITE_INLINE void multiply_cell(Codes& codes, const Rows& rows, int64_t group, const char* cell,
+                                    const CellLayout& layout, Ahead ahead, __m512i (&total)[R][2]) {
+  if constexpr (kAlone) {
+    for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    total[r][0] = total[r][1] = _mm512_set1_epi32(rows.biases[r * rows.num_groups + group]);
+  }
+  codes.enter(cell + layout.scale_bytes);
+  const int64_t num_octets = layout.group_size / 8;
+  multiply_codes<R, Codes, kAlone>(codes, rows.values + 2 * num_octets * group * rows.stride, rows.stride,
+                                   cell + layout.codes(), num_octets,
+                                   {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
+}
+
+// sums [R][sums_stride] += R rows times cells of one block. Rows that are alone ask for all that comes. kSmall: groups
+// of weights are smaller than kQuantGroup.
+template <int R, class Codes, bool kSmall, bool kAlone>
+__attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
+                                        Ahead ahead) {
+  Codes codes(cells.table);
+  const CellLayout layout = cells.layout;
+  const char* cell = cells.first;
+  __m512i total[R][2];
+  if constexpr (!kSmall) {
+    for (int64_t group = 0; group < cells.count; ++group, cell += layout.bytes()) {
+      multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
+      add_group<R>(rows, group, cell, layout, total, sums, sums_stride);
+    }
+    return;
+  }
+  const int64_t at_once = kQuantGroup / layout.group_size;
+  for (int64_t first = 0; first < cells.count; first += at_once) {
+    __m512 parts[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) parts[r][0] = parts[r][1] = _mm512_setzero_ps();
+    for (int64_t group = first; group < first + at_once && group < cells.count; ++group, cell += layout.bytes()) {
+      multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
+      add_part<R>(rows, group, cell, layout, total, parts);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const __m512 scale = _mm512_set1_ps(rows.scales[r * rows.num_scales + first / at_once]);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) add_to(sums + r * sums_stride + v * kWidth, parts[r][v], scale);
+    }
   }
 }
 
 // For `count` rows, 1 <= count <= R.
-template <int R, class Codes, bool kAlone>
+template <int R, class Codes, bool kSmall, bool kAlone>
 void multiply_group(int64_t count, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
                     Ahead ahead) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_group<R - 1, Codes, kAlone>(count, rows, cells, sums, sums_stride, ahead);
+    if (count < R) return multiply_group<R - 1, Codes, kSmall, kAlone>(count, rows, cells, sums, sums_stride, ahead);
   }
-  multiply<R, Codes, kAlone>(rows, cells, sums, sums_stride, ahead);
+  multiply<R, Codes, kSmall, kAlone>(rows, cells, sums, sums_stride, ahead);
 }
 
-// At most kGroup rows, on cells as they lie in memory.
-void multiply_few(int64_t count, const Rows& rows, const Cells& cells, bool four, float* sums, int64_t sums_stride) {
-  if (!four) return multiply_group<kGroup, Bytes, true>(count, rows, cells, sums, sums_stride, {});
-  if (cells.table == nullptr) return multiply_group<kGroup, Nibbles, true>(count, rows, cells, sums, sums_stride, {});
-  multiply_group<kGroup, Looked, true>(count, rows, cells, sums, sums_stride, {});
-}
-
-// All rows of a task; groups differ by one row at most. What is needed next lies at `next`, `octet_bytes` for each
-// eight inputs.
-void multiply_many(int64_t num_rows, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
-                   const char* next, int64_t octet_bytes) {
-  const int64_t num_groups = (num_rows + kGroup - 1) / kGroup, step = octet_bytes / num_groups;
+// All rows of a task; groups differ by one row at most. `ahead` is what is needed next, by eight inputs.
+template <class Codes, bool kSmall>
+void multiply_rows(int64_t num_rows, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
+                   Ahead ahead) {
+  constexpr int kMost = kGroup<kSmall>;
+  if (num_rows <= kMost) {
+    return multiply_group<kMost, Codes, kSmall, true>(num_rows, rows, cells, sums, sums_stride, {});
+  }
+  const int64_t num_groups = (num_rows + kMost - 1) / kMost, step = ahead.step / num_groups;
   const int64_t num_octets = cells.count * cells.layout.group_size / 8;
   for (int64_t group = 0, row = 0; group < num_groups; ++group) {
     const int64_t end = (group + 1) * num_rows / num_groups;
-    const Ahead ahead = {next + group * num_octets * step, step};
-    multiply_group<kGroup, Bytes, false>(end - row, rows.from(row), cells, sums + row * sums_stride, sums_stride,
-                                         ahead);
+    multiply_group<kMost, Codes, kSmall, false>(end - row, rows.from(row), cells, sums + row * sums_stride, sums_stride,
+                                                {ahead.from + group * num_octets * step, step});
     row = end;
   }
 }
 
-template <class Codes>
-VLLM_LITE_INLINE void unpack_codes(const Codes& codes, const char* from, int64_t num_octets, char* to) {
-  for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, to += Bytes::kBytes) {
-    const Octet weights = codes.load(from);
-    for (int v = 0; v < 2; ++v) {
-      _mm512_storeu_si512(to + 64 * v, weights.first[v]);
-      _mm512_storeu_si512(to + kOctetBytes + 64 * v, weights.second[v]);
-    }
+// The same for any kind of codes; `four` bits or eight.
+template <bool kSmall>
+void multiply_cells(int64_t num_rows, const Rows& rows, const Cells& cells, bool four, float* sums, int64_t sums_stride,
+                    Ahead ahead) {
+  if (!four) return multiply_rows<Bytes, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
+  if (cells.layout.minima_type == kShifts) {
+    return multiply_rows<Shifted, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
   }
+  if (cells.table == nullptr) return multiply_rows<Nibbles, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
+  multiply_rows<Looked, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
 }
 
-// Cells as cells of bytes whose scales and minima are float32.
-Cells unpack(const Cells& cells, bool four, char* to) {
-  const CellLayout from = cells.layout;
-  const int64_t group_size = from.group_size;
-  const bool has_minima = from.minima_type != kNoMinima;
-  const CellLayout wide = {group_size,          kBlock * 4, has_minima ? kBlock * 4 : 0,
-                           kBlock * group_size, kFloat32,   has_minima ? kFloat32 : kNoMinima};
-  for (int64_t group = 0; group < cells.count; ++group) {
-    const char* cell = cells.first + group * from.bytes();
-    char* into = to + group * wide.bytes();
-    for (int64_t column = 0; column < kBlock; column += kWidth) {
-      store(reinterpret_cast<float*>(into) + column, load_scales(cell, from.scale_type, column));
-      if (!has_minima) continue;
-      store(reinterpret_cast<float*>(into + wide.scale_bytes) + column,
-            load_scales(cell + from.scale_bytes, from.minima_type, column));
-    }
-    const char* codes = cell + from.codes();
-    if (!four) {
-      unpack_codes(Bytes(nullptr), codes, group_size / 8, into + wide.codes());
-    } else if (cells.table == nullptr) {
-      unpack_codes(Nibbles(nullptr), codes, group_size / 8, into + wide.codes());
-    } else {
-      unpack_codes(Looked(cells.table), codes, group_size / 8, into + wide.codes());
-    }
-  }
-  return {to, wide, cells.count, nullptr};
-}
-
+template <bool kSmall>
 void run_tiles(const LinearCall& call, const LinearTask& task, float* sums) {
   const PackedWeight& weight = *call.weight;
   const QuantizedRows& all = *call.quantized;
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = all.layout.num_groups, block_bytes = num_groups * layout.bytes();
-  const bool few = task.num_rows <= kGroup, four = weight.type == kGrouped4;
-  const int64_t length = few ? num_groups : kTile / layout.group_size, sums_stride = task.num_blocks * kBlock;
-  const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
+  const bool four = weight.type == kGrouped4;
+  const int64_t length = task.num_rows <= kGroup<kSmall> ? num_groups : kTile / layout.group_size;
+  const int64_t sums_stride = task.num_blocks * kBlock, octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
-  alignas(64) char wide[kTile * kBlock + 2 * kTile / 16 * kBlock * 4];
   for (int64_t group = 0; group < num_groups; group += length) {
     const int64_t place = task.first_row * num_groups + group, left = num_groups - group;
-    const Rows rows = {all.values + task.first_row * all.layout.width + group * layout.group_size * task.num_rows,
+    const int64_t input = group * layout.group_size;
+    const Rows rows = {all.values + task.first_row * all.layout.width + input * task.num_rows,
                        4 * task.num_rows,
-                       all.scales + place,
+                       all.scales + task.first_row * all.layout.num_scales + input / kQuantGroup,
                        all.biases + place,
                        all.sums + place,
+                       all.layout.num_scales,
                        num_groups};
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* tile = blocks + block * block_bytes + group * layout.bytes();
       const Cells cells = {tile, layout, left < length ? left : length, weight.bytes};
       float* block_sums = sums + block * kBlock;
-      if (few) {
-        multiply_few(task.num_rows, rows, cells, four, block_sums, sums_stride);
-        continue;
-      }
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
                                                        : tile;
-      multiply_many(task.num_rows, rows, unpack(cells, four, wide), block_sums, sums_stride, next, octet_bytes);
+      multiply_cells<kSmall>(task.num_rows, rows, cells, four, block_sums, sums_stride, {next, octet_bytes});
     }
   }
 }
@@ -284,16 +347,14 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
   for (int64_t input = 0; input < weight.num_inputs; input += layout.group_size, cell += layout.bytes()) {
     const int64_t first = column / kWidth * kWidth, lane = column % kWidth;
     const float scale = load_scales(cell, layout.scale_type, first)[lane];
-    float minimum = 0;
-    if (layout.minima_type != kNoMinima) {
-      minimum = load_scales(cell + layout.scale_bytes, layout.minima_type, first)[lane];
-    }
+    const float minimum = load_minima(cell, layout, first)[lane];
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(cell + layout.codes()) + 4 * column;
     const int64_t left = weight.num_inputs - input, count = left < layout.group_size ? left : layout.group_size;
     for (int64_t i = 0; i < count; ++i) {
       const int byte = codes[i / word * 4 * kBlock + i % 4];
       const int code = word == 4 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
-      from_float(weight.values[code] * scale - minimum, to + input + i);
+      const int64_t place = weight.order == nullptr ? input + i : weight.order[input + i];
+      from_float(weight.values[code] * scale - minimum, to + place);
     }
   }
 }
@@ -305,7 +366,11 @@ void linear_grouped([[maybe_unused]] const LinearCall& call, [[maybe_unused]] co
   alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
   const int64_t stride = task.num_blocks * kBlock;
   std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);
-  run_tiles(call, task, sums);
+  if (call.weight->group_size < kQuantGroup) {
+    run_tiles<true>(call, task, sums);
+  } else {
+    run_tiles<false>(call, task, sums);
+  }
   if (call.out_type == kFloat32) return write<float>(call, task, sums, stride);
   if (call.x_type == kFloat16) return write<Float16>(call, task, sums, stride);
   write<BFloat16>(call, task, sums, stride);

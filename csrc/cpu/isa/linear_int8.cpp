@@ -52,40 +52,54 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
   return sum_of(total);
 }
 
-// One group of one row: `left` inputs, or kSize, if that is not 0. Its integers go to `to`, four at a time at a
-// distance of `stride`, and zeros behind them. Returns their sum.
-template <int64_t kSize, class T>
-VLLM_LITE_INLINE int32_t quantize_group(const T* x, int64_t left, int64_t width, int8_t* to, int64_t stride,
-                                        float* scale) {
-  alignas(64) int8_t values[kQuantGroup];
-  const int64_t count = kSize != 0 ? kSize : left, end = kSize != 0 ? kSize : width;
-  if (kSize == 0) std::memset(values, 0, sizeof values);
-  const int32_t sum = quantize_row(x, count, values, scale);
-  for (int64_t i = 0; i < end; i += 4) std::memcpy(to + i * stride, values + i, 4);
-  return sum;
+VLLM_LITE_INLINE int32_t sum_of(const int8_t* integers, int64_t count) {
+  int32_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += integers[i];
+  return total;
+}
+
+// The inputs from `first` on that share a scale, in the order of the weight's columns.
+template <class T>
+VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t first, int64_t count, T* buffer) {
+  if (order == nullptr) return row + first;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = row[order[first + i]];
+  return buffer;
+}
+
+// What the groups of `size` among a scale's `width` integers add up to; all of them add up to `sum`.
+VLLM_LITE_INLINE void fill_sums(const int8_t* integers, int64_t width, int64_t size, int32_t sum, int32_t lacking,
+                                int32_t* biases, float* sums) {
+  for (int64_t i = 0; i < width; i += size) {
+    const int32_t own = size == kQuantGroup ? sum : sum_of(integers + i, size);
+    *biases++ = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(own));
+    *sums++ = static_cast<float>(own);
+  }
 }
 
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   const QuantizedRows& rows = *call.quantized;
   const RowLayout& layout = rows.layout;
-  const int32_t lacking = is_grouped(call.weight->type) ? call.weight->offset : -128;
+  const bool grouped = is_grouped(call.weight->type);
+  const int32_t lacking = grouped ? call.weight->offset : -128;
+  const int32_t* order = grouped ? call.weight->order : nullptr;
   int8_t* panel = rows.values + task.first_row * layout.width;
-  for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
-    const int64_t input = group * layout.group_size, left = call.weight->num_inputs - input;
-    const int64_t rest = layout.width - input, width = rest < layout.group_size ? rest : layout.group_size;
+  alignas(64) int8_t integers[kQuantGroup];
+  T buffer[kQuantGroup];
+  for (int64_t number = task.first_scale; number < task.first_scale + task.num_scales; ++number) {
+    const int64_t input = number * kQuantGroup, left = call.weight->num_inputs - input, rest = layout.width - input;
+    const int64_t width = rest < kQuantGroup ? rest : kQuantGroup, group = input / layout.group_size;
+    if (left < kQuantGroup) std::memset(integers, 0, sizeof integers);
     for (int64_t row = 0; row < task.num_rows; ++row) {
-      const T* x = static_cast<const T*>(call.x) + (task.first_row + row) * call.x_stride + input;
-      const int64_t place = (task.first_row + row) * layout.num_groups + group, stride = task.num_rows;
+      const int64_t at = task.first_row + row, place = at * layout.num_groups + group;
+      const T* whole = static_cast<const T*>(call.x) + at * call.x_stride;
+      const T* x = columns(whole, order, input, left < kQuantGroup ? left : kQuantGroup, buffer);
+      float* scale = rows.scales + at * layout.num_scales + number;
+      const int32_t sum = left < kQuantGroup ? quantize_row(x, left, integers, scale)
+                                             : quantize_row(x, kQuantGroup, integers, scale);  // a size known here
       int8_t* to = panel + input * task.num_rows + 4 * row;
-      float* scale = rows.scales + place;
-      // Of sizes that the compiler knows, where there are so many inputs.
-      const int32_t sum = left < layout.group_size   ? quantize_group<0>(x, left, width, to, stride, scale)
-                          : layout.group_size == 128 ? quantize_group<128>(x, left, width, to, stride, scale)
-                          : layout.group_size == 32 ? quantize_group<32>(x, left, width, to, stride, scale)
-                                                    : quantize_group<0>(x, layout.group_size, width, to, stride, scale);
-      rows.biases[place] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
-      rows.sums[place] = static_cast<float>(sum) * *scale;
+      for (int64_t i = 0; i < width; i += 4) std::memcpy(to + i * task.num_rows, integers + i, 4);
+      fill_sums(integers, width, layout.group_size, sum, lacking, rows.biases + place, rows.sums + place);
     }
   }
 }

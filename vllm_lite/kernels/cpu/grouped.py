@@ -6,15 +6,18 @@ import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
-from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.memory import zeros as zeroed
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 GROUPED4, GROUPED8 = 101, 102
 """kGrouped4 and kGrouped8."""
-NO_MINIMA = -1
+NO_MINIMA, SHIFTS = -1, 103
+"""kNoMinima and kShifts."""
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
 GROUP_SIZES = (16, 32, 64, 128)
+_FURTHEST_ZERO = 64
+"""Zero points beyond these do not come from integers of 4 bits."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
 
@@ -39,13 +42,13 @@ class Record(ctypes.Structure):
         ("bytes", pointer),
         ("offset", int32),
         ("are_whole", int32),
+        ("order", pointer),
     )
 
 
 def takes(weight: GroupedWeight) -> bool:
-    """Whether `pack_grouped` can pack it: columns lie in the order of the inputs, in groups that make up 128 or are
-    made up of 128."""
-    return weight.order is None and len(weight.values) in (16, 256) and _packed_group(weight) is not None
+    """Whether `pack_grouped` can pack it: in groups that make up 128 or are made up of 128."""
+    return len(weight.values) in (16, 256) and _packed_group(weight) is not None
 
 
 def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...]]:
@@ -53,8 +56,8 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
     group_size = _packed_group(weight)
     if group_size is None or not takes(weight):
         raise ValueError(
-            f"a grouped weight must have 16 or 256 values, sorted columns, and groups of {GROUP_SIZES} or a multiple "
-            f"of {LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
+            f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
+            f"{LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
         )
     if weight.codes.dtype != torch.uint8 or weight.codes.device.type != "cpu" or 0 in weight.shape:
         raise ValueError(f"codes must be a matrix of bytes on the CPU, got {weight.codes.dtype} {list(weight.shape)}")
@@ -62,26 +65,36 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
     codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
     scales = _for_groups(weight.scales, weight, group_size) * unit
     minima = None if weight.minima is None else _for_groups(weight.minima, weight, group_size)
-    table = _table(values, offset) if offset is not None and len(values) == 16 else None
+    minima_type = NO_MINIMA if minima is None else _type_for(minima)
+    table = None
+    if offset is not None and len(values) == 16:
+        table = _table(values, offset)
+        zeros = None if minima is None or table is not None else _zero_points(minima, scales)
+        if zeros is not None:
+            most = int(zeros.max())
+            minima, minima_type = most - zeros, SHIFTS
+            values, offset = values - most, offset - most
+    order = _order(weight)
     record = Record(
         num_inputs=weight.shape[1],
         num_outputs=weight.shape[0],
         type=GROUPED4 if len(values) == 16 else GROUPED8,
         group_size=group_size,
         scale_type=_type_for(scales),
-        minima_type=NO_MINIMA if minima is None else _type_for(minima),
+        minima_type=minima_type,
         values=values.data_ptr(),
         bytes=None if table is None else table.data_ptr(),
         offset=offset or 0,
         are_whole=offset is not None,
+        order=None if order is None else order.data_ptr(),
     )
     address = ctypes.addressof(record)
-    data = zeros(function("vllm_lite_grouped_size", (pointer,), int64)(address), torch.uint8)
+    data = zeroed(function("vllm_lite_grouped_size", (pointer,), int64)(address), torch.uint8)
     record.data = data.data_ptr()
     function("vllm_lite_pack_grouped", _PACK_TYPES)(
         address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if minima is None else minima.data_ptr()
     )
-    return record, (data, values) if table is None else (data, values, table)
+    return record, tuple(part for part in (data, values, table, order) if part is not None)
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
@@ -106,6 +119,15 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
         scales.data_ptr(),
     )
     return GroupedWeight(codes, INT4, scales, group_size)
+
+
+def _order(weight: GroupedWeight) -> torch.Tensor | None:
+    """int32 [num_inputs]. Raises ValueError for what is no order."""
+    if weight.order is None:
+        return None
+    if not torch.equal(weight.order.sort().values, torch.arange(weight.shape[1])):
+        raise ValueError(f"the order of columns must name each of the {weight.shape[1]} inputs once")
+    return weight.order.to(torch.int32).contiguous()
 
 
 def _packed_group(weight: GroupedWeight) -> int | None:
@@ -143,6 +165,15 @@ def _table(values: torch.Tensor, offset: int) -> torch.Tensor | None:
     """uint8 [16]: the bytes that codes stand for. None: they are the codes."""
     table = values - offset
     return None if torch.equal(table, torch.arange(16.0)) else table.to(torch.uint8)
+
+
+def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
+    """What minima are multiples of their scales by, if those are whole numbers that a byte holds beside a code."""
+    zeros = torch.where(scales != 0, minima / scales, 0).round_()
+    least, most = zeros.aminmax()
+    if least < -_FURTHEST_ZERO or most > _FURTHEST_ZERO or not torch.equal(zeros * scales, minima):
+        return None
+    return zeros
 
 
 def _type_for(numbers: torch.Tensor) -> int:
