@@ -42,6 +42,10 @@ struct Cells {
   const uint8_t* table;  // [16] or nullptr
 };
 
+VLLM_LITE_INLINE __m512i broadcast(__m128i x) {
+  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
+}
+
 // The weights of eight inputs for 32 outputs as bytes: two vectors for the first four inputs, two for the others.
 struct Octet {
   __m512i first[2], second[2];
@@ -72,7 +76,7 @@ struct Shifted {
   explicit Shifted(const uint8_t*) {}
   // Each output's byte, of a cell's, for four inputs.
   inline __attribute__((always_inline)) void enter(const char* bytes) {
-    const __m512i four = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    const __m512i four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + v * kWidth));
@@ -95,8 +99,7 @@ struct Looked {
   static constexpr int64_t kBytes = kOctetBytes;
   __m512i table;
   void enter(const char*) {}
-  explicit Looked(const uint8_t* bytes)
-      : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
+  explicit Looked(const uint8_t* bytes) : table(broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
   inline __attribute__((always_inline)) Octet load(const char* codes) const {
     Octet out = Nibbles(nullptr).load(codes);
 #pragma GCC unroll 2
