@@ -17,12 +17,17 @@ struct GroupedRows {
 
 // Codes of 4 bits, as bytes, of one output into the words of linear.h; `count` inputs, and zeros behind them.
 void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
-  for (int64_t i = 0; i < count; i += 8, to += 4) {
-    uint32_t halves[2] = {};
-    std::memcpy(halves, codes + i, static_cast<size_t>(count - i < 8 ? count - i : 8));
+  uint32_t halves[2];
+  for (; count >= 8; count -= 8, codes += 8, to += 4) {
+    std::memcpy(halves, codes, 8);
     const uint32_t both = halves[0] | halves[1] << 4;
     std::memcpy(to, &both, 4);
   }
+  if (count == 0) return;
+  halves[0] = halves[1] = 0;
+  std::memcpy(halves, codes, static_cast<size_t>(count));
+  const uint32_t both = halves[0] | halves[1] << 4;
+  std::memcpy(to, &both, 4);
 }
 
 // What `count` outputs have of one group, side by side.

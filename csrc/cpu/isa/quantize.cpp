@@ -11,12 +11,13 @@ namespace {
 // than positive ones, a scale may be negative, too. The same as ENDS in vllm_lite/kernels/grouped.py.
 constexpr float kEnds[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
                            -7.0f, -6.75f, 6.5f,  6.75f,  7.0f, 7.25f,  7.5f,  8};
-constexpr float kMagic = 0x1.8p23f;  // adding it and taking it off again rounds to a whole number, ties to even
+constexpr int kNumEnds = 16;
+constexpr float kMagic = 0x1.8p23f;  // adding it rounds to a whole number, which then is in the lowest bits
 
-VLLM_LITE_INLINE Vec whole(Vec x) {
-  const Vec least = splat(-8), most = splat(7), magic = splat(kMagic);
-  const Vec rounded = (x + magic) - magic;
-  const Vec above = rounded < least ? least : rounded;
+// x + kMagic, rounded and kept within the whole numbers of 4 bits: as bits they are in order.
+VLLM_LITE_INLINE VecI within(Vec shifted) {
+  const VecI least = reinterpret_cast<VecI>(splat(kMagic - 8)), most = reinterpret_cast<VecI>(splat(kMagic + 7));
+  const VecI bits = reinterpret_cast<VecI>(shifted), above = bits < least ? least : bits;
   return above > most ? most : above;
 }
 
@@ -27,24 +28,50 @@ VLLM_LITE_INLINE float to_bfloat16(float x) {
   return to_float(narrow);
 }
 
-// The scale for x [count], filled up with zeros to whole vectors.
+// What integers times the weights, and times themselves, add up to; for kWidth of kEnds, side by side.
+struct Sums {
+  Vec products = {}, squares = {};
+
+  inline __attribute__((always_inline)) void add(float x, Vec inverse) {
+    const Vec shifted = multiply_add(splat(x), inverse, splat(kMagic));
+    const Vec integer = reinterpret_cast<Vec>(within(shifted)) - kMagic;
+    products = multiply_add(splat(x), integer, products);
+    squares = multiply_add(integer, integer, squares);
+  }
+};
+
+// The first number of the largest size among x [count], filled up with zeros to whole vectors.
+VLLM_LITE_INLINE float largest_of(const float* x, int64_t count) {
+  Vec most = {}, least = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Vec value = load(x + i);
+    most = value > most ? value : most;
+    least = value < least ? value : least;
+  }
+  const float above = max_of(most), below = max_of(-least);
+  if (above == 0 && below == 0) return 0;  // there may be NaN
+  if (above != below) return above > below ? above : -below;
+  while (std::fabs(*x) != above) ++x;
+  return *x;
+}
+
+// The scale for x [count]. Ends are what lies in a vector, not weights: no sums over a vector's elements.
 float search(const float* x, int64_t count) {
-  float largest = 0;
-  for (int64_t i = 0; i < count; ++i) largest = std::fabs(x[i]) > std::fabs(largest) ? x[i] : largest;
+  const float largest = largest_of(x, count);
   if (largest == 0) return 0;
   float best = 0, scale = 0;
-  for (const float end : kEnds) {
-    const Vec inverse = splat(end / largest);
-    Vec products = {}, squares = {};
-    for (int64_t i = 0; i < count; i += kWidth) {
-      const Vec value = load(x + i), integer = whole(value * inverse);
-      products = products + value * integer;
-      squares = squares + integer * integer;
+  for (int end = 0; end < kNumEnds; end += kWidth) {
+    const Vec inverse = load(kEnds + end) / largest;
+    Sums even, odd;  // two chains of additions
+    for (int64_t i = 0; i < count; i += 2) {
+      even.add(x[i], inverse);
+      odd.add(x[i + 1], inverse);
     }
-    const float product = sum_of(products), square = sum_of(squares);
-    if (product * product > best * square) {  // the squared error is sum(x^2) - product^2 / square
-      best = product * product / square;
-      scale = product / square;
+    const Vec products = even.products + odd.products, squares = even.squares + odd.squares;
+    const Vec scales = products / squares, gains = products * scales;  // the squared error is sum(x^2) - gain
+    for (int i = 0; i < kWidth; ++i) {
+      scale = gains[i] > best ? scales[i] : scale;
+      best = gains[i] > best ? gains[i] : best;
     }
   }
   return to_bfloat16(scale);
@@ -58,8 +85,8 @@ void quantize_group(const T* from, int64_t count, uint8_t* codes, float* scale) 
   const Vec inverse = splat(*scale != 0 ? 1 / *scale : 0);
   typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
   for (int64_t i = 0; i < count; i += kWidth) {
-    const Vec shifted = whole(load(x + i) * inverse) + splat(8);
-    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(shifted, VecI), Bytes);
+    const VecI code = within(load(x + i) * inverse + kMagic) - reinterpret_cast<VecI>(splat(kMagic - 8));
+    const Bytes bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(codes + i, &bytes, static_cast<size_t>(count - i < kWidth ? count - i : kWidth));
   }
 }
