@@ -1,19 +1,13 @@
 // Packs weights that are quantized already: their codes, scales and minima into the cells of linear.h.
+#include "grouped.h"
+
 #include <cstring>
 
 #include "common.h"
-#include "linear.h"
 #include "pack.h"
 #include "thread_pool.h"
 
 namespace {
-
-struct GroupedRows {
-  const uint8_t* codes;  // [num_outputs][num_inputs]
-  int64_t stride;
-  const float* scales;  // [num_outputs][groups]
-  const float* minima;  // the same, or nullptr
-};
 
 // Codes of 4 bits, as bytes, of one output into the words of linear.h; `count` inputs, and zeros behind them.
 void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
@@ -41,13 +35,14 @@ void pack_scales(const float* scales, int64_t stride, int64_t count, int32_t typ
   VLLM_LITE_DISPATCH(convert)(side_by_side, kFloat32, to, type, kBlock);
 }
 
-void pack_block(const PackedWeight& weight, const GroupedRows& rows, int64_t block) {
+}  // namespace
+
+void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t block, char* cell) {
   const auto pack_words = VLLM_LITE_DISPATCH(pack_words);
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), first = block * kBlock;
   const int64_t left = weight.num_outputs - first, count = left < kBlock ? left : kBlock;
   const int64_t row_bytes = layout.code_bytes / kBlock;
-  char* cell = static_cast<char*>(const_cast<void*>(weight.data)) + block * num_groups * layout.bytes();
   char words[kBlock * kQuantGroup];
   for (int64_t group = 0; group < num_groups; ++group, cell += layout.bytes()) {
     const int64_t input = group * layout.group_size, rest = weight.num_inputs - input;
@@ -68,8 +63,6 @@ void pack_block(const PackedWeight& weight, const GroupedRows& rows, int64_t blo
   }
 }
 
-}  // namespace
-
 // Bytes that a grouped weight takes.
 VLLM_LITE_API int64_t vllm_lite_grouped_size(const PackedWeight* weight) {
   const CellLayout layout = CellLayout::of(*weight);
@@ -81,6 +74,9 @@ VLLM_LITE_API int64_t vllm_lite_grouped_size(const PackedWeight* weight) {
 VLLM_LITE_API void vllm_lite_pack_grouped(const PackedWeight* weight, const uint8_t* codes, int64_t stride,
                                           const float* scales, const float* minima) {
   const GroupedRows rows = {codes, stride, scales, minima};
+  const CellLayout layout = CellLayout::of(*weight);
+  const int64_t block_bytes = layout.groups(weight->num_inputs) * layout.bytes();
+  char* data = static_cast<char*>(const_cast<void*>(weight->data));
   vllm_lite::parallel_for((weight->num_outputs + kBlock - 1) / kBlock,
-                          [&](int64_t block) { pack_block(*weight, rows, block); });
+                          [&](int64_t block) { pack_cells(*weight, rows, block, data + block * block_bytes); });
 }

@@ -19,6 +19,7 @@
 #include "common.h"
 #include "linear.h"
 #include "pack.h"
+#include "quantize.h"
 
 // Rows of one tensor that follow one another in a weight; the same record as `_Piece` in
 // vllm_lite/kernels/cpu/file_packer.py.
@@ -39,10 +40,11 @@ struct WeightJob {
   int64_t num_pieces;
   int64_t num_outputs;
   int64_t num_inputs;
-  char* packed;      // zeros
-  float* scales;     // [num_outputs], nullptr for all types but kInt8Weight
-  int32_t row_type;  // DType that rows have before they are packed
-  int32_t type;      // DType or kInt8Weight
+  char* packed;        // zeros
+  float* scales;       // [num_outputs], nullptr for all types but kInt8Weight
+  int32_t row_type;    // DType that rows have before they are packed
+  int32_t type;        // DType, kInt8Weight or kGrouped4
+  int64_t group_size;  // of kGrouped4: inputs
 };
 
 namespace {
@@ -145,9 +147,14 @@ class Loading {
       if (error != kDone) return error;
       row += taken;
     }
-    pack_rows({rows, job.num_inputs, count, job.num_inputs, job.row_type}, job.type,
-              job.packed + block * packed_block_bytes(job.num_inputs, job.type),
-              job.scales == nullptr ? nullptr : job.scales + first);
+    const RowsToPack part = {rows, job.num_inputs, count, job.num_inputs, job.row_type};
+    if (job.type == kGrouped4) {
+      const int64_t block_bytes = quantized4_block_bytes(job.num_inputs, job.group_size);
+      pack_quantized4(part, job.group_size, job.packed + block * block_bytes);
+    } else {
+      pack_rows(part, job.type, job.packed + block * packed_block_bytes(job.num_inputs, job.type),
+                job.scales == nullptr ? nullptr : job.scales + first);
+    }
     return kDone;
   }
 

@@ -4,7 +4,14 @@
 #include <cstdint>
 
 #include "isa.h"
+#include "pack.h"
 
 // x [count] of DType `type`, up to kQuantGroup of them, as codes, which are integers from -8 to 7 plus 8: x ~ integer *
 // *scale, which is a bfloat16. The scale is the one of some that leaves the least squared error.
 VLLM_LITE_DECLARE(void quantize_group4(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale))
+
+// The bytes of one block of a weight that has become integers of 4 bits: its scales are bfloat16, there are no minima.
+int64_t quantized4_block_bytes(int64_t num_inputs, int64_t group_size);
+
+// Up to kBlock rows into such a block, which must be zero.
+void pack_quantized4(const RowsToPack& rows, int64_t group_size, char* block);

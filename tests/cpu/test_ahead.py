@@ -25,7 +25,8 @@ from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.grouped import quantize4
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.kernels.cpu.pages import Pages
 from vllm_lite.layers.matmul import NativeMatmul
 from vllm_lite.models.ahead import pack_ahead
@@ -82,6 +83,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixture", {}, {}),
     ("mixture", {}, {"quantization": "int8", "tensor_parallel_size": 2}),
     ("mixture", {}, {"dtype": "bfloat16", "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ("mixture", {}, {"quantization": "int4_g32", "tensor_parallel_size": 2}),
+    ("qwen3", {}, {"quantization": "int4", "dtype": "bfloat16"}),
 ]
 
 
@@ -211,9 +214,17 @@ def test_sizes_of_a_header_are_those_of_the_file(tmp_path: Path) -> None:
 # ---- the packer itself
 
 
+def product(weight: PackedWeight) -> torch.Tensor:
+    """With rows of its own type or, where that says nothing of them, float32."""
+    dtype = weight.dtype if weight.dtype in FLOATS else torch.float32
+    out = torch.empty(3, weight.num_outputs, dtype=dtype)
+    linear(torch.randn(3, weight.num_inputs, generator=torch.Generator().manual_seed(2)).to(dtype), weight, out)
+    return out
+
+
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("int8", [False, True])
-def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_threads: int, *, int8: bool) -> None:
+@pytest.mark.parametrize("form", ["float", "int8", "int4"])
+def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_threads: int, form: str) -> None:
     """Rows of several tensors, in another order, parts of rows, of one type as another: as PackedWeight packs them."""
     generator = torch.Generator().manual_seed(1)
     files, tensors = [], []
@@ -234,14 +245,18 @@ def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_thread
                 pieces += [Piece(*sizes, 5, 40), Piece(*sizes, 0, len(order), order), Piece(*sizes, 3, 0)]
                 part = tensor[:, first : first + width].to(dtype)
                 rows += [part[5:45], part[list(order)]]
-            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], int8)
-            expected[dtype, width] = PackedWeight(torch.cat(rows), int8=int8)
+            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], form == "int8", 16 * (form == "int4"))
+            dense = torch.cat(rows)
+            whole = quantize4(dense, 16) if form == "int4" else dense
+            expected[dtype, width] = PackedWeight(whole, int8=form == "int8")
     with FilePacker(jobs, num_threads) as packer:
         for key in (*reversed(jobs), *jobs):
             packed = packer.take(key)
             assert (packed is None) == (key not in expected), "each can be taken once"
             if packed is not None:
-                assert bytes_of(PackedWeight(packed)) == bytes_of(expected.pop(key)), (each_isa, key)
+                ours, theirs = PackedWeight(packed), expected.pop(key)
+                assert bytes_of(ours) == bytes_of(theirs), (each_isa, key)
+                torch.testing.assert_close(product(ours), product(theirs), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_closed_packer_gives_back_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,6 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
     says what is wrong."""
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
         return None
-    if config.quantization in INT4_GROUPS:
-        return None
     try:
         spec = load_spec(config.model, config.model_impl)
         if spec.implementation == "transformers":  # what its modules want is known once they are made
@@ -183,5 +181,5 @@ def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:
             return None
         sizes = (slot.shape[1], slot.start[1], slot.start[0], slot.size[0])
         pieces.append(Piece(place.file, place.offset, FLOATS[place.dtype], *sizes, slot.order))
-    int8 = wanted.packed_as == "int8"
-    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8)
+    int8, group_size = wanted.packed_as == "int8", INT4_GROUPS.get(wanted.packed_as, 0)
+    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8, group_size)

@@ -18,8 +18,8 @@ from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """The numbers of dtypes.py, by name."""
-INT8 = 100
-"""kInt8Weight."""
+INT8, GROUPED4 = 100, 101
+"""kInt8Weight and kGrouped4."""
 NICENESS = 5
 """How much lower the threads that pack stand than the process: whatever else starts meanwhile goes first."""
 LOOK_EVERY_S = 0.2
@@ -53,12 +53,15 @@ class Piece(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A weight to be packed: its pieces one below the other, as `dtype`, and then as int8 if `int8`."""
+    """A weight to be packed: its pieces one below the other, as `dtype`, and then as int8 if `int8`, or as integers of
+    4 bits if there is a `group_size`."""
 
     pieces: tuple[Piece, ...]
     num_inputs: int
     dtype: str
     int8: bool
+    group_size: int = 0
+    """Inputs that share a scale, of integers of 4 bits; 0: there are none of these."""
 
     @property
     def num_outputs(self) -> int:
@@ -74,6 +77,8 @@ class Packed(NamedTuple):
     data: memoryview
     scales: memoryview | None
     """float32 [num_outputs]; None: it is not int8."""
+    group_size: int = 0
+    """As the job's."""
 
 
 class _Piece(ctypes.Structure):
@@ -103,6 +108,7 @@ class _Job(ctypes.Structure):
         ("scales", pointer),
         ("row_type", int32),
         ("type", int32),
+        ("group_size", int64),
     )
 
 
@@ -184,7 +190,7 @@ class FilePacker:
         first = self._pages.start
         data = view[first + place.data : first + place.data + place.data_bytes]
         scales = view[first + place.scales : first + place.end] if job.int8 else None
-        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, scales)
+        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, scales, job.group_size)
 
     def close(self) -> None:
         """End what is not done, and give back what nobody has taken."""
@@ -198,13 +204,11 @@ class FilePacker:
         self._open.close()
 
     def _lay_out(self) -> dict[Hashable, _Place]:
-        size = function("vllm_lite_packed_size", (int64, int64, int32), int64)
         places: dict[Hashable, _Place] = {}
         end = 0
         for number, (key, job) in enumerate(self._jobs.items()):
-            item_bytes = 1 if job.int8 else 4 if job.dtype == "float32" else 2
             data = end + -end % _ALIGNMENT_BYTES
-            num_bytes = item_bytes * size(job.num_outputs, job.num_inputs, _type(job))
+            num_bytes = _packed_bytes(job)
             scales = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
             places[key] = _Place(number, data, num_bytes, scales, 4 * job.num_outputs * job.int8)
             end = places[key].end
@@ -224,6 +228,7 @@ class FilePacker:
             scales,
             FLOATS[job.dtype],
             _type(job),
+            job.group_size,
         )
 
     def _piece(self, piece: Piece) -> _Piece:
@@ -237,4 +242,13 @@ class FilePacker:
 
 
 def _type(job: Job) -> int:
-    return INT8 if job.int8 else FLOATS[job.dtype]
+    return GROUPED4 if job.group_size else INT8 if job.int8 else FLOATS[job.dtype]
+
+
+def _packed_bytes(job: Job) -> int:
+    """Without int8's scales."""
+    shape = job.num_outputs, job.num_inputs
+    if job.group_size:
+        return int(function("vllm_lite_quantized4_size", (int64, int64, int64), int64)(*shape, job.group_size))
+    item_bytes = 1 if job.int8 else 4 if job.dtype == "float32" else 2
+    return item_bytes * int(function("vllm_lite_packed_size", (int64, int64, int32), int64)(*shape, _type(job)))

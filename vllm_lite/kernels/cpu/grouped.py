@@ -5,12 +5,13 @@ import ctypes
 import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
+from vllm_lite.kernels.cpu.file_packer import GROUPED4, Packed
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
-GROUPED4, GROUPED8 = 101, 102
-"""kGrouped4 and kGrouped8."""
+GROUPED8 = 102
+"""kGrouped8."""
 NO_MINIMA, SHIFTS = -1, 103
 """kNoMinima and kShifts."""
 LARGEST_GROUP = 128
@@ -95,6 +96,24 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
         address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if minima is None else minima.data_ptr()
     )
     return record, tuple(part for part in (data, values, table, order) if part is not None)
+
+
+def adopt_int4(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:
+    """As `pack_grouped`, of what `quantize4` and that would make, which is packed already."""
+    data, values = torch.frombuffer(packed.data, dtype=torch.uint8), INT4.clone()
+    record = Record(
+        data=data.data_ptr(),
+        num_inputs=packed.num_inputs,
+        num_outputs=packed.num_outputs,
+        type=GROUPED4,
+        group_size=packed.group_size,
+        scale_type=dtype_code(torch.bfloat16),
+        minima_type=NO_MINIMA,
+        values=values.data_ptr(),
+        offset=int(values[0]),
+        are_whole=True,
+    )
+    return record, (data, values)
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:

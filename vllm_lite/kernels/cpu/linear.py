@@ -9,7 +9,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import INT8, Packed
-from vllm_lite.kernels.cpu.grouped import Record, pack_grouped, takes
+from vllm_lite.kernels.cpu.grouped import Record, adopt_int4, pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.grouped import GroupedWeight
@@ -93,8 +93,8 @@ class _Made(NamedTuple):
 
 
 def _make(weight: torch.Tensor | Packed | GroupedWeight, *, int8: bool) -> _Made:
-    if isinstance(weight, GroupedWeight):
-        record, tensors = pack_grouped(weight)
+    if isinstance(weight, GroupedWeight) or (isinstance(weight, Packed) and weight.group_size):
+        record, tensors = pack_grouped(weight) if isinstance(weight, GroupedWeight) else adopt_int4(weight)
         return _Made(record, torch.uint8, tuple(FLOATS), tensors)
     data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
     quantized = data.dtype == torch.int8
