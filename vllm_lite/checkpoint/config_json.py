@@ -85,7 +85,7 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
     """
     folder = Path(path)
     if (gguf := GgufCheckpoint.find(folder)) is not None:
-        return gguf.spec(partial(_parse_config, "native"))
+        return gguf.spec(partial(_parse_config, "native", None))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / "config.json", partial(_parse_config, model_impl, older_quantization(folder)))

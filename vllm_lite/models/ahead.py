@@ -44,6 +44,7 @@ class Slot(NamedTuple):
     order: tuple[int, ...] | None = None
     transposed: bool = False
     stacked: tuple[int, int] | None = None
+    is_text: bool = False
 
     @classmethod
     def of(cls, name: str, rows: Split, inputs: Split) -> "Slot":
