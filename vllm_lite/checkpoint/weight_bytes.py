@@ -5,8 +5,10 @@ from math import prod
 
 import msgspec
 
-from vllm_lite.checkpoint.headers import Tensor
+from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
+from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.rank_shapes import is_of_experts, is_of_router, rank_shape
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
@@ -31,17 +33,25 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def weights_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, shard: Shard = SINGLE
+    checkpoint: Checkpoint,
+    dtype_bytes: int,
+    quantization: str | None = None,
+    shard: Shard = SINGLE,
+    *,
+    dense: bool = False,
 ) -> int:
-    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes."""
-    return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard).values())
+    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes. `dense`: whether the
+    device has no kernels for weights that the checkpoint has quantized."""
+    return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, dense=dense).values())
 
 
-def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None) -> int:
+def active_bytes(
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, *, dense: bool = False
+) -> int:
     """Bytes of the weights that a step with one token reads: of the experts those that it is sent to, and of a table
     of token vectors that is not the head, too, one row."""
     spec, total, of_experts = checkpoint.spec, 0, 0
-    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE).items():
+    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, dense=dense).items():
         if is_of_experts(name, checkpoint.shapes[name]):
             of_experts += num_bytes
         elif name != EMBEDDING or spec.tie_word_embeddings:
@@ -53,10 +63,12 @@ def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | N
 
 
 def _tensor_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard, *, dense: bool
 ) -> Mapping[str, int]:
     """Bytes of what a rank has of each tensor."""
-    spec, held = checkpoint.spec, {}
+    spec, held = checkpoint.spec, dict[str, int]()
+    if spec.quantization is not None:
+        return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, dense=dense)
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
@@ -66,6 +78,21 @@ def _tensor_bytes(
             held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
         else:
             held[name] = count * (4 if name.endswith("e_score_correction_bias") else dtype_bytes)
+    return held
+
+
+def _quantized_tensors(
+    checkpoint: Checkpoint, quantization: QuantizationSpec, dtype_bytes: int, shard: Shard, *, dense: bool
+) -> Mapping[str, int]:
+    """The same of a quantized checkpoint."""
+    spec, held = checkpoint.spec, dict[str, int]()
+    named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
+    for name in checkpoint.shapes:
+        tensor = named[name]
+        whole = tensor_bytes(name, tensor, quantization, dtype_bytes, dense=dense)
+        if name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # the table is dense, the head is not
+            whole = tensor.num_elements * dtype_bytes + (whole if spec.tie_word_embeddings else 0)
+        held[name] = int(whole * share(name, spec, shard))
     return held
 
 

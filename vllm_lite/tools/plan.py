@@ -188,7 +188,8 @@ class _Sizes:
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
         self.block_bytes = self.rank_block_bytes * num_ranks
         self.rank_weights = [
-            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard) for shard in first.all_ranks
+            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard, dense=device != "cpu")
+            for shard in first.all_ranks
         ]
         self.weights = sum(self.rank_weights[:num_ranks])
         self.activations = num_ranks * self._buffers(DTYPE_BYTES[dtype]) + self._logits()
@@ -289,13 +290,15 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         device=sizes.device,
         tensor_parallel_size=sizes.tp,
         dtype=resolved.dtype,
-        quantization=config.quantization,
+        quantization=config.quantization or (own.label if (own := checkpoint.spec.quantization) else None),
         kv_cache_dtype=resolved.kv_cache_dtype,
         block_size=config.block_size,
         memory_bytes=sizes.memory_bytes,
         usable_bytes=sizes.usable,
         weights_bytes=sizes.weights,
-        active_weights_bytes=active_bytes(checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization),
+        active_weights_bytes=active_bytes(
+            checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization, dense=resolved.device != "cpu"
+        ),
         activations_bytes=sizes.activations,
         graph_bytes=sizes.graphs,
         outside_bytes=sizes.outside,
@@ -400,7 +403,7 @@ def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[
     smaller: dict[str, dict[str, Any]] = {}
     if KV_DTYPE_BYTES[plan.kv_cache_dtype] > 1:
         smaller["--kv-cache-dtype fp8"] = {"kv_cache_dtype": "fp8"}
-    if config.quantization is None:
+    if config.quantization is None and checkpoint.spec.quantization is None:
         smaller["--quantization int8"] = {"quantization": "int8"}
     fewer = {"--max-num-batched-tokens 512 --max-num-seqs 16": {"max_num_batched_tokens": 512, "max_num_seqs": 16}}
     worked = [flags for flags, change in (smaller | fewer).items() if _works(config, checkpoint, change)]

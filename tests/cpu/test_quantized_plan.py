@@ -1,0 +1,100 @@
+"""What a plan says of a quantized checkpoint's weights, against what the kernels keep of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from tests.paged import Oracle
+from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.gguf.kinds import BY_NAME, READ
+from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.gguf_blocks import take_apart
+
+LARGE: Any = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def float8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    return {
+        f"{name}.weight": weight.to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": torch.ones(-(-len(weight) // 128), -(-weight.shape[1] // 128)),
+    }, weight
+
+
+FORMATS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "gptq": (gptq_tensors, gptq_config(group_size=128)),
+    "gptq, 8 bits": (gptq_tensors, gptq_config(bits=8)),
+    "awq": (awq_tensors, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}),
+    "nf4": (nf4_tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp8": (float8_tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+
+
+def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -> Path:
+    path = make_checkpoint(folder, **LARGE)
+    stored: Tensors = {}
+    for name, weight in load_file(path / SINGLE_FILE).items():
+        if name.endswith("_proj.weight"):
+            stored |= write(name.removesuffix(".weight"), weight.float(), config)[0]
+        else:
+            stored[name] = weight
+    save_file(stored, path / SINGLE_FILE)
+    say_quantized(path, config)
+    return path
+
+
+def planned(path: Path, **others: Any) -> int:
+    return weights_bytes(Checkpoint(load_spec(path), read_headers(path)), 4, **others)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_plan_is_what_kernels_keep(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    made = PackedWeight.__init__
+
+    def count(self: PackedWeight, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        kept.append(self.num_bytes)
+
+    path = quantized(tmp_path / "m", *FORMATS[name])
+    monkeypatch.setattr(PackedWeight, "__init__", count)
+    oracle = Oracle(make_checkpoint(tmp_path / "dense", **LARGE))
+    kept.clear()
+    oracle.stored_as(path)
+    spec = load_spec(path)
+    table = 4 * spec.vocab_size * spec.hidden_size
+    others = sum(4 * each.num_elements for key, each in read_headers(path).items() if "norm" in key)
+    assert planned(path) == pytest.approx(sum(kept) + table + others, rel=0.03)  # the head is one of `kept`
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_blocks_of_gguf(kind: str) -> None:
+    block = BY_NAME[kind]
+    size = 1024 // block.elements * block.num_bytes
+    weight = take_apart(kind, torch.randint(0, 120, (256, size), dtype=torch.uint8))
+    kept = PackedWeight(weight).num_bytes
+    assert BLOCK_BITS[kind] == pytest.approx(8 * kept / (256 * 1024), rel=0.01)
+
+
+def test_ranks_share_and_other_devices_keep_dense_weights(tmp_path: Path) -> None:
+    path = quantized(tmp_path, *FORMATS["gptq"])
+    spec = load_spec(path)
+    dense = 4 * spec.num_parameters()
+    assert planned(path, dense=True) == pytest.approx(dense, rel=0.03)
+    whole, two = planned(path), [planned(path, shard=Shard(rank, 2)) for rank in range(2)]
+    assert sum(two) == pytest.approx(whole, rel=0.03)

@@ -1,0 +1,67 @@
+"""What the tensors of a quantized checkpoint take in memory, by their types alone: for plans.
+
+The kernels of a CPU keep weights as they are stored, but for blocks of GGUF whose codes have neither 4 nor 8 bits, and
+whose scales become numbers of their own. On other devices weights are dense.
+"""
+
+from fractions import Fraction
+from math import prod
+
+from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
+from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.shard import Shard
+
+BLOCK_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 8.5,
+    "Q5_1": 9,
+    "Q8_0": 8.5,
+    "Q2_K": 8,
+    "Q3_K": 10,
+    "Q4_K": 6,
+    "Q5_K": 10,
+    "Q6_K": 10,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 5,
+    "MXFP4": 4.5,
+}
+"""Bits of a weight of GGUF in memory, with its part of scales and minima."""
+CODE_BYTES = {"I32": 4, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
+CODES = (".weight", ".qweight", ".weight_packed", "_blocks")
+"""What the names of tensors end with that are no scales."""
+WHOLE = 2**10 * 3**4 * 5**2 * 7 * 11 * 13
+"""A size that all usual numbers of heads divide."""
+
+
+def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int, *, dense: bool) -> int:
+    """`dense`: whether quantized weights become numbers of `dtype_bytes` each."""
+    count = tensor.num_elements
+    if (bits := BLOCK_BITS.get(tensor.dtype)) is not None:
+        return count * dtype_bytes if dense else int(count * bits / 8)
+    if tensor.dtype in FLOAT_BYTES and name.endswith((".weight", ".bias")):
+        return count * dtype_bytes
+    if not dense:
+        return count * (CODE_BYTES | FLOAT_BYTES).get(tensor.dtype, 8)
+    return int(count * codes_in(tensor.dtype, spec)) * dtype_bytes if name.endswith(CODES) else 0
+
+
+def codes_in(dtype: str, spec: QuantizationSpec) -> Fraction:
+    """How many weights an element stands for."""
+    match dtype:
+        case "I32":
+            return Fraction(32, getattr(spec, "bits", 4))
+        case "U8":
+            return Fraction(2)
+    return Fraction(1)
+
+
+def share(name: str, spec: ModelSpec, shard: Shard) -> Fraction:
+    """The part of a layer's tensors that a rank has, `name` being one of them. Words, groups and blocks are not looked
+    at, which ranks do not share."""
+    layer = name.rpartition(".")[0]
+    own = spec.experts.intermediate_size if spec.experts is not None and ".experts." in name else WHOLE
+    shape = (own, own)
+    return Fraction(prod(rank_shape(f"{layer}.weight", shape, spec, shard)), prod(shape))
