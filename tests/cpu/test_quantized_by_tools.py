@@ -143,6 +143,11 @@ def test_only_some_layers_of_a_block_may_be_quantized() -> None:
     assert not spec.is_dense("lm_head")
 
 
+def test_a_format_may_be_called_by_its_newer_key() -> None:
+    older = read_quantization(GPTQ | {"bits": 4, "checkpoint_format": "gptq_v2"})
+    assert read_quantization(GPTQ | {"bits": 4, "checkpoint_format": None, "format": "gptq_v2"}) == older
+
+
 def test_the_first_expression_that_fits_counts() -> None:
     spec = read_quantization(GPTQ | {"bits": 4, "dynamic": {".*down": {"bits": 8}, "-:.*mlp": {}}})
     assert isinstance(spec, Gptq)

@@ -107,12 +107,17 @@ def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
     ("config", "problem"),
     [
         (gptq_config(bits=5), "bits 5 is not supported for 'gptq'; supported: 2, 3, 4, 8"),
-        (gptq_config(checkpoint_format="marlin"), "'marlin' is not supported; supported: gptq, gptq_v2"),
+        (gptq_config(checkpoint_format="marlin"), "'marlin' with pack_dtype 'int32' is not supported; supported: gptq"),
+        (gptq_config(checkpoint_format=None, format="gptq_p"), "checkpoint_format 'gptq_p' with"),
+        (gptq_config(pack_dtype="int16"), "'gptq' with pack_dtype 'int16' is not supported; .* with int32"),
         (gptq_config(dynamic={"-:(a*)*": {}}), r"dynamic: '\(a\*\)\*' is too complex"),
         (gptq_config(dynamic={"mlp": {"bits": 5}}), "bits 5 is not supported"),
         (gptq_config(dynamic={"mlp": {"bits": "4"}}), "quantization_config.dynamic.bits: Expected `int`"),
         (gptq_config(group_size=0), "group_size 0 must be"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "awq", "format": "gemv_fast"}, "version 'gemv_fast'"),
+        ({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}, "version 'llm-awq'"),
+        ({"quant_method": "awq", "group_size": 0}, "group_size 0 must be"),
         ({"quant_method": "awq", "bits": "4"}, "quantization_config.bits: Expected `int`"),
     ],
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.checkpoint.quantization.gptq import group_of
 from vllm_lite.checkpoint.quantization.patterns import module_pattern
 from vllm_lite.checkpoint.quantization.spec import Awq
 from vllm_lite.checkpoint.typed_json import convert
@@ -14,7 +15,10 @@ class _Config(msgspec.Struct):
     bits: int = 4
     group_size: int = 128
     zero_point: bool = True
-    version: str = "gemm"
+    version: str | None = None
+    format: str = "gemm"
+    """What GPTQModel and transformers call the version."""
+    backend: str = ""
     modules_to_not_convert: list[str] | None = None
 
 
@@ -22,13 +26,12 @@ def read_awq(raw: dict[str, Any]) -> Awq:
     """Raises ModelError for a scheme that is not supported, by its name."""
     older = {"w_bit": "bits", "q_group_size": "group_size"}
     config = convert({older.get(key, key): value for key, value in raw.items()}, _Config, "quantization_config")
-    if config.bits != 4 or config.version.lower() != "gemm" or not config.zero_point:
+    version = "llm-awq" if config.backend == "llm-awq" else config.version or config.format
+    if config.bits != 4 or version.lower() != "gemm" or not config.zero_point:
         raise ModelError(
-            f"quantization_config with bits {config.bits}, version {config.version!r} and zero_point "
+            f"quantization_config with bits {config.bits}, version {version!r} and zero_point "
             f"{config.zero_point} is not supported for 'awq'; supported: 4, 'gemm', True"
         )
-    if config.group_size == 0 or config.group_size < -1:
-        raise ModelError(f"quantization_config group_size {config.group_size} must be -1, or a number of inputs")
-    group = None if config.group_size == -1 else config.group_size
     skipped = ["lm_head", *(config.modules_to_not_convert or ())]
-    return Awq(dense=tuple(module_pattern("modules_to_not_convert", name) for name in skipped), group_size=group)
+    dense = tuple(module_pattern("modules_to_not_convert", name) for name in skipped)
+    return Awq(dense=dense, group_size=group_of(config.group_size))

@@ -19,7 +19,10 @@ class _Config(msgspec.Struct):
     bits: int
     group_size: int = 128
     desc_act: bool = False
-    checkpoint_format: str = "gptq"
+    checkpoint_format: str | None = None
+    format: str = "gptq"
+    """The same, in newer files."""
+    pack_dtype: str = "int32"
     lm_head: bool = False
     dynamic: dict[str, dict[str, Any]] | None = None
     modules_in_block_to_quantize: list[list[str] | str] | None = None
@@ -37,17 +40,18 @@ def read_gptq(raw: dict[str, Any]) -> Gptq:
     """Raises ModelError for a scheme that is not supported, by its name."""
     config = convert(raw, _Config, "quantization_config")
     check_bits(config.bits)
-    if config.checkpoint_format not in FORMATS:
+    stored_as = config.checkpoint_format or config.format
+    if stored_as not in FORMATS or config.pack_dtype != "int32":
         raise ModelError(
-            f"quantization_config checkpoint_format {config.checkpoint_format!r} is not supported; supported: "
-            f"{', '.join(FORMATS)}"
+            f"quantization_config checkpoint_format {stored_as!r} with pack_dtype {config.pack_dtype!r} is not "
+            f"supported; supported: {', '.join(FORMATS)} with int32"
         )
     return Gptq(
         dense=() if config.lm_head else ("lm_head",),
         bits=config.bits,
         group_size=group_of(config.group_size),
         sorted_columns=config.desc_act,
-        zeros_less_one=config.checkpoint_format == "gptq",
+        zeros_less_one=stored_as == "gptq",
         layers=tuple(_layers(config, key, values) for key, values in (config.dynamic or {}).items()),
         only=_only(config.modules_in_block_to_quantize),
     )
