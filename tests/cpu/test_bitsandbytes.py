@@ -160,7 +160,7 @@ def test_experts_that_are_stored_together_are_dense(form: Callable[..., Any]) ->
         (None, ["lm_head"]),
         ([], []),
         (["model.layers.1"], ["model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate"]),
-        (["layers.1.mlp.gate", "lm_head"], ["lm_head", "model.layers.1.mlp.gate"]),
+        (["layers.1.mlp.gate", "mlp.gate", "lm_head"], ["lm_head", "model.layers.1.mlp.gate"]),
         (["model.language_model.layers.1.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]),
         (["mlp.gate"], ["model.layers.1.mlp.gate"]),
     ],

@@ -12,7 +12,8 @@ import msgspec
 from vllm_lite.checkpoint.experts import Stored
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
-from vllm_lite.checkpoint.quantization.spec import PART, BitsAndBytes4, BitsAndBytes8
+from vllm_lite.checkpoint.quantization.matching import PART
+from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4, BitsAndBytes8
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 

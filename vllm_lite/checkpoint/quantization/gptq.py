@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.checkpoint.quantization.matching import REGEX
 from vllm_lite.checkpoint.quantization.patterns import check_expression
-from vllm_lite.checkpoint.quantization.spec import REGEX, Gptq, GptqLayers
+from vllm_lite.checkpoint.quantization.spec import Gptq, GptqLayers
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
 

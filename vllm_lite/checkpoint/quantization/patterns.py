@@ -2,8 +2,6 @@
 
 import re
 
-from vllm_lite.checkpoint.quantization.spec import REGEX
-from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
 MAX_REPEATS = 4
@@ -19,13 +17,11 @@ def is_name(text: str) -> bool:
 
 
 def module_pattern(key: str, name: str) -> str:
-    """The pattern of the module `name` and of all below it, for QuantizationSpec.dense. A name may be the end of a
-    longer one, which begins with a whole word: "gate" is "mlp.gate", and no "gate_proj". Raises ModelError for what is
-    no name; `key`: where in quantization_config it stands."""
+    """The pattern of the module `name` and of all below it, for QuantizationSpec.dense: "gate" is "mlp.gate", and no
+    "gate_proj". Raises ModelError for what is no name; `key`: where in quantization_config it stands."""
     if not is_name(name):
         raise ModelError(f"quantization_config {key}: {name!r} is not the name of a module")
-    own = canonical(f"{name}.").removesuffix(".")
-    return rf"{REGEX}(?:.*\.)?{re.escape(own)}(?:\.|$)"
+    return name
 
 
 def check_expression(key: str, expression: str) -> None:

@@ -5,10 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
+from vllm_lite.checkpoint.quantization.matching import first_fit
+from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD
 
-REGEX, PART = "re:", "part:"
-"""What a pattern begins with that is a regular expression, or a part of names, and no name."""
 EXPERTS = ".experts."
 """What the names of experts' matrices have within them."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -18,7 +17,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
     """What all methods have in common. A module of `layers.quantized` reads the tensors of each subclass."""
 
     dense: tuple[str, ...] = ()
-    """What is not quantized: names, or their first or last parts between dots; or see REGEX and PART."""
+    """What is not quantized: names, or their first or last parts between dots; or see `matching`."""
     targets: tuple[str, ...] = ()
     """What is quantized, in the same way; nothing: all."""
     embedding: bool = False
@@ -28,23 +27,14 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
         """Whether the matrix `name` (as `tensor_names.canonical` has it, without ".weight") is stored as it is."""
         if name == EMBEDDING.removesuffix(".weight") and not self.embedding:
             return True
-        if self.targets and not any(_fits(pattern, name) for pattern in self.targets):
+        if self.targets and first_fit(self.targets, name) is None:
             return True
-        return any(_fits(pattern, name) for pattern in self.dense)
+        return first_fit(self.dense, name) is not None
 
     @property
     def label(self) -> str:
         """What logs and plans call it."""
         return type(self).__name__
-
-
-def _fits(pattern: str, name: str) -> bool:
-    if pattern.startswith(REGEX):
-        return re.match(pattern.removeprefix(REGEX), name) is not None
-    if pattern.startswith(PART):
-        return pattern.removeprefix(PART) in name
-    own = canonical(f"{pattern}.").removesuffix(".")
-    return name == own or name.startswith(f"{own}.") or name.endswith(f".{own}")
 
 
 class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
@@ -110,7 +100,8 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
         )
 
     def _own(self, name: str) -> GptqLayers | None:
-        return next((layers for layers in self.layers if _fits(layers.pattern, name)), None)
+        index = first_fit(tuple(layers.pattern for layers in self.layers), name)
+        return None if index is None else self.layers[index]
 
     @property
     def label(self) -> str:
