@@ -14,9 +14,10 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.experts import PackedExperts
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.program import Program
+from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts, make_expert_matmul
-from vllm_lite.layers.matmul import Matmul, Quantization, make_matmul
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -66,7 +67,7 @@ def compare(
 
 
 @pytest.mark.usefixtures("each_isa", "two_threads")
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_g32"])
 def test_experts_are_those_of_the_loop(dtype: torch.dtype, quantization: Quantization | None) -> None:
     weights = make(5, dtype, quantization)
     for num_tokens in (1, 2, 33):
@@ -104,7 +105,7 @@ def test_experts_of_other_ranks_add_nothing(held: Split) -> None:
 
 
 @pytest.mark.usefixtures("each_isa")
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4_g32"])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, quantization: Quantization | None) -> None:
     """Nor on threads, nor on how many rows its experts have, nor on where a window ends."""
     sizes = ExpertSizes(Split.whole(20), INNER, "silu")
@@ -162,6 +163,41 @@ def test_a_recorded_call_reads_its_choices_when_it_runs() -> None:
 def test_other_tensors_are_refused(x: torch.Tensor, chosen: Chosen, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packed(make(5)).forward(x, chosen, torch.empty_like(x))
+
+
+def grouped(weights: list[Matmul], values: torch.Tensor) -> list[Matmul]:
+    """Codes with zero points and columns in an order of their own, of the shapes of these."""
+    made, cpu_device = [], torch.device("cpu")
+    for number, each in enumerate(weights):
+        assert isinstance(each, NativeMatmul)
+        shape = each.packed.num_outputs, each.packed.num_inputs
+        generator = torch.Generator().manual_seed(number)
+        codes = torch.randint(len(values), shape, generator=generator, dtype=torch.uint8)
+        scales = (torch.rand(shape[0], -(-shape[1] // 32), generator=generator) + 1) / 64
+        order = torch.randperm(shape[1], generator=generator)
+        weight = GroupedWeight(codes, values, scales, 32, (7 + number) * scales, order)
+        made.append(make_grouped_matmul(weight, None, torch.float32, cpu_device))
+    return made
+
+
+@pytest.mark.parametrize("values", [UINT4, UINT8])
+@pytest.mark.usefixtures("each_isa", "two_threads")
+def test_experts_with_zero_points_and_columns_in_any_order(values: torch.Tensor) -> None:
+    gate_up, down = make(5)
+    for num_tokens in (1, 40):
+        x, chosen = random(num_tokens, HIDDEN), pick(num_tokens, 5, 3)
+        ours, theirs = compare((grouped(gate_up, values), grouped(down, values)), Split.whole(5), x, chosen)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_experts_of_several_kinds_are_computed_one_by_one() -> None:
+    """As what is shared of their rows follows from the kind."""
+    gate_up, down = make(4)
+    for other in (make(4, quantization="int8"), make(4, quantization="int4"), (grouped(gate_up, UINT4), down)):
+        mixed = [*gate_up[:2], *other[0][2:]]
+        assert isinstance(make_expert_matmul(mixed, down, ExpertSizes(Split.whole(4), INNER, "silu")), LoopedExperts)
+        with pytest.raises(ValueError, match="weights of one kind"):
+            packed((mixed, down))
 
 
 def test_experts_must_have_one_shape() -> None:

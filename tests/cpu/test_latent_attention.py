@@ -22,6 +22,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.head_linear import HeadLinear
 from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.grouped import dequantize, quantize4
 from vllm_lite.kernels.ops import Rotation, TorchOps
 from vllm_lite.layers.head_matmul import LoopedHeads, make_head_matmul
 from vllm_lite.layers.matmul import DenseMatmul, make_matmul
@@ -201,6 +202,17 @@ def test_heads_of_int8(each_isa):
     rounded = [(w / (scale := w.abs().amax(1, keepdim=True) / 127)).round() * scale for w in rounded]
     expected = torch.stack([x[:, head].float() @ weight.t() for head, weight in enumerate(rounded)], 1)
     assert float((room[..., :24] - expected).abs().max()) < 0.1
+
+
+@needs_library
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_heads_of_int4(each_isa, group_size):
+    weights, x, room = by_head(dtype=torch.bfloat16)
+    quantized = [quantize4(weight, group_size) for weight in weights]
+    HeadLinear([PackedWeight(weight) for weight in quantized]).forward(x, room[..., :24])
+    rounded = [dequantize(weight) for weight in quantized]
+    expected = torch.stack([x[:, head].float() @ weight.t() for head, weight in enumerate(rounded)], 1)
+    assert float((room[..., :24] - expected).abs().max()) < 4e-3 * float(expected.abs().max())
 
 
 def test_any_other_weights_are_multiplied_one_by_one():

@@ -70,7 +70,7 @@ class NativeExperts:
 def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
     """The best for these weights; one of each for every expert that the rank holds."""
     native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
-    if gate_up and all(len(part) == len(gate_up) for part in native):
+    if gate_up and all(len(part) == len(gate_up) and _are_alike(part) for part in native):
         return NativeExperts(native[0], native[1], sizes)
     if any(isinstance(each, DenseMatmul) and each.weight.is_cuda for each in gate_up):
         from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
@@ -81,3 +81,8 @@ def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes:
         if stacked is not None:
             return stacked
     return LoopedExperts(gate_up, down, sizes)
+
+
+def _are_alike(weights: Sequence[NativeMatmul]) -> bool:
+    """Not where a checkpoint quantizes some experts and others not, or otherwise."""
+    return len({each.packed.kind for each in weights}) == 1

@@ -37,7 +37,7 @@ class PackedExperts:
     def __init__(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], first: int, activation: Activation
     ) -> None:
-        """Raises ValueError unless all experts have the same shapes."""
+        """Raises ValueError unless all experts have the same shapes, and their weights the same kind."""
         shapes = {
             (both.num_outputs, both.num_inputs, one.num_outputs, one.num_inputs)
             for both, one in zip(gate_up, down, strict=True)
@@ -47,6 +47,9 @@ class PackedExperts:
         double, self.hidden, outputs, inner = shapes.pop()
         if outputs != self.hidden or double != 2 * inner:
             raise ValueError(f"an expert of [{double}, {self.hidden}] and [{outputs}, {inner}] is no gated MLP")
+        kinds = {weight.kind for weight in gate_up}, {weight.kind for weight in down}
+        if max(map(len, kinds)) > 1:
+            raise ValueError(f"experts must have weights of one kind, got {sorted(map(sorted, kinds))}")
         self._kept = gate_up, down
         self._addresses = [(pointer * len(part))(*(each.address for each in part)) for part in self._kept]
         self._record = _Record(

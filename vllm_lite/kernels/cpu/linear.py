@@ -56,6 +56,11 @@ class PackedWeight:
         return takes(weight)
 
     @property
+    def kind(self) -> tuple[int, int]:
+        """What the kernels that take several weights at once want alike: how they are stored, and in which groups."""
+        return int(self._record.type), int(self._record.group_size)
+
+    @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in (*self._tensors, self._bias) if part is not None)
 
