@@ -90,7 +90,8 @@ def _parts(path: Path) -> list[Path]:
     files = [path.with_name(name) for name in part_names(path.name)]
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{file}: no such file; all {len(files)} parts of the model must be in one folder")
+            others = f"; all {len(files)} parts of the model must be in one folder" if len(files) > 1 else ""
+            raise ModelError(f"{file}: no such file{others}")
     return files
 
 
