@@ -149,6 +149,8 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         for ours, theirs in NUMBERS.items()
         if isinstance(value := named.get(ours), int | float) and not isinstance(value, bool)
     }
+    if config.get("head_dim"):
+        found[f"{architecture}.attention.value_length"] = head_size
     if part := named.get("partial_rotary_factor"):
         found[f"{architecture}.rope.dimension_count"] = int(part * head_size)
     scaling = _scaling(rope, int(found[f"{architecture}.context_length"]))

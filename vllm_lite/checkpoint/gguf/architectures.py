@@ -121,8 +121,8 @@ def _granite_moe(of: Metadata) -> dict[str, Any]:
     return _granite(of) | own | {"intermediate_size": found["moe_intermediate_size"]}
 
 
-def _phi3(of: Metadata) -> dict[str, Any]:
-    """Versions before 3.5 have a window, which is 0 where they have none."""
+def _window(of: Metadata) -> dict[str, Any]:
+    """Files of the first versions have a window, which is 0 where there is none."""
     return {"sliding_window": of.integer("attention.sliding_window", None) or None}
 
 
@@ -150,12 +150,12 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, names.SANDWICH, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, names.SANDWICH, plus_one=True),
-    "phi3": Architecture("Phi3ForCausalLM", _phi3, names.FUSED_GATE),
+    "phi3": Architecture("Phi3ForCausalLM", _window, names.FUSED_GATE),
     "olmo2": Architecture("Olmo2ForCausalLM", _olmo2, names.SANDWICH),
     "olmoe": Architecture("OlmoeForCausalLM", _olmoe),
     "granite": Architecture("GraniteForCausalLM", _granite, is_interleaved=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", _granite_moe, is_interleaved=True),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", names=names.STARCODER2),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", _window, names=names.STARCODER2),
     "gpt2": Architecture("GPT2LMHeadModel", _learned, names.GPT2),
     "glm4": Architecture("Glm4ForCausalLM", names=names.GLM4),
     "cohere2": Architecture("Cohere2ForCausalLM", _cohere2),

@@ -64,12 +64,13 @@ class Metadata:
         return self.integer(key, default)
 
     def number(self, key: str, default: T) -> float | T:
+        """A number with the seven digits that a float32 has: 1e-5, which as a double would be 9.99999974e-06."""
         found = self.value(key)
         if found is None:
             return default
         if not isinstance(found, int | float) or isinstance(found, bool):
             raise ModelError(f"{self.named(key)} must be a number, and it is {_shown(found)}")
-        return float(found)
+        return float(f"{found:.7g}")
 
     def flag(self, key: str, *, default: bool) -> bool:
         found = self.value(key)
