@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from vllm_lite.checkpoint.gguf.architectures import Architecture
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
 from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import Header, Tensor
@@ -35,6 +36,11 @@ class GgufCheckpoint:
         files = gguf_files(path)
         return cls(files) if files else None
 
+    @property
+    def architecture(self) -> Architecture:
+        """Raises ModelError, by name, for one that is not supported."""
+        return architecture_of(self.header)
+
     def spec(self, parse: Callable[[Any], ModelSpec]) -> ModelSpec:
         """What `parse` makes of the file's config.json, as the file stores it. Raises ModelError with its name."""
         try:
@@ -43,7 +49,7 @@ class GgufCheckpoint:
             raise ModelError(f"{self.file}: {error}") from None
 
     def _as_stored(self, spec: ModelSpec) -> ModelSpec:
-        own = architecture_of(self.header)
+        own = self.architecture
 
         def layer(each: LayerSpec) -> LayerSpec:
             if each.rope is None or not own.is_interleaved:
@@ -62,7 +68,7 @@ class GgufCheckpoint:
         )
 
     def _kinds(self) -> Iterator[tuple[str, str]]:
-        own = architecture_of(self.header).names
+        own = self.architecture.names
         for stored, tensor in self.header.tensors.items():
             name = name_here(stored, own)
             if name is None or tensor.kind.name in FLOATS:
@@ -77,7 +83,7 @@ class GgufCheckpoint:
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
         for two of one name."""
-        own, found = architecture_of(self.header).names, dict[str, Tensor]()
+        own, found = self.architecture.names, dict[str, Tensor]()
         for stored, tensor in self.header.tensors.items():
             name = name_here(stored, own)
             if name is None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.choose import Choice, choose, thinking_of
 from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.template import Format
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.structured.call_shape import CallShape
 
@@ -21,10 +23,12 @@ TAIL_TOKENS = 4096
 
 
 def architectures_of(folder: str) -> list[str]:
-    """The `architectures` of the config.json in `folder`; [] if it says none."""
+    """The `architectures` of the config.json in `folder`, or of a GGUF model; [] if it says none."""
     try:
+        if (gguf := GgufCheckpoint.find(Path(folder))) is not None:
+            return [gguf.architecture.name]
         config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=_Config)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine says what is wrong with it
+    except (OSError, ModelError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine says what is wrong with it
         return []
     return config.architectures or []
 

@@ -35,7 +35,7 @@ def chats(folder: str) -> Iterator[Line]:
     from vllm_lite.errors import ModelError
     from vllm_lite.server.openai.formats import Formats, architectures_of
 
-    if not Path(folder).is_dir():  # `implementation` says so
+    if not Path(folder).exists():  # `implementation` says so
         return
     try:
         tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
