@@ -41,7 +41,7 @@ LAYERS = [
     "tools",
     "__main__",
 ]
-TENSOR_PARTS = {"kernels", "parallel", "attention", "layers", "models", "worker", "tools.bench"}
+TENSOR_PARTS = {"kernels", "parallel", "attention", "layers", "models", "worker", "tools.bench", "tools.quantize"}
 ONLY_IN = {
     "torch": TENSOR_PARTS,
     "numpy": TENSOR_PARTS,

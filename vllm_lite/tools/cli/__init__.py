@@ -25,6 +25,7 @@ COMMANDS = {
     "ps": "the engines and servers of this user",
     "kill": "end some of them",
     "plan": "what a model takes, what fits beside it, and the flags for that",
+    "quantize": "write a quantized checkpoint of a dense one",
     "doctor": "what is installed, what works, and what to do about the rest",
     "keys": "make the keys that engine and clients know each other by over tcp",
     "replay": "decide again what a trace says was decided",

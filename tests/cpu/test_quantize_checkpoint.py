@@ -1,0 +1,111 @@
+"""`vllm-lite quantize`: what it writes is read by compressed-tensors, by transformers, and here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import make_checkpoint
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.grouped import dequantize, quantize4
+from vllm_lite.tools.cli import main
+from vllm_lite.tools.quantize import checkpoint as written
+from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint
+from vllm_lite.tools.quantize.schemes import SCHEMES, Scheme
+
+SIZES: Any = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+
+
+def by_library(stored: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
+    """What compressed-tensors makes of a matrix."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(**{key: value for key, value in scheme.weights.items() if value is not None})
+    own = QuantizationScheme(targets=["Linear"], weights=args, format=scheme.form)
+    return BaseCompressor.get_value_from_registry(scheme.form).decompress(dict(stored), own)["weight"].float()
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_written_checkpoint_is_what_others_read_of_it(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
+    made = quantize_checkpoint(source, out, name)
+    assert not made.kept
+    dense, stored = load_file(source / SINGLE_FILE), load_file(out / SINGLE_FILE)
+    layer = "model.layers.0.mlp.down_proj"
+    own = {key.removeprefix(f"{layer}."): value for key, value in stored.items() if key.startswith(f"{layer}.")}
+    library, weight = by_library(own, SCHEMES[name]), dense[f"{layer}.weight"]
+    if name.startswith("int4"):
+        integers = quantize4(weight, SCHEMES[name].group_size or 0)
+        assert (library != dequantize(integers)).float().mean() < 0.001  # of two scales as good, either may be taken
+    assert (library - weight).abs().max() < 0.2 * weight.abs().max()
+    for each, tensor in dense.items():
+        assert each.endswith("_proj.weight") or torch.equal(stored[each], tensor)
+    oracle = Oracle(source)
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = theirs(oracle.tokens[None]).logits[0]
+    found = Paged(oracle, model=oracle.stored_as(out)).run(oracle.tokens, 64)
+    if name.startswith("int4"):  # of the others transformers quantizes the inputs of products, too
+        torch.testing.assert_close(found, wanted, rtol=0, atol=3e-3)
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(out, rank)).run(oracle.tokens, 64)):
+        torch.testing.assert_close(logits, found, rtol=0, atol=1e-3)
+
+
+def test_inputs_that_are_no_whole_groups_stay_dense(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "dense", **{**SIZES, "intermediate_size": 96})
+    made = quantize_checkpoint(source, tmp_path / "out", "int4")
+    assert made.kept == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
+    Oracle(source).stored_as(tmp_path / "out")
+
+
+def test_files_are_bounded_and_the_rest_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+    (source / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(written, "SHARD_BYTES", 1 << 17)
+    seen: list[tuple[int, int]] = []
+    made = quantize_checkpoint(source, tmp_path / "out", "int4_g32", lambda *now: seen.append(now))
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sum(tensor.nbytes for file in files for tensor in load_file(file).values()) == made.num_bytes
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert seen == sorted(seen)
+    assert len({total for _, total in seen}) == 1
+    Oracle(source).stored_as(tmp_path / "out")
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+
+    def fail(_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(SCHEMES, "int8", SCHEMES["int8"]._replace(make=fail))
+    with pytest.raises(ConfigError, match=r"out: cannot be written \(No space left on device\)"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
+    assert main(["quantize", str(source), "--scheme", "int4", "--out", str(out)]) == 0
+    assert f"Try: vllm-lite serve {out}" in capsys.readouterr().out
+    assert main(["quantize", str(source), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"vllm-lite: {out}: is there already; give a folder that is new or empty\n"
+    with pytest.raises(ModelError, match="is quantized already .compressed-tensors w4a16.; a dense checkpoint"):
+        quantize_checkpoint(out, tmp_path / "again", "int8")
+    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; supported: int4, int4_g32, int8, fp8"):
+        quantize_checkpoint(source, tmp_path / "again", "int3")
+    assert not (tmp_path / "again").exists()

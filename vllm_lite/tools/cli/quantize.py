@@ -1,0 +1,49 @@
+"""Write a quantized checkpoint of MODEL to the folder --out, in the form of compressed-tensors, which vLLM reads, too.
+`serve` takes it as any other. Needs about as much memory as the largest file it writes, 4 GiB."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from vllm_lite.checkpoint import hub
+
+SCHEMES = ("int4", "int4_g32", "int8", "fp8")
+SHOWN = 5
+"""Names of matrices that are printed."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or org/model")
+    parser.add_argument(
+        "--scheme",
+        choices=SCHEMES,
+        default="int4",
+        help="int4: one scale for 128 inputs of an output; int4_g32: for 32; int8 and fp8: for each output (int4)",
+    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="the folder to write, which must be new or empty")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # with torch, which takes a second
+
+    source = Path(hub.local_folder(hub.Source(arguments.model), what="model"))
+    bar = tqdm(desc="quantizing", unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty())
+    with bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        written = quantize_checkpoint(source, Path(arguments.out), arguments.scheme, progress)
+    print(f"{written.folder}: {written.num_quantized} matrices as {arguments.scheme}, {_size(written.num_bytes)}")
+    if written.kept:
+        more = f" and {len(written.kept) - SHOWN} more" if len(written.kept) > SHOWN else ""
+        print(f"not divisible into whole groups, kept as they are: {', '.join(written.kept[:SHOWN])}{more}")
+    print(f"Try: vllm-lite serve {written.folder}")
+    return 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,189 @@
+"""Goes through a checkpoint tensor by tensor and writes a quantized one: there is never a model in memory."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.headers import INDEX_FILE, read_headers, weight_files
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.spec import PackedInts
+from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.tools.quantize.schemes import SCHEMES, Scheme
+
+SHARD_BYTES = 4 << 30
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates")
+"""What a checkpoint has beside its weights; config.json and the index are written anew."""
+PACKED = ".weight_packed"
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are read, and all of them."""
+
+
+class Written(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    num_quantized: int
+    """Matrices."""
+    kept: list[str]
+    """Those that stay as they are, though the model could take them quantized."""
+    num_bytes: int
+    """Of all weights."""
+
+
+def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress = lambda *_: None) -> Written:
+    """Write the dense checkpoint in the folder `source`, quantized, to the folder `out`, which must not be there or be
+    empty; it appears when it is complete. Raises ModelError and ConfigError."""
+    if scheme not in SCHEMES:
+        raise ConfigError(f"scheme {scheme!r} is not supported; supported: {', '.join(SCHEMES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: is there already; give a folder that is new or empty")
+    spec = load_spec(source, "native")
+    if spec.quantization is not None:
+        raise ModelError(f"{source}: is quantized already ({spec.quantization.label}); a dense checkpoint is expected")
+    names = quantizable(spec)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(source, out.parent)
+        draft = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    try:
+        writer = _Writer(draft, SCHEMES[scheme], names)
+        writer.go_through(source, progress)
+        _copy(source, draft, writer.config)
+        draft.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        draft.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Written(out, writer.num_quantized, sorted(writer.kept), writer.num_bytes)
+
+
+def quantizable(spec: ModelSpec) -> frozenset[str]:
+    """The canonical names of the matrices that a quantized checkpoint may have, without ".weight": those that the model
+    asks for quantized if nothing but the head is dense. Raises ModelError where there are none."""
+    asked = msgspec.structs.replace(spec, quantization=PackedInts(bits=4, group_size=None, dense=(HEAD[:-7],)))
+    groups = build(asked, torch.float32, "cpu", Sizes(8, 8)).weight_groups()
+    slots = [slot for group in groups for slot in group.slots if slot.name.endswith(PACKED)]
+    odd = {slot.name for slot in slots if not _is_plain(slot)}
+    names = frozenset(slot.name.removesuffix(PACKED) for slot in slots if slot.name not in odd)
+    if not names:
+        raise ModelError(f"{spec.architecture}: its matrices are stored in ways that quantized checkpoints do not have")
+    return names
+
+
+def _is_plain(slot: WeightSlot) -> bool:
+    """Not one of several experts in a tensor, and stored as [outputs, inputs]."""
+    return slot.stacked is None and not slot.transposed
+
+
+class _Writer:
+    """Fills a folder, one file of at most SHARD_BYTES after another."""
+
+    def __init__(self, folder: Path, scheme: Scheme, names: frozenset[str]) -> None:
+        self.folder, self.scheme, self.names = folder, scheme, names
+        self.kept, self.num_quantized, self.num_bytes = set[str](), 0, 0
+        self._ignored = set[str]()
+        self._files: list[tuple[Path, list[str]]] = []
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting_bytes = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.scheme.config(sorted(self._ignored))
+
+    def go_through(self, source: Path, progress: Progress) -> None:
+        files = weight_files(source)
+        done, total = 0, sum(file.stat().st_size for file in files)
+        for file in files:
+            for name, tensor in _tensors(file):
+                done += tensor.nbytes
+                for each, made in self._made(name, tensor):
+                    self._add(each, made)
+                progress(min(done, total), total)
+        self._write()
+        self._finish()
+
+    def _made(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        own, is_weight = canonical(name).removesuffix(".weight"), name.endswith(".weight")
+        if own in self.names and is_weight and tensor.is_floating_point() and self.scheme.takes(tensor.shape):
+            self.num_quantized += 1
+            layer = name.removesuffix(".weight")
+            yield from ((f"{layer}.{ending}", made) for ending, made in self.scheme.make(tensor).items())
+            return
+        if is_weight and tensor.dim() == 2 and canonical(name) != EMBEDDING:
+            self._ignored.add(name.removesuffix(".weight"))
+        if own in self.names:
+            self.kept.add(name)
+        yield name, tensor.clone()  # not the mapped file's
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._waiting and self._waiting_bytes + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self._waiting[name] = tensor.contiguous()
+        self._waiting_bytes += tensor.nbytes
+        self.num_bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        path = self.folder / f"part-{len(self._files)}.safetensors"
+        save_file(self._waiting, path, metadata={"format": "pt"})
+        self._files.append((path, list(self._waiting)))
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def _finish(self) -> None:
+        """Give the files the names that readers look for, and write the index where there are several."""
+        count, places = len(self._files), dict[str, str]()
+        for number, (path, names) in enumerate(self._files, 1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self.folder / name)
+            places |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
+
+
+def _copy(source: Path, draft: Path, quantization: dict[str, Any]) -> None:
+    """All that is beside the weights, and config.json with what was done to these."""
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, draft / path.name)
+            elif path.name not in ("config.json", INDEX_FILE):
+                shutil.copyfile(path, draft / path.name)
+    config = json.loads((source / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}, indent=2))
+
+
+def _check_space(source: Path, parent: Path) -> None:
+    """Raise ConfigError if a folder as large as half of the weights, which int8 takes of 16 bits, finds no room."""
+    weights = sum(file.stat().st_size for file in weight_files(source))
+    free, needed = shutil.disk_usage(parent).free, weights * 6 // 10
+    if free < needed:
+        raise ConfigError(f"{parent}: has {free >> 20} MiB free, and about {needed >> 20} MiB are needed")
+    read_headers(source)  # damage is said before anything is written

@@ -1,0 +1,95 @@
+"""What becomes of one matrix, in the forms of compressed-tensors, and what config.json says of it.
+
+https://github.com/vllm-project/compressed-tensors has the forms; vLLM reads all of these, and so does this package.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_lite.kernels import cpu, grouped
+from vllm_lite.kernels.cpu import grouped as cpu_grouped
+from vllm_lite.kernels.cpu.linear import quantize as quantize8
+
+LARGEST_FLOAT8 = 448.0
+
+
+class Scheme(NamedTuple):
+    """How matrices are quantized."""
+
+    form: str
+    """compressed-tensors' name of how they are stored."""
+    weights: dict[str, Any]
+    activations: dict[str, Any] | None
+    group_size: int | None
+    """Inputs must be a multiple of it; None: any number of them."""
+    make: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    """A matrix [outputs, inputs] of floats -> its tensors, by the endings of their names."""
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        return len(shape) == 2 and min(shape) > 0 and shape[1] % (self.group_size or 1) == 0
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """config.json's quantization_config. `ignored`: the matrices that stay as they are."""
+        group = {"targets": ["Linear"], "weights": self.weights, "input_activations": self.activations}
+        return {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": self.form,
+            "config_groups": {"group_0": group | {"output_activations": None}},
+            "ignore": sorted(ignored),
+            "kv_cache_scheme": None,
+        }
+
+
+def int4(group_size: int) -> Scheme:
+    """Groups of inputs, rounded to nearest with the scale that leaves the least error, as --quantization int4 does."""
+
+    def make(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        quantize = cpu_grouped.quantize4 if cpu.available() else grouped.quantize4
+        made = quantize(weight, group_size)
+        return {
+            "weight_packed": _words(made.codes),
+            "weight_scale": made.scales.to(torch.bfloat16),  # which they are rounded to
+            "weight_shape": torch.tensor(weight.shape),
+        }
+
+    return Scheme("pack-quantized", _numbers(4, "int", "group", group_size), None, group_size, make)
+
+
+def _int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    integers, scales = quantize8(weight)
+    return {"weight": integers, "weight_scale": scales[:, None]}
+
+
+def _float8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    exact = weight.float()
+    scales = exact.abs().amax(1, keepdim=True) / LARGEST_FLOAT8
+    codes = torch.where(scales > 0, exact / scales, 0).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def _numbers(bits: int, kind: str, strategy: str, group_size: int | None = None, **others: Any) -> dict[str, Any]:
+    numbers = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group_size, "symmetric": True}
+    return numbers | {"dynamic": False, "actorder": None, "block_structure": None} | others
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [outputs, inputs], below 16 -> int32 [outputs, inputs / 8], the first code in the lowest bits."""
+    eights = codes.view(len(codes), -1, 8).to(torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return (eights << shifts).sum(2, dtype=torch.int32)  # no two have a bit in common
+
+
+def _by_token(kind: str) -> dict[str, Any]:
+    return _numbers(8, kind, "token", dynamic=True)
+
+
+SCHEMES: dict[str, Scheme] = {
+    "int4": int4(128),
+    "int4_g32": int4(32),
+    "int8": Scheme("int-quantized", _numbers(8, "int", "channel"), _by_token("int"), None, _int8),
+    "fp8": Scheme("float-quantized", _numbers(8, "float", "channel"), _by_token("float"), None, _float8),
+}
+"""int8 and fp8: one scale for each output; vLLM also quantizes the inputs of products, a scale for each token."""
