@@ -219,7 +219,7 @@ def test_pickles_are_never_opened(copy):
     (path / SINGLE_FILE).unlink()
     torch.save({}, path / "pytorch_model.bin")
     message = refusal(path)
-    assert "pytorch_model.bin cannot be used, as only safetensors is read" in message
+    assert "pytorch_model.bin cannot be used, as only safetensors and GGUF are read" in message
 
 
 def test_no_weights_at_all(tmp_path):

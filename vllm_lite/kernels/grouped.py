@@ -49,7 +49,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 def dequantize(weight: GroupedWeight) -> torch.Tensor:
     """float32 [num_outputs, num_inputs], columns in the order of the inputs: the plain reference of all kernels."""
-    dense = weight.values[weight.codes.long()]
+    dense = weight.values.index_select(0, weight.codes.flatten().int()).view(weight.codes.shape)
     dense *= _spread(weight.scales, weight)
     if weight.minima is not None:
         dense -= _spread(weight.minima, weight)

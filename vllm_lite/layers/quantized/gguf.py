@@ -19,7 +19,7 @@ from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
-CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 20
 """So many become floats at a time where a table is needed dense."""
 
 
