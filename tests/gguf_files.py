@@ -28,16 +28,18 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "Starcoder2ForCausalLM": "starcoder2",
     "GPT2LMHeadModel": "gpt2",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
     "Cohere2ForCausalLM": "cohere2",
     "SmolLM3ForCausalLM": "smollm3",
     "Exaone4ForCausalLM": "exaone4",
     "SeedOssForCausalLM": "seed_oss",
     "Ernie4_5ForCausalLM": "ernie4_5",
 }
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 NUMBERS = {
     "max_position_embeddings": "context_length",
@@ -68,6 +70,12 @@ NUMBERS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
     "clip_qkv": "attention.clamp_kqv",
     "sliding_window": "attention.sliding_window",
 }
@@ -94,6 +102,8 @@ def write_gguf(
     for key, value in (_metadata(architecture, config) | (more or {})).items():
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
         else:
@@ -149,6 +159,8 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         for ours, theirs in NUMBERS.items()
         if isinstance(value := named.get(ours), int | float) and not isinstance(value, bool)
     }
+    if "norm_topk_prob" in config:
+        found[f"{architecture}.expert_weights_norm"] = config["norm_topk_prob"]
     if config.get("head_dim"):
         found[f"{architecture}.attention.value_length"] = head_size
     if part := named.get("partial_rotary_factor"):
@@ -207,7 +219,12 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
         for name, tensor in load_file(path).items():
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
-            here, index = _without_expert(name)
+            if name.endswith("block_sparse_moe.input_linear.weight"):
+                layer = name.split(".")[2]
+                gate, up = tensor.chunk(2, dim=1)
+                stored |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+                continue
+            here, index = _without_expert(name.replace("correction_bias", "correction.bias"))
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise ValueError(f"{architecture} has no name for {here}")

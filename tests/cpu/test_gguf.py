@@ -26,7 +26,17 @@ from vllm_lite.models.weights import load_weights
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
-TESTED = ("llama-yarn", "qwen2-moe", "gemma2", "gemma3", "phi3-long-partial-tied", "gpt2", "glm4", "granite-biases")
+TESTED = (
+    "llama-yarn",
+    "qwen2-moe",
+    "gemma2",
+    "gemma3",
+    "phi3-long-partial-tied",
+    "gpt2",
+    "glm4",
+    "glm4-moe",
+    "granite-moe",
+)
 """Each has something in its files that others have not."""
 OWN = {"layers", "norm", "quantization"}
 """The fields of ModelSpec in which a GGUF file may differ from the checkpoint that it was made of."""

@@ -126,6 +126,23 @@ def _window(of: Metadata) -> dict[str, Any]:
     return {"sliding_window": of.integer("attention.sliding_window", None) or None}
 
 
+def _glm4_moe(of: Metadata) -> dict[str, Any]:
+    found = _experts(of)
+    return {
+        "n_routed_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "n_shared_experts": of.integer("expert_shared_count", 1),
+        "routed_scaling_factor": of.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": of.flag("expert_weights_norm", default=True),
+        "n_group": of.integer("expert_group_count", 1),
+        "topk_group": of.integer("expert_group_used_count", 1),
+        "first_k_dense_replace": of.integer("leading_dense_block_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in of.tensors,
+        "num_nextn_predict_layers": of.integer("nextn_predict_layers", 0),
+    }
+
+
 def _cohere2(of: Metadata) -> dict[str, Any]:
     return _windows(of, 4) | {"logit_scale": of.number("logit_scale", 0.0625)}
 
@@ -158,6 +175,7 @@ ARCHITECTURES = {
     "starcoder2": Architecture("Starcoder2ForCausalLM", _window, names=names.STARCODER2),
     "gpt2": Architecture("GPT2LMHeadModel", _learned, names.GPT2),
     "glm4": Architecture("Glm4ForCausalLM", names=names.GLM4),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", _glm4_moe, names.SINGLE_NORM),
     "cohere2": Architecture("Cohere2ForCausalLM", _cohere2),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "exaone4": Architecture("Exaone4ForCausalLM", lambda of: _windows(of, 4), names.SANDWICH),

@@ -52,6 +52,8 @@ class GgufCheckpoint:
         own = self.architecture
 
         def layer(each: LayerSpec) -> LayerSpec:
+            if each.experts is not None:
+                each = replace(each, experts=replace(each.experts, stored="separate"))
             if each.rope is None or not own.is_interleaved:
                 return each
             return replace(each, rope=replace(each.rope, interleaved=True))

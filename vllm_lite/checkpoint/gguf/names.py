@@ -59,7 +59,7 @@ GPT2 = {
 }
 READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 """Tensors that config.json has as numbers, or that nobody needs."""
-_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})\.(weight|bias)")
 
 
 def name_here(stored: str, own: Mapping[str, str]) -> str | None:
@@ -72,6 +72,8 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
         if part == "exp_probs_b":
             return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         name = own.get(part) or LAYER.get(part)
+        if part.startswith("nextn."):
+            return f"model.layers.{layer}.{part}.{ending}"  # of a layer that nobody reads
         if name is None:
             return stored
         whole = name.replace("{layer}", layer) if "{layer}" in name else f"model.layers.{layer}.{name}"
