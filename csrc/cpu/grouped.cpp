@@ -28,8 +28,8 @@ void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
 void pack_scales(const float* scales, int64_t stride, int64_t count, int32_t type, char* to) {
   float side_by_side[kBlock] = {};
   for (int64_t i = 0; i < count; ++i) side_by_side[i] = scales[i * stride];
-  if (type == kShifts) {
-    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<char>(static_cast<uint8_t>(side_by_side[i]));
+  if (type == kShifts || type == kIntegers) {
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<char>(static_cast<int32_t>(side_by_side[i]));
     return;
   }
   VLLM_LITE_DISPATCH(convert)(side_by_side, kFloat32, to, type, kBlock);
@@ -70,7 +70,8 @@ VLLM_LITE_API int64_t vllm_lite_grouped_size(const PackedWeight* weight) {
 }
 
 // codes [num_outputs][num_inputs], scales and minima [num_outputs][groups] into weight->data, which must be zero.
-// Minima are nullptr where weight->minima_type is kNoMinima, and whole numbers up to 255 where it is kShifts.
+// Minima are nullptr where weight->minima_type is kNoMinima, and whole numbers up to 255 where it is kShifts;
+// whole numbers from -128 to 127 where the type is kIntegers.
 VLLM_LITE_API void vllm_lite_pack_grouped(const PackedWeight* weight, const uint8_t* codes, int64_t stride,
                                           const float* scales, const float* minima) {
   const GroupedRows rows = {codes, stride, scales, minima};

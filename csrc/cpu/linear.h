@@ -14,8 +14,9 @@
 // group: scales, minima, then codes. Codes of 8 bits lie as int8 does. Those of 4 bits lie [inputs / 8][kBlock][4]: the
 // lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
 // becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each, kShifts: a weight is
-// (values[code] + byte) * scale. Where values are whole numbers, rows are quantized as for int8. Elsewhere weights
-// become float32, a tile at a time.
+// (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
+// inputs share. Where values are whole numbers, rows are quantized as for int8. Elsewhere weights become float32, a
+// tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -33,7 +34,9 @@ constexpr int32_t kInt8Weight = 100;  // beside the DTypes; a weight is its inte
 constexpr int32_t kGrouped4 = 101;    // codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;    // of 8 bits, with scales for groups of inputs
 constexpr int32_t kNoMinima = -1;
-constexpr int32_t kShifts = 103;  // minima as bytes; only of codes of 4 bits that are bytes themselves
+constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
+constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
+constexpr int64_t kSuperInputs = 256;  // that share one of those
 
 // Inputs of a packed weight that is not grouped: whole groups.
 inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
@@ -51,13 +54,21 @@ struct PackedWeight {
   int32_t type;
   // What follows is for grouped weights.
   int32_t group_size;    // inputs that share a scale: 16, 32, 64 or 128
-  int32_t scale_type;    // DType up to kFloat16
+  int32_t scale_type;    // DType up to kFloat16, or kIntegers
   int32_t minima_type;   // the same, or kNoMinima, or kShifts
   const float* values;   // [16] or [256]
   const uint8_t* bytes;  // [16]: a value is its byte plus `offset`; nullptr: bytes are the codes
   int32_t offset;
   int32_t are_whole;     // whether values are whole numbers, so that `bytes` and `offset` count
   const int32_t* order;  // [num_inputs]: column k is for input order[k]; nullptr: for input k
+  const float* supers;   // [blocks][inputs / kSuperInputs][2][kBlock]: what kIntegers are multiplied by, or nullptr
+
+  // Those of a group: of its scales, then of its minima.
+  const float* supers_of(int64_t block, int64_t group) const {
+    if (supers == nullptr) return nullptr;
+    const int64_t count = (num_inputs + kSuperInputs - 1) / kSuperInputs;
+    return supers + 2 * kBlock * (block * count + group * group_size / kSuperInputs);
+  }
 };
 
 inline bool is_grouped(int32_t type) {
@@ -69,7 +80,9 @@ struct CellLayout {
   int64_t group_size, scale_bytes, minima_bytes, code_bytes;
   int32_t scale_type, minima_type;
 
-  static int64_t item_bytes(int32_t type) { return type == kNoMinima ? 0 : type == kShifts ? 1 : type == 0 ? 4 : 2; }
+  static int64_t item_bytes(int32_t type) {
+    return type == kNoMinima ? 0 : type == kShifts || type == kIntegers ? 1 : type == 0 ? 4 : 2;
+  }
 
   static CellLayout of(const PackedWeight& weight) {
     return {weight.group_size,

@@ -10,8 +10,9 @@ from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.group_scales import INTEGERS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, Supers, dequantize, quantize4
 from vllm_lite.layers.matmul import NativeMatmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -130,6 +131,39 @@ def test_minima_that_are_no_zero_points_stay_floats() -> None:
         weight = with_zero_points(plain, zeros)
         assert PackedWeight(weight).num_bytes > 96 * 640 * (4 + 24 / 128) / 8 + 4 * 16
         check(weight, random(3, 640), None, zeros[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("values", "group_size", "minima", "bits"),
+    [(UINT4, 32, True, 4.75), (INT8, 16, False, 8.75), (NORMAL, 16, True, 5.25)],
+    ids=["q4_k", "q6_k", "table"],
+)
+def test_scales_of_two_levels_take_a_byte(
+    each_isa: str, values: torch.Tensor, group_size: int, minima: bool, bits: float
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    plain = grouped(70, 600, group_size, values)
+    factors = torch.randn(2, 70, 3, generator=generator).half().float()
+    factors[0, 4, 1] = 0
+    spread = [part.repeat_interleave(256 // group_size, 1)[:, : plain.scales.shape[1]] for part in factors]
+    integers = [torch.randint(least, 64, plain.scales.shape, generator=generator) for least in (-32, 0)]
+    weight = plain._replace(
+        scales=integers[0] * spread[0], minima=integers[1] * spread[1] if minima else None, supers=Supers(*factors)
+    )
+    packed = PackedWeight(weight)
+    groups = -(-600 // group_size)
+    assert packed._record.scale_type == INTEGERS
+    assert packed.num_bytes - 4 * len(values) == 96 * (groups * group_size * (bits - 0.25) / 8 + 3 * 2 * 4)
+    for num_rows in (1, 14):
+        check(weight, random(num_rows, 600), None, (each_isa, num_rows))
+    rows = torch.empty(70, 600)
+    packed.rows(torch.arange(70), rows)
+    assert torch.equal(rows, dequantize(weight))
+    other = weight._replace(scales=weight.scales * 1.01)  # what does not fit is kept as it is
+    assert PackedWeight(other)._record.scale_type != INTEGERS
+    short = weight._replace(supers=Supers(factors[0, :, :2], factors[1]))
+    assert PackedWeight(short)._record.scale_type != INTEGERS
+    check(other, random(3, 600), None, each_isa)
 
 
 @pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])

@@ -4,6 +4,18 @@ from typing import NamedTuple
 
 import torch
 
+SUPER_INPUTS = 256
+"""Inputs whose scales have a factor in common, where a format has any."""
+
+
+class Supers(NamedTuple):
+    """Scales and minima that are integers of 8 bits times a factor for SUPER_INPUTS inputs, which these are: so that
+    they can be packed as bytes."""
+
+    scales: torch.Tensor
+    """float32 [num_outputs, num_inputs / SUPER_INPUTS]."""
+    minima: torch.Tensor | None = None
+
 
 class GroupedWeight(NamedTuple):
     """weight[n, k] = values[codes[n, k]] * scales[n, k // group_size] - minima[n, k // group_size].
@@ -25,6 +37,8 @@ class GroupedWeight(NamedTuple):
     order: torch.Tensor | None = None
     """int64 [num_inputs]: column k of the codes is for input order[k], where columns were sorted by their groups.
     None: they were not."""
+    supers: Supers | None = None
+    """None: there are none. It only says how scales and minima came about."""
 
     @property
     def shape(self) -> tuple[int, int]:

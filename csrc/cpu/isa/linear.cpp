@@ -285,7 +285,7 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
       const char* cell = blocks + (block * num_groups + first) * layout.bytes();
       float* to = wide;
       for (int64_t group = first; group < end; ++group, cell += layout.bytes()) {
-        widen_cell(weight, layout, cell, to);
+        widen_cell(weight, layout, cell, weight.supers_of(task.first_block + block, group), to);
         to += layout.group_size * kBlock;
       }
       multiply_rows<kTile>(x, task.num_rows, wide, (count + 1) / 2, sums + block * kBlock, sums_stride, wide);

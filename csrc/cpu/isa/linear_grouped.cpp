@@ -40,6 +40,11 @@ struct Cells {
   CellLayout layout;
   int64_t count;
   const uint8_t* table;  // [16] or nullptr
+  const float* supers;   // PackedWeight::supers_of the first
+
+  const float* supers_of(int64_t group) const {
+    return supers == nullptr ? supers : supers + 2 * kBlock * (group * layout.group_size / kSuperInputs);
+  }
 };
 
 VLLM_LITE_INLINE __m512i broadcast(__m128i x) {
@@ -169,12 +174,13 @@ struct Scales {
   __m512 scale, minima;
   bool has_minima;
 
-  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, int v)
-      : scale(reinterpret_cast<__m512>(load_scales(cell, layout.scale_type, v * kWidth))),
+  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, const float* supers, int v)
+      : scale(reinterpret_cast<__m512>(load_scales(cell, layout.scale_type, v * kWidth, supers))),
         minima(_mm512_setzero_ps()),
         has_minima(layout.minima_type != kNoMinima && layout.minima_type != kShifts) {
     const char* from = cell + layout.scale_bytes;
-    if (has_minima) minima = reinterpret_cast<__m512>(load_scales(from, layout.minima_type, v * kWidth));
+    if (has_minima)
+      minima = reinterpret_cast<__m512>(load_scales(from, layout.minima_type, v * kWidth, of_minima(supers)));
   }
   inline __attribute__((always_inline)) __m512 less_minima(__m512 value, float sum) const {
     return has_minima ? _mm512_fnmadd_ps(minima, _mm512_set1_ps(sum), value) : value;
@@ -187,11 +193,11 @@ VLLM_LITE_INLINE void add_to(float* sum, __m512 value, __m512 scale) {
 
 // sums [R][sums_stride] += total times the scales of weights and rows, less minima times what rows add up to.
 template <int R>
-VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
+VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const Cells& cells,
                                 const __m512i (&total)[R][2], float* sums, int64_t sums_stride) {
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
-    const Scales scales(cell, layout, v);
+    const Scales scales(cell, cells.layout, cells.supers_of(group), v);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale);
@@ -203,11 +209,11 @@ VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cel
 
 // The same without the scales of rows, as there are other groups with the same: to parts [R][2].
 template <int R>
-VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
+VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const Cells& cells,
                                const __m512i (&total)[R][2], __m512 (&parts)[R][2]) {
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) {
-    const Scales scales(cell, layout, v);
+    const Scales scales(cell, cells.layout, cells.supers_of(group), v);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale, parts[r][v]);
@@ -246,7 +252,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, fl
   if constexpr (!kSmall) {
     for (int64_t group = 0; group < cells.count; ++group, cell += layout.bytes()) {
       multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
-      add_group<R>(rows, group, cell, layout, total, sums, sums_stride);
+      add_group<R>(rows, group, cell, cells, total, sums, sums_stride);
     }
     return;
   }
@@ -257,7 +263,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, fl
     for (int r = 0; r < R; ++r) parts[r][0] = parts[r][1] = _mm512_setzero_ps();
     for (int64_t group = first; group < first + at_once && group < cells.count; ++group, cell += layout.bytes()) {
       multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
-      add_part<R>(rows, group, cell, layout, total, parts);
+      add_part<R>(rows, group, cell, cells, total, parts);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -330,7 +336,8 @@ void run_tiles(const LinearCall& call, const LinearTask& task, float* sums) {
                        num_groups};
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* tile = blocks + block * block_bytes + group * layout.bytes();
-      const Cells cells = {tile, layout, left < length ? left : length, weight.bytes};
+      const Cells cells = {tile, layout, left < length ? left : length, weight.bytes,
+                           weight.supers_of(task.first_block + block, group)};
       float* block_sums = sums + block * kBlock;
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
@@ -349,8 +356,9 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
   const int64_t word = weight.type == kGrouped4 ? 8 : 4;  // inputs
   for (int64_t input = 0; input < weight.num_inputs; input += layout.group_size, cell += layout.bytes()) {
     const int64_t first = column / kWidth * kWidth, lane = column % kWidth;
-    const float scale = load_scales(cell, layout.scale_type, first)[lane];
-    const float minimum = load_minima(cell, layout, first)[lane];
+    const float* supers = weight.supers_of(output / kBlock, input / layout.group_size);
+    const float scale = load_scales(cell, layout.scale_type, first, supers)[lane];
+    const float minimum = load_minima(cell, layout, first, supers)[lane];
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(cell + layout.codes()) + 4 * column;
     const int64_t left = weight.num_inputs - input, count = left < layout.group_size ? left : layout.group_size;
     for (int64_t i = 0; i < count; ++i) {

@@ -6,19 +6,16 @@ import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import GROUPED4, Packed
+from vllm_lite.kernels.cpu.group_scales import NO_MINIMA, GroupScales
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 GROUPED8 = 102
 """kGrouped8."""
-NO_MINIMA, SHIFTS = -1, 103
-"""kNoMinima and kShifts."""
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
 GROUP_SIZES = (16, 32, 64, 128)
-_FURTHEST_ZERO = 64
-"""Zero points beyond these do not come from integers of 4 bits."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
 
@@ -44,6 +41,7 @@ class Record(ctypes.Structure):
         ("offset", int32),
         ("are_whole", int32),
         ("order", pointer),
+        ("supers", pointer),
     )
 
 
@@ -64,38 +62,37 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
         raise ValueError(f"codes must be a matrix of bytes on the CPU, got {weight.codes.dtype} {list(weight.shape)}")
     values, unit, offset = _whole_values(weight)
     codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
-    scales = _for_groups(weight.scales, weight, group_size) * unit
-    minima = None if weight.minima is None else _for_groups(weight.minima, weight, group_size)
-    minima_type = NO_MINIMA if minima is None else _type_for(minima)
-    table = None
-    if offset is not None and len(values) == 16:
-        table = _table(values, offset)
-        zeros = None if minima is None or table is not None else _zero_points(minima, scales)
-        if zeros is not None:
-            most = int(zeros.max())
-            minima, minima_type = most - zeros, SHIFTS
-            values, offset = values - most, offset - most
+    table = _table(values, offset) if offset is not None and len(values) == 16 else None
+    may_shift = offset is not None and len(values) == 16 and table is None
+    scales = GroupScales.of(weight, group_size, unit, may_shift=may_shift)
+    if offset is not None:
+        values, offset = values - scales.shift, offset - scales.shift
     order = _order(weight)
     record = Record(
         num_inputs=weight.shape[1],
         num_outputs=weight.shape[0],
         type=GROUPED4 if len(values) == 16 else GROUPED8,
         group_size=group_size,
-        scale_type=_type_for(scales),
-        minima_type=minima_type,
+        scale_type=scales.scale_type,
+        minima_type=scales.minima_type,
         values=values.data_ptr(),
         bytes=None if table is None else table.data_ptr(),
         offset=offset or 0,
         are_whole=offset is not None,
         order=None if order is None else order.data_ptr(),
+        supers=None if scales.supers is None else scales.supers.data_ptr(),
     )
     address = ctypes.addressof(record)
     data = zeroed(function("vllm_lite_grouped_size", (pointer,), int64)(address), torch.uint8)
     record.data = data.data_ptr()
     function("vllm_lite_pack_grouped", _PACK_TYPES)(
-        address, codes.data_ptr(), codes.stride(0), scales.data_ptr(), None if minima is None else minima.data_ptr()
+        address,
+        codes.data_ptr(),
+        codes.stride(0),
+        scales.scales.data_ptr(),
+        None if scales.minima is None else scales.minima.data_ptr(),
     )
-    return record, tuple(part for part in (data, values, table, order) if part is not None)
+    return record, tuple(part for part in (data, values, table, order, scales.supers) if part is not None)
 
 
 def adopt_int4(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:
@@ -158,15 +155,6 @@ def _packed_group(weight: GroupedWeight) -> int | None:
     return None
 
 
-def _for_groups(given: torch.Tensor, weight: GroupedWeight, group_size: int) -> torch.Tensor:
-    """float32 [num_outputs, groups as they are packed], contiguous."""
-    needed = -(-weight.shape[1] // group_size)
-    wide = given.to(torch.float32)
-    if given.shape[1] != needed:
-        wide = wide.repeat_interleave(-(-weight.group_size // group_size), dim=1)[:, :needed]
-    return wide.contiguous()
-
-
 def _whole_values(weight: GroupedWeight) -> tuple[torch.Tensor, float, int | None]:
     """Values, what they are to be multiplied by, and the least, if they are whole numbers that bytes can hold, counted
     from the least; values of 8 bits must follow one another as well, as there is no table for them."""
@@ -184,20 +172,3 @@ def _table(values: torch.Tensor, offset: int) -> torch.Tensor | None:
     """uint8 [16]: the bytes that codes stand for. None: they are the codes."""
     table = values - offset
     return None if torch.equal(table, torch.arange(16.0)) else table.to(torch.uint8)
-
-
-def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-    """What minima are multiples of their scales by, if those are whole numbers that a byte holds beside a code."""
-    zeros = torch.where(scales != 0, minima / scales, 0).round_()
-    least, most = zeros.aminmax()
-    if least < -_FURTHEST_ZERO or most > _FURTHEST_ZERO or not torch.equal(zeros * scales, minima):
-        return None
-    return zeros
-
-
-def _type_for(numbers: torch.Tensor) -> int:
-    """The shortest type that holds all of them exactly."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(numbers.to(dtype).to(torch.float32), numbers):
-            return dtype_code(dtype)
-    return dtype_code(torch.float32)
