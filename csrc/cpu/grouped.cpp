@@ -52,9 +52,10 @@ void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t blo
       pack_scales(rows.minima + first * num_groups + group, num_groups, count, layout.minima_type,
                   cell + layout.scale_bytes);
     }
-    std::memset(words, 0, sizeof words);
+    if (width < layout.group_size) std::memset(words, 0, sizeof words);
     for (int64_t row = 0; row < count; ++row) {
       const uint8_t* codes = rows.codes + (first + row) * rows.stride + input;
+      for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(codes + width + i);  // the next group's
       char* to = words + row * row_bytes;
       if (weight.type == kGrouped4) pack_nibbles(codes, width, to);
       if (weight.type == kGrouped8) std::memcpy(to, codes, static_cast<size_t>(width));
