@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight, Supers
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 """IQ4_NL's values."""
@@ -40,6 +40,8 @@ class _Kind(NamedTuple):
     group_size: int
     parts: Callable[[torch.Tensor], _Parts]
     """Called with uint8 [blocks, num_bytes]."""
+    supers: tuple[int, ...] = ()
+    """Where in a block the float16 lies that its scales are integers times of, and that of its minima."""
 
 
 def take_apart(kind: str, blocks: torch.Tensor) -> GroupedWeight:
@@ -65,8 +67,14 @@ def take_apart(kind: str, blocks: torch.Tensor) -> GroupedWeight:
         if parts.minima is not None:
             minima.append(parts.minima.view(len(some), -1))
     empty = torch.empty(0, num_inputs // own.group_size)
+    supers = [_half(blocks.reshape(-1, own.num_bytes), at).view(num_rows, -1) for at in own.supers]
     return GroupedWeight(
-        codes, own.values, torch.cat(scales or [empty]), own.group_size, torch.cat(minima) if minima else None
+        codes,
+        own.values,
+        torch.cat(scales or [empty]),
+        own.group_size,
+        torch.cat(minima) if minima else None,
+        supers=Supers(*supers) if supers else None,
     )
 
 
@@ -187,13 +195,13 @@ _KINDS = {
     "Q5_0": _Kind(32, 22, INT8, 32, _q5_0),
     "Q5_1": _Kind(32, 24, UINT8, 32, _q5_1),
     "Q8_0": _Kind(32, 34, INT8, 32, _q8_0),
-    "Q2_K": _Kind(256, 84, UINT4, 16, _q2_k),
-    "Q3_K": _Kind(256, 110, INT8, 16, _q3_k),
-    "Q4_K": _Kind(256, 144, UINT4, 32, _q4_k),
-    "Q5_K": _Kind(256, 176, UINT8, 32, _q5_k),
-    "Q6_K": _Kind(256, 210, INT8, 16, _q6_k),
+    "Q2_K": _Kind(256, 84, UINT4, 16, _q2_k, (80, 82)),
+    "Q3_K": _Kind(256, 110, INT8, 16, _q3_k, (108,)),
+    "Q4_K": _Kind(256, 144, UINT4, 32, _q4_k, (0, 2)),
+    "Q5_K": _Kind(256, 176, UINT8, 32, _q5_k, (0, 2)),
+    "Q6_K": _Kind(256, 210, INT8, 16, _q6_k, (208,)),
     "IQ4_NL": _Kind(32, 18, IQ4, 32, _q4_0),
-    "IQ4_XS": _Kind(256, 136, IQ4, 32, _iq4_xs),
+    "IQ4_XS": _Kind(256, 136, IQ4, 32, _iq4_xs, (0,)),
     "MXFP4": _Kind(32, 17, FP4, 32, _mxfp4),
 }
 BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _KINDS.items()}
