@@ -29,7 +29,8 @@ def by_library(stored: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
 
     args = QuantizationArgs(**{key: value for key, value in scheme.weights.items() if value is not None})
     own = QuantizationScheme(targets=["Linear"], weights=args, format=scheme.form)
-    return BaseCompressor.get_value_from_registry(scheme.form).decompress(dict(stored), own)["weight"].float()
+    made: torch.Tensor = BaseCompressor.get_value_from_registry(scheme.form).decompress(dict(stored), own)["weight"]
+    return made.float()
 
 
 @pytest.mark.usefixtures("float_products")
@@ -45,8 +46,8 @@ def test_a_written_checkpoint_is_what_others_read_of_it(tmp_path: Path, name: st
     own = {key.removeprefix(f"{layer}."): value for key, value in stored.items() if key.startswith(f"{layer}.")}
     library, weight = by_library(own, SCHEMES[name]), dense[f"{layer}.weight"]
     if name.startswith("int4"):
-        integers = quantize4(weight, SCHEMES[name].group_size or 0)
-        assert (library != dequantize(integers)).float().mean() < 0.001  # of two scales as good, either may be taken
+        integers = dequantize(quantize4(weight, SCHEMES[name].group_size or 0)).bfloat16().float()
+        assert (library != integers).float().mean() < 0.01  # of two scales as good, either may be taken
     assert (library - weight).abs().max() < 0.2 * weight.abs().max()
     for each, tensor in dense.items():
         assert each.endswith("_proj.weight") or torch.equal(stored[each], tensor)
@@ -104,8 +105,8 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"Try: vllm-lite serve {out}" in capsys.readouterr().out
     assert main(["quantize", str(source), "--out", str(out)]) == 2
     assert capsys.readouterr().err == f"vllm-lite: {out}: is there already; give a folder that is new or empty\n"
-    with pytest.raises(ModelError, match="is quantized already .compressed-tensors w4a16.; a dense checkpoint"):
+    with pytest.raises(ModelError, match=r"is quantized already \(compressed-tensors w4a16\); a dense checkpoint"):
         quantize_checkpoint(out, tmp_path / "again", "int8")
-    with pytest.raises(ConfigError, match="scheme 'int3' is not supported; supported: int4, int4_g32, int8, fp8"):
+    with pytest.raises(ConfigError, match=r"scheme 'int3' is not supported; supported: int4, int4_g32, int8, fp8"):
         quantize_checkpoint(source, tmp_path / "again", "int3")
     assert not (tmp_path / "again").exists()

@@ -39,7 +39,7 @@ class Written(NamedTuple):
     kept: list[str]
     """Those that stay as they are, though the model could take them quantized."""
     num_bytes: int
-    """Of all weights."""
+    """What all weights take."""
 
 
 def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress = lambda *_: None) -> Written:
