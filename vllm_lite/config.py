@@ -38,8 +38,10 @@ class DeviceDefaults(NamedTuple):
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
 KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
 """The values of kv_cache_dtype that stand for another; None stands for the model's dtype."""
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 """Bytes of one element of the KV cache, by the resolved kv_cache_dtype."""
+KV_SCALE_BYTES = {"int8": 4}
+"""Bytes behind the elements of each token and head, by those kv_cache_dtypes that keep a scale there."""
 FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
 """A KV cache whose size the user did not set holds at most this many times what the largest batch holds; what is beyond
 one batch keeps prefixes. A small batch gets a pool of the second number of blocks all the same, which costs the engine
@@ -52,7 +54,7 @@ class KVShape(Protocol):
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...
 
-    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int: ...
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int: ...
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,8 +180,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.01
 
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"],
-        about("type of the KV cache (auto: the model's; fp8: fp8_e4m3)"),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        about("type of the KV cache (auto: the model's; fp8: fp8_e4m3; int8: with a scale for each token and head)"),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "cuda", "paged"],
@@ -363,7 +365,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if kv is None or self.cpu_kvcache_space:
             return resolved
         value_bytes, tp = KV_DTYPE_BYTES[resolved.kv_cache_dtype], self.tensor_parallel_size
-        block_bytes = kv.kv_block_bytes(self.block_size, value_bytes, tp)
+        scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
+        block_bytes = kv.kv_block_bytes(self.block_size, value_bytes, tp, scale_bytes)
         enough = resolved.enough_blocks(len(kv.kv_groups)) * block_bytes * tp / GIB
         return msgspec.structs.replace(resolved, cpu_kvcache_space=min(resolved.cpu_kvcache_space, enough))
 

@@ -35,7 +35,7 @@ struct Draft {
 };
 
 int64_t element_bytes(int dtype) {
-  return dtype == kFloat32 ? 4 : dtype == kFp8E4M3 || dtype == kFp8E5M2 ? 1 : 2;
+  return dtype == kFloat32 ? 4 : dtype >= kFp8E4M3 ? 1 : 2;
 }
 
 // Rows of partial results of a sequence, for all its splits; workspace_bytes relies on it.

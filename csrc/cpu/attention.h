@@ -25,7 +25,7 @@ VLLM_LITE_INLINE int max_rows(int head_size) {
 // What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.
 struct AttentionShape {
   int32_t num_heads, num_kv_heads, head_size, value_size, block_size;
-  int32_t dtype, kv_dtype;  // DType
+  int32_t dtype, kv_dtype;  // DType; a row of kInt8 has its scale behind its head_size elements
   float scale, soft_cap, k_scale, v_scale;
   const float* slopes;  // [num_heads] or null
 };

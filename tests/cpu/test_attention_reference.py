@@ -8,6 +8,7 @@ import torch
 from tests.attention_steps import attention_shape, changed, step_batch
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
+from vllm_lite.attention.int8_rows import dequantized, quantized
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS, select_backend
 from vllm_lite.attention.step_batch import PAD_SLOT
@@ -97,6 +98,8 @@ class Batch:
         self.blocks = [list(map(int, part)) for part in ids.split(counts)]
         pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_size), filler)
         self.pool = pool.to(self.shape.cache_dtype)
+        if self.shape.cache_dtype == torch.int8:  # with a scale behind each row
+            self.pool = torch.full((*pool.shape[:-1], head_size + 4), 0x7F, dtype=torch.int8)
         self.kv = self.pool[:, LAYER]
         self.fill()
 
@@ -135,12 +138,16 @@ class Batch:
     def stored(self, x, which):
         """K (0) or V (1) as the cache is to hold it."""
         dtype = self.shape.cache_dtype
+        if dtype == torch.int8:
+            return quantized(x)
         if dtype.itemsize > 1:
             return x.to(dtype)
         limit = torch.finfo(dtype).max
         return (x.float() / (self.shape.k_scale, self.shape.v_scale)[which]).clamp(-limit, limit).to(dtype)
 
     def loaded(self, x, which):
+        if x.dtype == torch.int8:
+            return dequantized(x)
         return x if x.dtype.itemsize > 1 else x.float() * (self.shape.k_scale, self.shape.v_scale)[which]
 
     def step(self, extra_rows=0):

@@ -253,7 +253,7 @@ def test_round_trip_of_random_bytes_through_the_host():
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_every_type_of_cache_moves_bit_by_bit(dtype, mover):
     engine = with_mover(make_engine(dtype=dtype), mover)
     assert (engine.pool.dtype, engine.host_pool.dtype) == (dtype, dtype)
@@ -316,6 +316,13 @@ def test_layers_see_their_part_of_every_block():
 def test_block_bytes_are_those_the_spec_promises():
     engine = make_engine()
     assert engine.pool[0].nbytes == engine.spec.kv_block_bytes(block_size=2, dtype_bytes=4)
+
+
+def test_scales_of_int8_lie_in_the_block():
+    engine = make_engine(dtype=torch.int8)
+    assert engine.pool[0].nbytes == engine.spec.kv_block_bytes(block_size=2, dtype_bytes=1, scale_bytes=4)
+    assert engine.pool[0].nbytes == 3 * 2 * 2 * 2 * (4 + 4)
+    assert [view.shape for view in engine.layer_views()] == [(N, 2, 2, 2, 4 + 4)] * 3
 
 
 def test_groups_share_the_places_in_a_block():

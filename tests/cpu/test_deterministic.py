@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral with a window, bfloat16": ("mistral", {"sliding_window": 21}, {"dtype": "bfloat16"}),
     "int8": ("llama", {}, {"quantization": "int8", "dtype": "bfloat16"}),
     "float8 cache": ("llama", {}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
+    "int8 cache": ("llama", {}, {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
 }
 
 

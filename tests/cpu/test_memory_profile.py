@@ -350,10 +350,11 @@ def test_a_gpu_that_is_too_small_is_the_users_fault(tiny_checkpoint: Path) -> No
         ("float16", torch.float16),
         ("fp8", torch.float8_e4m3fn),
         ("fp8_e5m2", torch.float8_e5m2),
+        ("int8", torch.int8),
     ],
 )
 def test_the_cache_has_the_type_asked_for(tiny_checkpoint: Path, name: str, dtype: torch.dtype) -> None:
     driver = Driver(tiny_checkpoint, kv_cache_dtype=name, attention_backend="reference")
     assert driver.worker.runner.cache_engine.pool.dtype == dtype
-    assert driver.ready.block_bytes == 2 * 2 * 16 * 2 * 16 * dtype.itemsize
+    assert driver.ready.block_bytes == 2 * 2 * 16 * 2 * (16 * dtype.itemsize + (4 if name == "int8" else 0))
     assert driver.worker.runner.cache_engine.pool[0].nbytes == driver.ready.block_bytes

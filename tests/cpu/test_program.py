@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral with a window": ("mistral", {"sliding_window": 9}, {}),
     "qwen3 with two KV groups": ("qwen3", MIXED, {"dtype": "bfloat16"}),
     "float8 cache": ("llama", {}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
+    "int8 cache, two KV groups": ("qwen3", MIXED, {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
     "int8, tied": ("llama", {"tie_word_embeddings": True}, {"quantization": "int8", "dtype": "bfloat16"}),
     "padded to sizes": ("llama", {}, {"cudagraph_capture_sizes": [3, 8]}),
 }

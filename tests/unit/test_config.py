@@ -213,7 +213,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
     [
         ("quantization", "int8, int4, int4_g32"),
         ("device", "auto, cpu, cuda"),
-        ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
+        ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, int8"),
     ],
 )
 def test_choices_are_listed(name: str, choices: str) -> None:
@@ -360,8 +360,8 @@ class TinyModel:
 
     kv_groups = ("full", "sliding")
 
-    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
-        return 10 * block_size * dtype_bytes // tp
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
+        return 10 * block_size * (dtype_bytes + scale_bytes) // tp
 
 
 @pytest.mark.parametrize(
@@ -390,8 +390,8 @@ def test_a_size_that_is_asked_for_is_kept(given: dict[str, Any]) -> None:
 
 def test_a_large_model_gets_what_there_is() -> None:
     class LargeModel(TinyModel):
-        def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
-            return super().kv_block_bytes(block_size, dtype_bytes, tp) * 10**4
+        def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
+            return super().kv_block_bytes(block_size, dtype_bytes, tp, scale_bytes) * 10**4
 
     config = resolved(kv=LargeModel(), device="cpu")
     assert config.cpu_kvcache_space == min(4, memory_limit_bytes() / 4 / 2**30)

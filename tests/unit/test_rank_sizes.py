@@ -19,8 +19,8 @@ class TinyModel:
 
     kv_groups = ("full", "sliding")
 
-    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
-        return 10 * block_size * dtype_bytes // tp
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
+        return 10 * block_size * (dtype_bytes + scale_bytes) // tp
 
 
 @pytest.mark.parametrize("tp", [2, 5])

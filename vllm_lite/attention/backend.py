@@ -1,8 +1,9 @@
 """The interface of an attention backend: five methods for CUDA kernels with graphs, native CPU kernels, plain torch.
 
 A layer's cache is a strided view `kv: [num_blocks, 2, num_kv_heads, block_size, head_size]` of the pool, K at index 0
-of the second axis and V at 1. Only the last axis is sure to have stride 1. Where `AttentionSpec.value_size` says that V
-is a part of K, that axis has K alone, and what comes out has `value_size` elements a head.
+of the second axis and V at 1. Only the last axis is sure to have stride 1; in int8 it has the row's scale behind it, as
+attention/int8_rows.py says. Where `AttentionSpec.value_size` says that V is a part of K, the second axis has K alone,
+and what comes out has `value_size` elements a head.
 """
 
 from collections.abc import Callable
@@ -26,24 +27,30 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     kv_dtype: torch.dtype | None = None
-    """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated; others
-    have no scales."""
+    """Type of the cache: None = `dtype`; in float8 what is stored is K / k_scale and V / v_scale, saturated; in int8
+    each row has a scale of its own, see attention/int8_rows.py; others have no scales."""
     k_scale: float = 1.0
     v_scale: float = 1.0
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 
     def __post_init__(self) -> None:
-        if (self.k_scale, self.v_scale) != (1.0, 1.0) and self.cache_dtype.itemsize > 1:
+        if (self.k_scale, self.v_scale) != (1.0, 1.0) and not self.has_float8:
             raise ValueError(f"k_scale and v_scale are for float8 caches, not for {self.cache_dtype}")
 
     @property
     def cache_dtype(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
+    @property
+    def has_float8(self) -> bool:
+        return self.cache_dtype.is_floating_point and self.cache_dtype.itemsize == 1
+
     def first_reason(self, reason: Callable[[AttentionSpec], str | None], *, block_sparse: bool = False) -> str | None:
         """Why the layers of some group cannot be served: what no backend can do, or the first `reason` that a backend
         gives; None if there is none. `block_sparse`: the backend has such patterns."""
+        if self.cache_dtype == torch.int8 and any(spec.value_size is not None for spec in self.groups):
+            return "an int8 KV cache does not go with latent attention, whose V is a part of K; use fp8"
         return next((why for spec in self.groups if (why := _reason(spec, block_sparse) or reason(spec))), None)
 
 

@@ -40,7 +40,7 @@ class _Plan:
 
 
 class CpuBackend:
-    """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types or in float8."""
+    """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types, float8 or int8."""
 
     graph_safe = True
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.int8_rows import dequantized, quantized
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import TorchOps
@@ -135,12 +136,16 @@ class ReferenceBackend:
     def _stored(self, new: torch.Tensor, scale: float) -> torch.Tensor:
         """`new` as the cache keeps it. What float8 cannot hold becomes its largest number: torch would give NaN."""
         dtype = self.shape.cache_dtype
+        if dtype == torch.int8:
+            return quantized(new).view(torch.uint8)
         if dtype.itemsize > 1:
             return new.to(dtype)
         limit = torch.finfo(dtype).max
         return (new.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
 
     def _loaded(self, cached: torch.Tensor, scale: float) -> torch.Tensor:
+        if cached.dtype == torch.int8:
+            return dequantized(cached).to(self.shape.dtype)
         loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
         return loaded.to(self.shape.dtype)
 
@@ -229,5 +234,5 @@ def _softmax_with(sinks: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _as_bytes(kv: torch.Tensor) -> torch.Tensor:
-    """A float8 cache as bytes, which torch can index; others as they are."""
+    """A float8 or int8 cache as bytes, which torch can index; others as they are."""
     return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

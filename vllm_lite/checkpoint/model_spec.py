@@ -160,11 +160,11 @@ class LayerGroup(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         return "full" if self.window is None else "sliding"
 
-    def kv_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size]; with 1 in place of 2 where V
-        is a part of K."""
+    def kv_shape(self, block_size: int, row_extra: int = 0) -> tuple[int, int, int, int, int]:
+        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place
+        of 2 where V is a part of K. `row_extra`: elements that a head of a token takes for its scale."""
         own = self.attention
-        return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, own.head_size
+        return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, own.head_size + row_extra
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,16 +275,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         fits = fits and (experts is None or experts.fits(shard))
         return fits and all(group.attention.fits(tp) for group in self.kv_groups)
 
-    def block_elements(self, block_size: int) -> int:
+    def block_elements(self, block_size: int, row_extra: int = 0) -> int:
         """K and V in one block. Groups share one pool, so the smaller ones are padded to the largest."""
-        return max(math.prod(group.kv_shape(block_size)) for group in self.kv_groups)
+        return max(math.prod(group.kv_shape(block_size, row_extra)) for group in self.kv_groups)
 
-    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1) -> int:
-        """Bytes of one KV block on each of `tp` ranks: K and V of `block_size` tokens in all layers of a group.
+    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
+        """Bytes of one KV block on each of `tp` ranks: K and V of `block_size` tokens in all layers of a group, and
+        `scale_bytes` for each token and head, a multiple of `dtype_bytes`.
 
         Raises ConfigError if so many ranks cannot share the heads.
         """
-        return self.shared_by(tp).per_rank(Shard(0, tp)).block_elements(block_size) * dtype_bytes
+        own = self.shared_by(tp).per_rank(Shard(0, tp))
+        return own.block_elements(block_size, scale_bytes // dtype_bytes) * dtype_bytes
 
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""

@@ -29,6 +29,7 @@ from vllm_lite.client.text import conversion
 from vllm_lite.config import (
     DEMO_MODEL,
     KV_DTYPE_BYTES,
+    KV_SCALE_BYTES,
     EngineConfig,
     ResolvedConfig,
     check_address,
@@ -230,7 +231,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         kv=spec.shared_by(config.tensor_parallel_size),
     )
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
-    block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size)
+    scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
+    block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.tensor_parallel_size, resolved.device)
     return resolved

@@ -21,7 +21,16 @@ from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
-from vllm_lite.config import DEMO_MODEL, DEVICE_DEFAULTS, GIB, KV_DTYPE_BYTES, Count, EngineConfig, demo_folder
+from vllm_lite.config import (
+    DEMO_MODEL,
+    DEVICE_DEFAULTS,
+    GIB,
+    KV_DTYPE_BYTES,
+    KV_SCALE_BYTES,
+    Count,
+    EngineConfig,
+    demo_folder,
+)
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
@@ -185,7 +194,9 @@ class _Sizes:
         self.chunk = self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
         num_ranks = tp if device == "cpu" else 1  # on the device that is planned for
-        self.rank_block_bytes = spec.kv_block_bytes(config.block_size, KV_DTYPE_BYTES[self.config.kv_cache_dtype], tp)
+        kv_dtype = self.config.kv_cache_dtype
+        element_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype], KV_SCALE_BYTES.get(kv_dtype, 0)
+        self.rank_block_bytes = spec.kv_block_bytes(config.block_size, element_bytes, tp, scale_bytes)
         self.block_bytes = self.rank_block_bytes * num_ranks
         self.rank_weights = [
             weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard, dense=device != "cpu")

@@ -17,6 +17,7 @@ KV_DTYPES = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
 }
 """Resolved values of kv_cache_dtype."""
 

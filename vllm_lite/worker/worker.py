@@ -5,6 +5,7 @@ import time
 import torch
 
 from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
@@ -56,7 +57,9 @@ class Worker:
         self.limits = _limits(config, self.spec)
         self.own_spec = self.spec.per_rank(Shard.of(config, rank))
         """The model with the heads that this rank holds, for attention and the KV cache."""
-        self.block_bytes = self.own_spec.kv_block_bytes(config.block_size, self.kv_dtype.itemsize)
+        self.block_bytes = self.own_spec.kv_block_bytes(
+            config.block_size, self.kv_dtype.itemsize, scale_bytes=scale_bytes(self.kv_dtype)
+        )
         self.graph_sizes: tuple[int, ...] = ()
 
     def max_logits_bytes(self) -> int:

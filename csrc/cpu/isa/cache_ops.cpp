@@ -42,6 +42,21 @@ VLLM_LITE_INLINE void put(const float* from, float* to, float, int size) {
   std::memcpy(to, from, static_cast<size_t>(size) * 4);
 }
 
+// A row of int8 and its scale, see vllm_lite/attention/int8_rows.py. It divides, as that does, for the same codes.
+template <class T>
+VLLM_LITE_INLINE void put(const T* from, Int8* to, float, int size) {
+  Vec largest = {};
+  for (int d = 0; d < size; d += kWidth) {
+    const Vec x = vec_of(bits_of_vec(load_some(from + d, size - d)) & 0x7fffffff);
+    largest = x > largest ? x : largest;
+  }
+  float scale = max_of(largest) / 127.0f;
+  if (scale < 0x1p-126f) scale = 0;
+  const float divisor = scale == 0 ? __builtin_inff() : scale;
+  for (int d = 0; d < size; d += kWidth) store_some(to + d, load_some(from + d, size - d) / divisor, size - d);
+  std::memcpy(static_cast<void*>(to + size), &scale, sizeof scale);
+}
+
 template <class T>
 static void rotate_token(const vllm_lite::CacheWrite& w, int64_t token) {
   const int size = w.head_size;
@@ -84,6 +99,8 @@ static void write(const vllm_lite::CacheWrite& w, int64_t first, int64_t end) {
       return write<T, Float16>(w, first, end);
     case kFp8E4M3:
       return write<T, Fp8E4M3>(w, first, end);
+    case kInt8:
+      return write<T, Int8>(w, first, end);
     default:
       return write<T, Fp8E5M2>(w, first, end);
   }

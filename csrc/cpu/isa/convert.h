@@ -1,4 +1,4 @@
-// Vectors to and from float8, which simd.h takes element by element, and parts of vectors.
+// Vectors to and from float8, which simd.h takes element by element, and rows of int8; parts of vectors.
 #pragma once
 
 #include "simd.h"
@@ -70,6 +70,25 @@ VLLM_LITE_INLINE void store(Fp8E4M3* to, Vec x) {
 }
 VLLM_LITE_INLINE void store(Fp8E5M2* to, Vec x) {
   store_fp8<2, 15>(to, x, 57344.0f);
+}
+
+// ---- int8 with a scale for each row: `size` codes, then a float. An element is code * scale.
+
+struct Int8 {
+  int8_t code;
+};
+VLLM_LITE_INLINE Vec load(const Int8* from) {
+  return __builtin_convertvector(reinterpret_cast<VecI>(load_bytes(from) << 24) >> 24, Vec);
+}
+// To nearest, ties to even; |x| is at most about 127, which 1.5 * 2^23 leaves in the low byte. NaN becomes some code.
+VLLM_LITE_INLINE void store(Int8* to, Vec x) {
+  const Vec8 bytes = __builtin_convertvector(bits_of_vec(x + 0x1.8p23f) & 0xff, Vec8);
+  std::memcpy(static_cast<void*>(to), &bytes, sizeof bytes);
+}
+VLLM_LITE_INLINE float row_scale(const void* row, int size) {
+  float scale;
+  std::memcpy(&scale, static_cast<const char*>(row) + size, sizeof scale);
+  return scale;
 }
 
 // ---- the first `count` elements; the others are zero, or are not stored

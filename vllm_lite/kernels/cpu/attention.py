@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_lite.kernels.cpu.dtypes import DTYPES
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 
 MAX_HEAD_SIZE = 576
@@ -18,6 +19,8 @@ SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
 THREAD_BYTES = 720 << 10
 """Scratch memory of each thread."""
+INT8_SCALE_BYTES = 4
+"""A float behind each row of a cache in int8."""
 _PLAN_INTS, _ITEM_INTS = 6, 11
 """How many numbers the records Plan and AttentionItem of csrc/cpu have."""
 
@@ -59,7 +62,7 @@ class Kernels:
     """The kernels for one shape of attention, with the scratch memory that its calls share; they must not overlap.
 
     The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1;
-    with 1 in place of 2, V is the first value_size elements of K.
+    rows of int8 have 4 bytes more, their scale; with 1 in place of 2, V is the first value_size elements of K.
     """
 
     def __init__(self, shape: Shape, slopes: Sequence[float] | None = None) -> None:
@@ -189,7 +192,8 @@ class Kernels:
                 raise ValueError(f"kv must have 5 axes, the last one dense, got shape {kv.shape}, strides {strides}")
             shape = self._shape
             planes = 2 if shape.value_size == shape.head_size else 1  # or V is a part of K
-            made_for = [planes, shape.num_kv_heads, shape.block_size, shape.head_size]
+            row = shape.head_size + (INT8_SCALE_BYTES if shape.kv_dtype == DTYPES[torch.int8] else 0)
+            made_for = [planes, shape.num_kv_heads, shape.block_size, row]
             if list(kv.shape[1:]) != made_for:
                 raise ValueError(f"kv has {list(kv.shape[1:])} in a block, and these kernels are made for {made_for}")
             known = self._strides[strides] = (int64 * 4)(*strides[:4])

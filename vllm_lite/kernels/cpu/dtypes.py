@@ -2,7 +2,14 @@
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+    torch.int8: 5,
+}
 """The same numbers as DType in csrc/cpu/common.h."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Those that kernels compute in; the others are for KV caches only."""

@@ -2,7 +2,8 @@
 
 Layout: block-major `[num_blocks, block_elements]`, on the device and in the host swap pool alike. All of a block's
 bytes lie together, so that a block moves in one copy. The layers of its group share it as `[num_layers, 2,
-num_kv_heads, block_size, head_size]`; what is left over is unused.
+num_kv_heads, block_size, head_size]`; what is left over is unused. In int8 a row of head_size has its scale behind
+it, so that scales move with their block.
 Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, num_blocks + num_host_blocks).
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
@@ -61,7 +63,8 @@ class CacheEngine:
             BlockOp.SWAP_OUT: (own, host),
             BlockOp.SWAP_IN: (host, own),
         }
-        elements = spec.block_elements(block_size)
+        self._row_extra = scale_bytes(dtype) // dtype.itemsize
+        elements = spec.block_elements(block_size, self._row_extra)
         if device.type == "cpu":
             self.pool = _host_zeros((num_blocks, elements), dtype)
             self.host_pool = _host_zeros((num_host_blocks, elements), dtype)
@@ -77,7 +80,7 @@ class CacheEngine:
         """
         views: dict[int, torch.Tensor] = {}
         for group in self.spec.kv_groups:
-            shape = group.kv_shape(self.block_size)
+            shape = group.kv_shape(self.block_size, self._row_extra)
             layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
             views |= dict(zip(group.layers, layers, strict=True))
         return [views[layer] for layer in range(self.spec.num_layers)]
