@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from tests.attention_steps import attention_shape
+from tests.checkpoints import make_checkpoint
 from tests.cpu.test_attention_cpu import TOLERANCE, exact
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch, backend  # noqa: F401
+from tests.driver import Driver, make_prompt, new_request
+from tests.plays import Recorder
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.int8_rows import dequantized, quantized
@@ -13,6 +16,7 @@ from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import select_backend
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
+from vllm_lite.protocol.step import Finish
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 INT8 = torch.int8
@@ -117,3 +121,31 @@ def test_scales_of_the_whole_cache_are_for_float8():
 
 def test_the_reference_serves_it_everywhere():
     assert ReferenceBackend.supports(attention_shape((4, 2, 16), 16, torch.float32, kv_dtype=INT8)) is None
+
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 21}, "qwen3": {}}
+LOGITS_ERROR = 0.05
+"""Of the spread of a position's logits, their standard deviation: what a model of random weights may be off."""
+
+
+def last_logits(model, **settings):
+    """What follows each of some prompts, whose tokens attend to each other through the cache."""
+    driver = Driver(model, **settings)
+    recorder = Recorder(driver)
+    for handle in range(8):
+        prompt = make_prompt(20 + 9 * handle, seed=handle)
+        first = 1 + 7 * (handle % 4)
+        driver.run(new_request(handle, prompt, list(range(first, first + 7))))
+        driver.run(Finish(handle))
+    return torch.cat([logits[:1] for logits in recorder.logits if len(logits)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@needs_library
+def test_a_model_says_nearly_the_same(family, tmp_path):
+    model = make_checkpoint(tmp_path / "model", family, **FAMILIES[family])
+    dense, kept, eighth = (last_logits(model, kv_cache_dtype=kind) for kind in ("auto", "int8", "fp8"))
+    error, of_fp8 = (((x - dense).std(-1) / dense.std(-1)).mean() for x in (kept, eighth))
+    assert 0 < error < LOGITS_ERROR
+    assert error < of_fp8, "a scale for each token and head is finer than float8"
+    assert (kept.argmax(-1) == dense.argmax(-1)).float().mean() >= 0.75

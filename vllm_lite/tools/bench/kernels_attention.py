@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
+from vllm_lite.attention.int8_rows import quantized, scale_bytes
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -36,16 +37,21 @@ class Case:
     """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
 
     def __init__(
-        self, lengths: list[tuple[int, int]], group: int, dtype: torch.dtype, layout: str = "block-major"
+        self,
+        lengths: list[tuple[int, int]],
+        group: int,
+        dtype: torch.dtype,
+        layout: str = "block-major",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         num_heads = NUM_KV_HEADS * group
         device = torch.device("cpu")
         self.spec = AttentionSpec(num_heads, NUM_KV_HEADS, HEAD_SIZE, scale=HEAD_SIZE**-0.5)
-        self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device)
+        self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device, kv_dtype)
         counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-        self.kv = cache(sum(counts), dtype, layout)
+        self.kv = cache(sum(counts), self.shape.cache_dtype, layout)
         for block in self.kv:
-            block.normal_()
+            _fill(block)
         ids = torch.randperm(sum(counts)).int().split(counts)
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for row, blocks in zip(table, ids, strict=True):
@@ -88,9 +94,19 @@ def cache(num_blocks: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
     num_layers = 1 if layout == "layer by layer" else NUM_LAYERS
     inside = (BLOCK_SIZE, NUM_KV_HEADS) if layout == "heads inside tokens" else (NUM_KV_HEADS, BLOCK_SIZE)
-    shape = (num_blocks, num_layers, 2, *inside, HEAD_SIZE)
+    shape = (num_blocks, num_layers, 2, *inside, HEAD_SIZE + scale_bytes(dtype))
     layer = zeros(torch.Size(shape).numel(), dtype).view(shape)[:, 0]
     return layer.transpose(2, 3) if layout == "heads inside tokens" else layer
+
+
+def _fill(block: torch.Tensor) -> None:
+    """Random K and V into one block of a cache of any type."""
+    if block.dtype.itemsize > 1:
+        block.normal_()
+        return
+    rows = torch.randn(*block.shape[:-1], HEAD_SIZE)
+    kept = quantized(rows) if block.dtype == torch.int8 else rows.to(block.dtype)
+    block.view(torch.uint8).copy_(kept.view(torch.uint8))
 
 
 def measure(num_threads: int) -> Iterator[Row]:
@@ -100,6 +116,7 @@ def measure(num_threads: int) -> Iterator[Row]:
         yield from prefill(num_threads, dtype)
     yield from writes(num_threads)
     yield from layouts(num_threads)
+    yield from caches_of_a_byte(num_threads)
 
 
 def decoding(num_threads: int) -> Iterator[Row]:
@@ -149,8 +166,18 @@ def layouts(num_threads: int) -> Iterator[Row]:
         yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
 
 
+def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
+    """Decoding over caches in bfloat16, int8 and float8, in turn."""
+    types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+    batches = [Case([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, kv_dtype=kind) for kind in types]
+    times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
+    for kind, batch, seconds in zip(types, batches, times, strict=True):
+        yield _row(f"decode, cache in {name_of(kind)}", batch, us=seconds * 1e6, gb_s=_kv_bytes(batch) / seconds / 1e9)
+
+
 def _kv_bytes(batch: Case) -> int:
-    return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * HEAD_SIZE * batch.shape.dtype.itemsize
+    row = batch.kv.shape[-1] * batch.kv.itemsize
+    return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * row
 
 
 def _row(kernel: str, batch: Case, **figures: float) -> Row:
