@@ -1,5 +1,7 @@
 """A KV cache in int8: what its rows hold, attention over them, what a block's bytes are, and a model with one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -123,7 +125,7 @@ def test_the_reference_serves_it_everywhere():
     assert ReferenceBackend.supports(attention_shape((4, 2, 16), 16, torch.float32, kv_dtype=INT8)) is None
 
 
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": 21}, "qwen3": {}}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 21}, "qwen3": {}}
 LOGITS_ERROR = 0.05
 """Of the spread of a position's logits, their standard deviation: what a model of random weights may be off."""
 
