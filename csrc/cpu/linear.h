@@ -171,6 +171,8 @@ VLLM_LITE_DECLARE(void linear(const LinearCall& call, const LinearTask& task))
 // The same on call.quantized, for weights that are bytes; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_int8(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
+// The same on rows of bfloat16, for grouped weights that are floats. False, and nothing is done, where it has no way.
+VLLM_LITE_DECLARE(bool linear_table(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())
 VLLM_LITE_DECLARE(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
 // x [count] of DType `type` as integers in [-127, 127] times *scale.

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NORMAL = torch.linspace(-1, 1, 16).pow(3)
 """No whole numbers, in whatever unit."""
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 WHOLE = (INT4, UINT4, MXFP4, INT8)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
@@ -44,6 +45,7 @@ def grouped(
 ) -> GroupedWeight:
     generator = torch.Generator().manual_seed(num_outputs + num_inputs)
     codes = torch.randint(len(values), (num_outputs, num_inputs), generator=generator, dtype=torch.uint8)
+    codes[values[codes.long()].isnan()] = 1
     shape = num_outputs, -(-num_inputs // group_size)
     own = (0.5 + torch.rand(shape, generator=generator)).to(scales).float()
     least = torch.randn(shape, generator=generator) if minima else None
@@ -68,7 +70,11 @@ def check(weight: GroupedWeight, x: torch.Tensor, bias: torch.Tensor | None, lab
     assert (out - expected).abs().max() < 1e-6 * size, label
 
 
-@pytest.mark.parametrize("values", [INT4, UINT4, MXFP4, NORMAL, INT8], ids=["int4", "uint4", "mxfp4", "table", "int8"])
+@pytest.mark.parametrize(
+    "values",
+    [INT4, UINT4, MXFP4, NORMAL, INT8, E4M3],
+    ids=["int4", "uint4", "mxfp4", "table", "int8", "e4m3"],
+)
 @pytest.mark.parametrize("minima", [False, True])
 def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> None:
     for i, (num_outputs, num_inputs, group_size, num_rows) in enumerate(SHAPES):
@@ -78,7 +84,9 @@ def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> No
         check(weight, x, bias if i % 2 == 0 else None, (each_isa, SHAPES[i]))
 
 
-@pytest.mark.parametrize(("values", "minima"), [(INT4, False), (MXFP4, True), (INT8, True)])
+@pytest.mark.parametrize(
+    ("values", "minima"), [(INT4, False), (MXFP4, True), (INT8, True), (NORMAL, False), (E4M3, False)]
+)
 def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, values: torch.Tensor, minima: bool) -> None:
     """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
     packed = PackedWeight(grouped(100, 1100, 32, values, minima=minima))

@@ -1,0 +1,270 @@
+// Grouped weights whose codes stand for floats of a table, as in fp8 and NF4, times rows of bfloat16.
+//
+// Codes become bfloat16 in registers, pairs of products are added up in float32, and each group's sum is multiplied by
+// its scale. Floats of 8 bits are exact in bfloat16. A table of 16 is split into two numbers of bfloat16 each, which
+// leaves 2^-17 of a value. A pair is inputs i and i + 2, as the codes of both lie in one word: rows are laid out so.
+#include "grouped_cells.h"
+#include "linear_task.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr int kGroup = 12;           // rows at a time: two sums each
+constexpr int64_t kTile = 256;       // inputs of the rows on the stack
+constexpr int64_t kLongTile = 2048;  // where there is one group of rows
+constexpr int64_t kLargestGroup = 128;
+constexpr int64_t kAheadBytes = 4096;
+constexpr int32_t kSign = 0x8000;
+
+VLLM_LITE_INLINE __m512i halves(int32_t bits) {
+  return _mm512_set1_epi16(static_cast<int16_t>(bits));
+}
+
+// Codes of 8 bits: a sign, and one of 128 sizes.
+struct Bytes {
+  static constexpr int kPairs = 2, kParts = 1;
+  static constexpr int64_t kInputs = 4;  // of a word
+  __m512i sizes[4];
+
+  explicit Bytes(const float* values) {
+    for (int i = 0; i < 4; ++i) {
+      uint16_t upper[32];
+      for (int j = 0; j < 32; ++j) upper[j] = static_cast<uint16_t>(bits_of(values[32 * i + j]) >> 16);
+      sizes[i] = _mm512_loadu_si512(upper);
+    }
+  }
+
+  static bool takes(const float* values) {
+    bool all = true;
+    for (int i = 0; i < 128; ++i) {
+      const uint32_t bits = bits_of(values[i]);
+      const bool same = bits_of(values[i + 128]) == (bits ^ 0x80000000) || values[i] != values[i];
+      all = all && same && (bits & 0xffff) == 0 && bits >> 31 == 0;
+    }
+    return all;
+  }
+
+  // Codes are the lower 8 bits of `at`, signs the highest of `signs`.
+  inline __attribute__((always_inline)) __m512i look_up(__m512i at, __m512i signs) const {
+    const __m512i small = _mm512_permutex2var_epi16(sizes[0], at, sizes[1]);
+    const __m512i large = _mm512_permutex2var_epi16(sizes[2], at, sizes[3]);
+    const __m512i size = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(at, halves(64)), small, large);
+    return _mm512_ternarylogic_epi32(size, signs, halves(kSign), 0xf8);  // size | signs & kSign
+  }
+  inline __attribute__((always_inline)) void decode(__m512i words, __m512i (&out)[kPairs][kParts]) const {
+    out[0][0] = look_up(words, _mm512_slli_epi16(words, 8));
+    out[1][0] = look_up(_mm512_srli_epi16(words, 8), words);
+  }
+};
+
+// Codes of 4 bits: one of 16 values, as the sum of two.
+struct Nibbles {
+  static constexpr int kPairs = 4, kParts = 2;
+  static constexpr int64_t kInputs = 8;
+  __m512i parts[2];  // the table twice, as five bits are looked up
+
+  explicit Nibbles(const float* values) {
+    const __m512 all = _mm512_loadu_ps(values);
+    const __m256i upper = (__m256i)_mm512_cvtneps_pbh(all);
+    const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
+    const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(all, wide));
+    parts[0] = _mm512_broadcast_i64x4(upper);
+    parts[1] = _mm512_broadcast_i64x4(rest);
+  }
+
+  static bool takes(const float*) { return true; }
+
+  inline __attribute__((always_inline)) void decode(__m512i words, __m512i (&out)[kPairs][kParts]) const {
+    const __m512i at[] = {words, _mm512_srli_epi16(words, 8), _mm512_srli_epi16(words, 4),
+                          _mm512_srli_epi16(words, 12)};
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kPairs; ++pair) {
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) out[pair][part] = _mm512_permutexvar_epi16(at[pair], parts[part]);
+    }
+  }
+};
+
+// Words of 16 outputs, from their codes or as they were decoded before.
+template <class Codes>
+struct Packed {
+  const Codes& codes;
+  const char* from;
+
+  inline __attribute__((always_inline)) void load(int64_t word, int half,
+                                                  __m512i (&out)[Codes::kPairs][Codes::kParts]) const {
+    codes.decode(_mm512_loadu_si512(from + 4 * kBlock * word + 64 * half), out);
+  }
+};
+
+template <class Codes>
+struct Decoded {
+  static constexpr int64_t kVectors = Codes::kPairs * Codes::kParts;  // of a word
+  const __m512i* from;
+
+  inline __attribute__((always_inline)) void load(int64_t word, int half,
+                                                  __m512i (&out)[Codes::kPairs][Codes::kParts]) const {
+    std::memcpy(&out, from + (2 * word + half) * kVectors, sizeof out);
+  }
+};
+
+// sums [R][sums_stride] += scale times what R rows [R][kStride] and one group make; one half of a block's outputs.
+template <class Codes, int R, int64_t kStride, class Source>
+VLLM_LITE_INLINE void multiply_half(const Source& source, int half, const uint16_t* x, int64_t num_words, Vec scale,
+                                    float* sums, int64_t sums_stride) {
+  __m512 total[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm512_setzero_ps();
+  for (int64_t word = 0; word < num_words; ++word) {
+    __m512i weights[Codes::kPairs][Codes::kParts];
+    source.load(word, half, weights);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < Codes::kPairs; ++pair) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        int32_t both;
+        std::memcpy(&both, x + r * kStride + word * Codes::kInputs + 2 * pair, 4);
+        const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
+        for (int part = 0; part < Codes::kParts; ++part) {
+          __m512& sum = total[r][(pair + part * (Codes::kParts - 1)) % 2];
+          sum = _mm512_dpbf16_ps(sum, (__m512bh)weights[pair][part], value);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    float* sum = sums + r * sums_stride + half * kWidth;
+    store(sum, multiply_add(reinterpret_cast<Vec>(_mm512_add_ps(total[r][0], total[r][1])), scale, load(sum)));
+  }
+}
+
+// For `count` rows, 1 <= count <= R.
+template <class Codes, int R, int64_t kStride, class Source>
+void multiply(int64_t count, const Source& source, const uint16_t* x, int64_t num_words, const Vec (&scales)[2],
+              float* sums, int64_t sums_stride) {
+  if constexpr (R > 1) {
+    if (count < R) return multiply<Codes, R - 1, kStride>(count, source, x, num_words, scales, sums, sums_stride);
+  }
+  for (int half = 0; half < 2; ++half) {
+    multiply_half<Codes, R, kStride>(source, half, x, num_words, scales[half], sums, sums_stride);
+  }
+}
+
+// All rows of a task times one cell. `x` is where the group's inputs begin.
+template <class Codes, int64_t kStride>
+void multiply_cell(const Codes& codes, const char* from, const CellLayout& layout, int64_t num_rows, const uint16_t* x,
+                   const Vec (&scales)[2], float* sums, int64_t sums_stride) {
+  const int64_t num_words = layout.group_size / Codes::kInputs;
+  const Packed<Codes> packed = {codes, from};
+  if constexpr (kStride == kLongTile) {
+    multiply<Codes, kGroup, kStride>(num_rows, packed, x, num_words, scales, sums, sums_stride);
+  } else {  // several groups of rows: codes are decoded once for all
+    constexpr int64_t kVectors = Decoded<Codes>::kVectors;
+    __m512i wide[2 * kLargestGroup / Codes::kInputs * kVectors];
+    for (int64_t i = 0; i < 2 * num_words; ++i) {
+      __m512i out[Codes::kPairs][Codes::kParts];
+      packed.load(i / 2, static_cast<int>(i % 2), out);
+      std::memcpy(wide + i * kVectors, &out, sizeof out);
+    }
+    for (int64_t row = 0; row < num_rows; row += kGroup) {
+      const int64_t count = num_rows - row < kGroup ? num_rows - row : kGroup;
+      multiply<Codes, kGroup, kStride>(count, Decoded<Codes>{wide}, x + row * kStride, num_words, scales,
+                                       sums + row * sums_stride, sums_stride);
+    }
+  }
+}
+
+// The columns from `first` on of one row, `padded` of them, as pairs: inputs 0, 2, 1 and 3 of each four.
+void pair_up(const PackedWeight& weight, const uint16_t* row, int64_t first, int64_t padded, uint16_t* to) {
+  const int64_t left = weight.num_inputs - first, count = left < padded ? left : padded;
+  const uint16_t* from = row + first;
+  const auto at = [&](int64_t i) {
+    return i >= count ? uint16_t{} : weight.order ? row[weight.order[first + i]] : from[i];
+  };
+  int64_t i = 0;
+  if (weight.order == nullptr) {
+    const __m128i pairs = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    for (; i + 8 <= count; i += 8) {
+      const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_shuffle_epi8(eight, pairs));
+    }
+  }
+  for (; i < padded; i += 4) {
+    to[i] = at(i);
+    to[i + 1] = at(i + 2);
+    to[i + 2] = at(i + 1);
+    to[i + 3] = at(i + 3);
+  }
+}
+
+template <class Codes, int64_t kStride>
+void run_tiles(const LinearCall& call, const LinearTask& task, uint16_t* x, float* sums) {
+  const PackedWeight& weight = *call.weight;
+  const Codes codes(weight.values);
+  const CellLayout layout = CellLayout::of(weight);
+  const int64_t sums_stride = task.num_blocks * kBlock, num_groups = layout.groups(weight.num_inputs);
+  const int64_t cell_bytes = layout.bytes(), at_once = kStride / layout.group_size;
+  const char* blocks = static_cast<const char*>(weight.data) + task.first_block * num_groups * cell_bytes;
+  const uint16_t* rows = static_cast<const uint16_t*>(call.x) + task.first_row * call.x_stride;
+  for (int64_t first = 0; first < num_groups; first += at_once) {
+    const int64_t end = first + at_once < num_groups ? first + at_once : num_groups;
+    for (int64_t row = 0; row < task.num_rows; ++row) {
+      pair_up(weight, rows + row * call.x_stride, first * layout.group_size, (end - first) * layout.group_size,
+              x + row * kStride);
+    }
+    for (int64_t block = 0; block < task.num_blocks; ++block) {
+      const char* cell = blocks + (block * num_groups + first) * cell_bytes;
+      for (int64_t group = first; group < end; ++group, cell += cell_bytes) {
+        for (int64_t i = 0; i < cell_bytes; i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+        const float* supers = weight.supers_of(task.first_block + block, group);
+        const Vec scales[] = {load_scales(cell, layout.scale_type, 0, supers),
+                              load_scales(cell, layout.scale_type, kWidth, supers)};
+        multiply_cell<Codes, kStride>(codes, cell + layout.codes(), layout, task.num_rows,
+                                      x + (group - first) * layout.group_size, scales, sums + block * kBlock,
+                                      sums_stride);
+      }
+    }
+  }
+}
+
+template <class Codes>
+bool run(const LinearCall& call, const LinearTask& task) {
+  static_assert(kGroup * kLongTile <= kMaxRows * kTile, "x has room for both");
+  if (!Codes::takes(call.weight->values)) return false;
+  alignas(64) uint16_t x[kMaxRows * kTile];
+  alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
+  const int64_t sums_stride = task.num_blocks * kBlock;
+  std::memset(sums, 0, static_cast<size_t>(task.num_rows * sums_stride) * sizeof *sums);
+  if (task.num_rows <= kGroup) {
+    run_tiles<Codes, kLongTile>(call, task, x, sums);
+  } else {
+    run_tiles<Codes, kTile>(call, task, x, sums);
+  }
+  if (call.out_type == kFloat32) {
+    write<float>(call, task, sums, sums_stride);
+  } else {
+    write<BFloat16>(call, task, sums, sums_stride);
+  }
+  return true;
+}
+#endif
+
+}  // namespace
+
+bool linear_table(const LinearCall& call, const LinearTask& task) {
+#if defined(__AVX512BF16__)
+  const PackedWeight& weight = *call.weight;
+  const bool floats = weight.are_whole == 0 && weight.minima_type == kNoMinima;
+  if (floats && call.x_type == kBFloat16 && weight.type == kGrouped8) return run<Bytes>(call, task);
+  if (floats && call.x_type == kBFloat16 && weight.type == kGrouped4) return run<Nibbles>(call, task);
+#else
+  static_cast<void>(call);
+  static_cast<void>(task);
+#endif
+  return false;
+}
+
+}  // namespace VLLM_LITE_ISA
