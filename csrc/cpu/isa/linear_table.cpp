@@ -94,7 +94,9 @@ struct Packed {
 
   inline __attribute__((always_inline)) void load(int64_t word, int half,
                                                   __m512i (&out)[Codes::kPairs][Codes::kParts]) const {
-    codes.decode(_mm512_loadu_si512(from + 4 * kBlock * word + 64 * half), out);
+    const char* words = from + 4 * kBlock * word + 64 * half;
+    __builtin_prefetch(words + kAheadBytes);  // one by one: many at once would be dropped, or waited for
+    codes.decode(_mm512_loadu_si512(words), out);
   }
 };
 
@@ -109,16 +111,20 @@ struct Decoded {
   }
 };
 
-// sums [R][sums_stride] += scale times what R rows [R][kStride] and one group make; one half of a block's outputs.
-template <class Codes, int R, int64_t kStride, class Source>
-VLLM_LITE_INLINE void multiply_half(const Source& source, int half, const uint16_t* x, int64_t num_words, Vec scale,
-                                    float* sums, int64_t sums_stride) {
-  __m512 total[R][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm512_setzero_ps();
+// Sums of one row for kHalves vectors of outputs. Those of a table's two parts are apart: half as long to wait for.
+template <class Codes, int kHalves>
+struct Sums {
+  __m512 of[kHalves][Codes::kParts];
+};
+
+// total [R] += what R rows [R][kStride] and the outputs from half `first` on make of one group.
+template <class Codes, int R, int64_t kStride, int kHalves, class Source>
+VLLM_LITE_INLINE void add_words(const Source& source, int first, const uint16_t* x, int64_t num_words,
+                                Sums<Codes, kHalves> (&total)[R]) {
   for (int64_t word = 0; word < num_words; ++word) {
-    __m512i weights[Codes::kPairs][Codes::kParts];
-    source.load(word, half, weights);
+    __m512i weights[kHalves][Codes::kPairs][Codes::kParts];
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) source.load(word, first + half, weights[half]);
 #pragma GCC unroll 4
     for (int pair = 0; pair < Codes::kPairs; ++pair) {
 #pragma GCC unroll 16
@@ -127,17 +133,33 @@ VLLM_LITE_INLINE void multiply_half(const Source& source, int half, const uint16
         std::memcpy(&both, x + r * kStride + word * Codes::kInputs + 2 * pair, 4);
         const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 2
-        for (int part = 0; part < Codes::kParts; ++part) {
-          __m512& sum = total[r][(pair + part * (Codes::kParts - 1)) % 2];
-          sum = _mm512_dpbf16_ps(sum, (__m512bh)weights[pair][part], value);
+        for (int half = 0; half < kHalves; ++half) {
+#pragma GCC unroll 2
+          for (int part = 0; part < Codes::kParts; ++part) {
+            __m512& sum = total[r].of[half][part];
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)weights[half][pair][part], value);
+          }
         }
       }
     }
   }
+}
+
+// sums [R][sums_stride] += scales times what the rows and one group make.
+template <class Codes, int R, int64_t kStride, int kHalves, class Source>
+VLLM_LITE_INLINE void multiply_halves(const Source& source, int first, const uint16_t* x, int64_t num_words,
+                                      const Vec (&scales)[2], float* sums, int64_t sums_stride) {
+  Sums<Codes, kHalves> total[R] = {};
+  add_words<Codes, R, kStride, kHalves>(source, first, x, num_words, total);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    float* sum = sums + r * sums_stride + half * kWidth;
-    store(sum, multiply_add(reinterpret_cast<Vec>(_mm512_add_ps(total[r][0], total[r][1])), scale, load(sum)));
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) {
+      float* to = sums + r * sums_stride + (first + half) * kWidth;
+      __m512 sum = total[r].of[half][0];
+      if constexpr (Codes::kParts == 2) sum = _mm512_add_ps(sum, total[r].of[half][1]);
+      store(to, multiply_add(reinterpret_cast<Vec>(sum), scales[first + half], load(to)));
+    }
   }
 }
 
@@ -148,8 +170,11 @@ void multiply(int64_t count, const Source& source, const uint16_t* x, int64_t nu
   if constexpr (R > 1) {
     if (count < R) return multiply<Codes, R - 1, kStride>(count, source, x, num_words, scales, sums, sums_stride);
   }
-  for (int half = 0; half < 2; ++half) {
-    multiply_half<Codes, R, kStride>(source, half, x, num_words, scales[half], sums, sums_stride);
+  if constexpr (R * Codes::kParts <= kGroup) {  // both halves' sums fit the registers
+    multiply_halves<Codes, R, kStride, 2>(source, 0, x, num_words, scales, sums, sums_stride);
+  } else {
+    multiply_halves<Codes, R, kStride, 1>(source, 0, x, num_words, scales, sums, sums_stride);
+    multiply_halves<Codes, R, kStride, 1>(source, 1, x, num_words, scales, sums, sums_stride);
   }
 }
 
@@ -218,7 +243,7 @@ void run_tiles(const LinearCall& call, const LinearTask& task, uint16_t* x, floa
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* cell = blocks + (block * num_groups + first) * cell_bytes;
       for (int64_t group = first; group < end; ++group, cell += cell_bytes) {
-        for (int64_t i = 0; i < cell_bytes; i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+        for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
         const float* supers = weight.supers_of(task.first_block + block, group);
         const Vec scales[] = {load_scales(cell, layout.scale_type, 0, supers),
                               load_scales(cell, layout.scale_type, kWidth, supers)};
