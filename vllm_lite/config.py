@@ -131,8 +131,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "cpu", "cuda"], about("where the workers run (auto: cuda where there is one)")
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4", "int4_g32"] | None,
-        about("weights of matrix products are quantized when loaded; int4: in groups of 128 inputs, or of 32"),
+        Literal["int8", "fp8", "int4", "int4_g32"] | None,
+        about("weights of matrix products are quantized when loaded; fp8, int4: in groups of 128 inputs, or of 32"),
     ] = None
     max_model_len: Annotated[
         Count | None, about("longest prompt plus output, in tokens (default, or auto: the model's, or what fits)")

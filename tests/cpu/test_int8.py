@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("int8") / "model")
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("int4", 0.2), ("int4_g32", 0.2)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("fp8", 0.06), ("int4", 0.2), ("int4_g32", 0.2)])
 def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path, kind: Quantization, most: float) -> None:
     spec = load_spec(checkpoint)
     hidden = random(4, spec.hidden_size)

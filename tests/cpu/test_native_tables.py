@@ -9,7 +9,7 @@ from tests.cpu.test_native_grouped import E4M3
 from tests.cpu.test_native_linear import random
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize_fp8
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason="no native library"), pytest.mark.usefixtures("each_isa")]
 
@@ -77,3 +77,15 @@ def test_columns_may_be_in_any_order(values: torch.Tensor) -> None:
         linear(x, PackedWeight(plain._replace(order=order)), ours)
         linear(x[:, order].contiguous(), PackedWeight(plain), theirs)
         assert torch.equal(ours, theirs), num_rows
+
+
+def test_fp8_of_a_dense_weight_is_the_nearest() -> None:
+    """Within half a unit of the last place, of 3 bits or of a denormal, for the largest of a group and all others."""
+    weight = random(5, 300) * torch.tensor([1e-30, 1e-3, 0, 1, 1e30])[:, None]
+    weight[3, 130] = 1000
+    made = quantize_fp8(weight)
+    assert made.scales.shape == (5, 3) and torch.equal(made.scales, made.scales.bfloat16().float())
+    scales = made.scales.repeat_interleave(128, dim=1)[:, :300]
+    error, allowed = (dequantize(made) - weight).abs(), torch.maximum(weight.abs() / 16, scales * 2**-10) * 1.001
+    assert (error <= allowed).all()
+    assert not dequantize(quantize_fp8(torch.full((1, 2), 1e-40))).any()

@@ -95,14 +95,14 @@ def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
     assert weights_bytes(model, 2, "int8") == int8 + 2 * vectors + table + head
 
 
-def test_int4_weights_have_half_a_byte_and_the_scales_of_their_groups(tmp_path: Path) -> None:
+def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, hidden_size=320, tie_word_embeddings=False)
     matrices = {name: tensor.shape for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * prod(matrices.pop("model.embed_tokens.weight"))
-    for quantization, group in (("int4", 128), ("int4_g32", 32)):
-        int4 = sum(rows * ceil(columns / group) * (group // 2 + 2) for rows, columns in matrices.values())
-        assert weights_bytes(model, 2, quantization) == int4 + 2 * vectors + table
+    for quantization, group, codes in (("int4", 128, 64), ("int4_g32", 32, 16), ("fp8", 128, 128)):
+        quantized = sum(rows * ceil(columns / group) * (codes + 2) for rows, columns in matrices.values())
+        assert weights_bytes(model, 2, quantization) == quantized + 2 * vectors + table
 
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Inputs that share a scale, where dense weights become integers of 4 bits."""
+FP8_GROUP = 128
+"""The same, where they become floats of 8 bits."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -97,10 +99,12 @@ def _quantized_tensors(
 
 
 def _quantized_bytes(shape: tuple[int, ...], quantization: str) -> int:
-    """A matrix of int8 has a scale of 4 bytes for each row; one of int4 scales of 2 bytes for the groups of a row, and
-    whole groups."""
+    """A matrix of int8 has a scale of 4 bytes for each row; one of int4 or fp8 scales of 2 bytes for the groups of a
+    row, and whole groups."""
     if quantization == "int8":
         return prod(shape) + 4 * prod(shape[:-1])
+    if quantization == "fp8":
+        return prod(shape[:-1]) * -(-shape[-1] // FP8_GROUP) * (FP8_GROUP + 2)
     group_size = INT4_GROUPS[quantization]
     return prod(shape[:-1]) * -(-shape[-1] // group_size) * (group_size // 2 + 2)
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_lite.checkpoint.weight_bytes import FP8_GROUP
+
 SUPER_INPUTS = 256
 """Inputs whose scales have a factor in common, where a format has any."""
 
@@ -100,6 +102,26 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     inverse = torch.where(scales != 0, 1 / scales, 0)
     codes = ((groups * inverse).round().clamp(-8, 7) + 8).to(torch.uint8)
     return GroupedWeight(codes.view(num_outputs, -1)[:, :num_inputs], INT4, scales[..., 0], group_size)
+
+
+_ROWS_AT_A_TIME = 4096
+
+
+def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
+    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), with the largest of each FP8_GROUP inputs at
+    448. Scales are bfloat16 numbers."""
+    parts = [_quantize_fp8_rows(rows) for rows in weight.split(_ROWS_AT_A_TIME)]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return GroupedWeight(codes, E4M3.to(weight.device), scales, FP8_GROUP)
+
+
+def _quantize_fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_outputs, num_inputs = weight.shape
+    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % FP8_GROUP)).view(num_outputs, -1, FP8_GROUP)
+    scales = (groups.abs().amax(2, keepdim=True) / 448).to(torch.bfloat16).float()
+    inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
+    codes = (groups * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.view(num_outputs, -1)[:, :num_inputs], scales[..., 0]
 
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:

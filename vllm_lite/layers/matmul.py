@@ -16,12 +16,12 @@ from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
 from vllm_lite.layers import onednn
 
-Quantization = Literal["int8", "int4", "int4_g32"]
-"""int8: one scale for each output; int4: one for each 128 inputs of an output, or 32. Activations are as the machine
-multiplies fastest (kernels/cpu/linear.py)."""
+Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
+"""int8: one scale for each output; fp8 and int4: one for each 128 inputs of an output, or 32. Activations are as the
+machine multiplies fastest (kernels/cpu/linear.py); with fp8 they stay as they are."""
 
 
 class Matmul(Protocol):
@@ -109,7 +109,7 @@ def copies(dtype: torch.dtype, device: torch.device) -> bool:
 
 def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
     """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
-    if not copies(dtype, device):
+    if not copies(dtype, device) or quantization == "fp8":
         return None
     return quantization or str(dtype).removeprefix("torch.")
 
@@ -123,6 +123,8 @@ def make_matmul(
         return NativeMatmul(PackedWeight(weight, bias))
     if quantization in INT4_GROUPS:
         return _make_int4(weight, bias, INT4_GROUPS[quantization])
+    if quantization == "fp8":
+        return make_grouped_matmul(quantize_fp8(weight), bias, weight.dtype, weight.device)
     if copies(weight.dtype, weight.device):
         return NativeMatmul(PackedWeight(weight, bias, int8=quantization == "int8"))
     if quantization == "int8":
