@@ -84,7 +84,8 @@ def test_fp8_of_a_dense_weight_is_the_nearest() -> None:
     weight = random(5, 300) * torch.tensor([1e-30, 1e-3, 0, 1, 1e30])[:, None]
     weight[3, 130] = 1000
     made = quantize_fp8(weight)
-    assert made.scales.shape == (5, 3) and torch.equal(made.scales, made.scales.bfloat16().float())
+    assert made.scales.shape == (5, 3)
+    assert torch.equal(made.scales, made.scales.bfloat16().float())
     scales = made.scales.repeat_interleave(128, dim=1)[:, :300]
     error, allowed = (dequantize(made) - weight).abs(), torch.maximum(weight.abs() / 16, scales * 2**-10) * 1.001
     assert (error <= allowed).all()
