@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
-from vllm_lite.kernels.grouped import INT4, GroupedWeight
+from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedWeight
 from vllm_lite.layers import onednn
 from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
@@ -19,6 +19,8 @@ SHAPES = ((4096, 1024), (4096, 4096), (2048, 768))
 NUM_ROWS = (1, 4, 8, 32, 128, 512)
 WORKING_SET_BYTES = 128 << 20  # of weights, above any cache that one socket's cores share with two threads
 MIN_TIME_S = 0.3  # for each kernel
+TABLE = torch.linspace(-1, 1, 16).pow(3)
+"""16 floats that are no whole numbers, as those of NF4."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """out = x W^T: product(x [num_rows, inputs], out [num_rows, outputs])."""
@@ -51,8 +53,12 @@ def _kernels(weight: torch.Tensor, num_copies: int) -> dict[str, tuple[int, list
     forms: tuple[tuple[str, Callable[[], PackedWeight]], ...] = (
         ("own", lambda: PackedWeight(weight)),
         ("own int8", lambda: PackedWeight(weight, int8=True)),
-        ("own int4 g32", lambda: PackedWeight(_int4(weight, 32))),
-        ("own int4 g128", lambda: PackedWeight(_int4(weight, 128))),
+        ("own int4 g32", lambda: PackedWeight(_grouped(weight, INT4, 32))),
+        ("own int4 g128", lambda: PackedWeight(_grouped(weight, INT4, 128))),
+        ("own int8 g32", lambda: PackedWeight(_grouped(weight, INT8, 32))),
+        ("own int8 g128", lambda: PackedWeight(_grouped(weight, INT8, 128))),
+        ("own fp8 g128", lambda: PackedWeight(_grouped(weight, E4M3, 128))),
+        ("own table g64", lambda: PackedWeight(_grouped(weight, TABLE, 64))),
     )
     for name, make in forms:
         first = make()
@@ -65,10 +71,10 @@ def _kernels(weight: torch.Tensor, num_copies: int) -> dict[str, tuple[int, list
     return kernels
 
 
-def _int4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
+def _grouped(weight: torch.Tensor, values: torch.Tensor, group_size: int) -> GroupedWeight:
     """A weight of this shape; what its numbers are has no influence on times."""
-    codes = torch.randint(16, weight.shape, dtype=torch.uint8)
-    return GroupedWeight(codes, INT4, torch.ones(len(weight), weight.shape[1] // group_size), group_size)
+    codes = torch.randint(len(values) // 2 - 1, weight.shape, dtype=torch.uint8)  # fp8's NaN comes after
+    return GroupedWeight(codes, values, torch.ones(len(weight), weight.shape[1] // group_size), group_size)
 
 
 def _own(weight: PackedWeight, x: torch.Tensor, out: torch.Tensor) -> None:
