@@ -211,7 +211,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("quantization", "int8, int4, int4_g32"),
+        ("quantization", "int8, fp8, int4, int4_g32"),
         ("device", "auto, cpu, cuda"),
         ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, int8"),
     ],
