@@ -13,7 +13,7 @@ from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.group_scales import INTEGERS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, Supers, dequantize, quantize4
-from vllm_lite.layers.matmul import NativeMatmul, make_matmul
+from vllm_lite.layers.matmul import NativeMatmul, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -262,3 +262,12 @@ def test_a_weight_of_the_largest_size_may_be_negative_or_positive() -> None:
         weight = sign * torch.tensor([[*range(-8, 8), *range(-8, 8)]], dtype=torch.float32)
         for made in (cpu_grouped.quantize4(weight, 32), quantize4(weight, 32)):
             assert torch.equal(dequantize(made), weight)
+
+
+def test_weights_that_become_dense_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    codes = torch.zeros(4, 48, dtype=torch.uint8)
+    odd = GroupedWeight(codes, INT4, torch.ones(4, 2), 24)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            make_grouped_matmul(odd, None, torch.float32, torch.device("cpu"))
+    assert caplog.messages == ["weights of 4 bits in groups of 24 become float32: cpu has no kernel for them"]

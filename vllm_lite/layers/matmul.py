@@ -6,6 +6,7 @@ prepacked, and of ours: 1 row 1975, 961, 906; 8 rows 2086, 1412, 983; 32 rows 38
 37910.
 """
 
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
 from vllm_lite.layers import onednn
+from vllm_lite.runtime import log
+
+logger = log.get(__name__)
 
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
 """int8: one scale for each output; fp8 and int4: one for each 128 inputs of an output, or 32. Activations are as the
@@ -144,4 +148,12 @@ def make_grouped_matmul(
     """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
     if copies(dtype, device) and PackedWeight.takes(weight):
         return NativeMatmul(PackedWeight(weight, bias))
+    _say_dense(weight.bits, weight.group_size, device.type, str(dtype).removeprefix("torch."))
     return make_matmul(dequantize(weight).to(device, dtype), bias)
+
+
+@cache
+def _say_dense(bits: int, group_size: int, device: str, dtype: str) -> None:
+    """Once for each kind of weights."""
+    text = "weights of %d bits in groups of %d become %s: %s has no kernel for them"
+    logger.info(text, bits, group_size, dtype, device)
