@@ -235,7 +235,7 @@ def test_two_windows_in_one_model():
         ({"head_size": 12}, "head size 12 is no multiple of 8"),
         ({"head_size": 584}, "head size 584 is no multiple of 8 up to 576"),
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
-        ({"kv_dtype": torch.int8}, "with a cache in torch.int8"),
+        ({"kv_dtype": torch.int16}, "with a cache in torch.int16"),
         ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),
         ({"alibi_slopes": (1.0,)}, "1 ALiBi slopes for 4 heads"),
         ({"device": torch.device("cuda")}, "runs on a CPU, not on cuda"),
