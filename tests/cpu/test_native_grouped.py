@@ -1,6 +1,7 @@
 """Native products with grouped weights of 4 and 8 bits, on every instruction set, against float64."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.group_scales import INTEGERS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, Supers, dequantize, quantize4
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedChunks, GroupedWeight, Supers, dequantize, quantize4
 from vllm_lite.layers.matmul import NativeMatmul, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -213,6 +214,49 @@ def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
             bits.append(packed.num_bytes * 8 / (64 * 1024))
     table = 16 * 4 * 8 / (64 * 1024)
     assert bits == [one + table for one in (4.5, 4.125, 4.5, 4.125, 5.0, 4.25)]
+
+
+@pytest.mark.parametrize("kind", ["scales", "minima", "shifts", "two levels"])
+@pytest.mark.parametrize("unlike", [False, True])
+def test_a_weight_that_comes_in_chunks_is_packed_the_same(kind: str, unlike: bool) -> None:
+    """Also if its last chunk alone needs more bits for its scales."""
+    whole = grouped(100, 300, 32, UINT4, minima=kind == "minima", scales=torch.bfloat16)
+    if kind == "shifts":
+        whole = whole._replace(minima=8 * whole.scales)
+    ones = torch.ones(100, 2)
+    if kind == "two levels":
+        whole = whole._replace(scales=(64 * whole.scales).round(), supers=Supers(ones, ones))
+    if unlike:
+        whole.scales[-1, -1] = 1 / 3
+
+    def rows(chunk: slice) -> GroupedWeight:
+        fields = whole._asdict() | {name: getattr(whole, name)[chunk] for name in ("codes", "scales")}
+        fields["minima"] = None if whole.minima is None else whole.minima[chunk]
+        fields["supers"] = None if whole.supers is None else Supers(ones[chunk], ones[chunk])
+        return GroupedWeight(**fields)
+
+    chunks = GroupedChunks(whole.shape, 32, rows)
+    ours, theirs = PackedWeight(chunks), PackedWeight(whole)
+    assert len(ours._tensors) == len(theirs._tensors)
+    assert all(torch.equal(one, other) for one, other in zip(ours._tensors, theirs._tensors, strict=True))
+    same = ("scale_type", "minima_type", "offset", "are_whole", "num_outputs", "num_inputs", "group_size")
+    assert all(getattr(ours._record, name) == getattr(theirs._record, name) for name in same)
+    assert torch.equal(chunks.dense(torch.float32, torch.device("cpu")), dequantize(whole))
+
+
+def test_a_chunk_is_forgotten_before_the_next_but_one() -> None:
+    """So that memory is bounded however large a weight is."""
+    whole, alive, most = grouped(320, 64, 32), weakref.WeakSet[torch.Tensor](), 0
+
+    def rows(chunk: slice) -> GroupedWeight:
+        nonlocal most
+        part = whole._replace(codes=whole.codes[chunk].clone(), scales=whole.scales[chunk])
+        alive.add(part.codes)
+        most = max(most, len(alive))
+        return part
+
+    PackedWeight(GroupedChunks(whole.shape, 32, rows))
+    assert most <= 2
 
 
 def test_what_no_kernel_takes_is_refused() -> None:

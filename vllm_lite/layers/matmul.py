@@ -17,7 +17,7 @@ from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
+from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, dequantize, quantize4, quantize_fp8
 from vllm_lite.layers import onednn
 from vllm_lite.runtime import log
 
@@ -143,12 +143,15 @@ def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int)
 
 
 def make_grouped_matmul(
-    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    weight: GroupedWeight | GroupedChunks, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Matmul:
     """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
-    if copies(dtype, device) and PackedWeight.takes(weight):
+    form = weight.form if isinstance(weight, GroupedChunks) else weight
+    if copies(dtype, device) and PackedWeight.takes(form):
         return NativeMatmul(PackedWeight(weight, bias))
-    _say_dense(weight.bits, weight.group_size, device.type, str(dtype).removeprefix("torch."))
+    _say_dense(form.bits, form.group_size, device.type, str(dtype).removeprefix("torch."))
+    if isinstance(weight, GroupedChunks):
+        return make_matmul(weight.dense(dtype, device), bias)
     return make_matmul(dequantize(weight).to(device, dtype), bias)
 
 

@@ -1,6 +1,8 @@
 """Grouped weights in the layout of csrc/cpu/linear.h: what of them is packed how. Their plain twin is `dequantize`."""
 
 import ctypes
+from collections.abc import Iterable
+from typing import Self
 
 import torch
 
@@ -9,7 +11,7 @@ from vllm_lite.kernels.cpu.file_packer import GROUPED4, Packed
 from vllm_lite.kernels.cpu.group_scales import NO_MINIMA, GroupScales
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
-from vllm_lite.kernels.grouped import INT4, GroupedWeight
+from vllm_lite.kernels.grouped import INT4, GroupedChunks, GroupedWeight
 
 GROUPED8 = 102
 """kGrouped8."""
@@ -50,49 +52,97 @@ def takes(weight: GroupedWeight) -> bool:
     return len(weight.values) in (16, 256) and _packed_group(weight) is not None
 
 
-def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...]]:
+def pack_grouped(weight: GroupedWeight | GroupedChunks) -> tuple[Record, tuple[torch.Tensor, ...]]:
     """Its record, without a bias, and the memory that this names. Raises ValueError for what `takes` does not."""
-    group_size = _packed_group(weight)
-    if group_size is None or not takes(weight):
-        raise ValueError(
-            f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
-            f"{LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
+    if isinstance(weight, GroupedWeight):
+        return _Packing(weight, weight.shape[0]).packed((weight,)).done()
+    try:
+        return _Packing(weight.form, weight.shape[0]).packed(weight.each()).done()
+    except _Unlike:
+        return pack_grouped(weight.whole())
+
+
+class _Unlike(Exception):
+    """The scales of chunks would become different types."""
+
+
+class _Packing:
+    """A weight that is being packed, one chunk behind the other: all but the last have a multiple of BLOCK outputs."""
+
+    def __init__(self, form: GroupedWeight, num_outputs: int) -> None:
+        """`form`: some rows of the weight."""
+        group_size = _packed_group(form)
+        if group_size is None or not takes(form):
+            raise ValueError(
+                f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
+                f"{LARGEST_GROUP}; got {len(form.values)} values and groups of {form.group_size}"
+            )
+        codes = form.codes
+        if codes.dtype != torch.uint8 or codes.device.type != "cpu" or 0 in form.shape:
+            raise ValueError(f"codes must be a matrix of bytes on the CPU, got {codes.dtype} {list(form.shape)}")
+        self.values, self.unit, offset = _whole_values(form)
+        self.table = _table(self.values, offset) if offset is not None and len(self.values) == 16 else None
+        self.may_shift = offset is not None and len(self.values) == 16 and self.table is None
+        self.order = _order(form)
+        self.record = Record(
+            num_inputs=form.shape[1],
+            num_outputs=num_outputs,
+            type=GROUPED4 if len(self.values) == 16 else GROUPED8,
+            group_size=group_size,
+            bytes=None if self.table is None else self.table.data_ptr(),
+            offset=offset or 0,
+            are_whole=offset is not None,
+            order=None if self.order is None else self.order.data_ptr(),
         )
-    if weight.codes.dtype != torch.uint8 or weight.codes.device.type != "cpu" or 0 in weight.shape:
-        raise ValueError(f"codes must be a matrix of bytes on the CPU, got {weight.codes.dtype} {list(weight.shape)}")
-    values, unit, offset = _whole_values(weight)
-    codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
-    table = _table(values, offset) if offset is not None and len(values) == 16 else None
-    may_shift = offset is not None and len(values) == 16 and table is None
-    scales = GroupScales.of(weight, group_size, unit, may_shift=may_shift)
-    if offset is not None:
-        values, offset = values - scales.shift, offset - scales.shift
-    order = _order(weight)
-    record = Record(
-        num_inputs=weight.shape[1],
-        num_outputs=weight.shape[0],
-        type=GROUPED4 if len(values) == 16 else GROUPED8,
-        group_size=group_size,
-        scale_type=scales.scale_type,
-        minima_type=scales.minima_type,
-        values=values.data_ptr(),
-        bytes=None if table is None else table.data_ptr(),
-        offset=offset or 0,
-        are_whole=offset is not None,
-        order=None if order is None else order.data_ptr(),
-        supers=None if scales.supers is None else scales.supers.data_ptr(),
-    )
-    address = ctypes.addressof(record)
-    data = zeroed(function("vllm_lite_grouped_size", (pointer,), int64)(address), torch.uint8)
-    record.data = data.data_ptr()
-    function("vllm_lite_pack_grouped", _PACK_TYPES)(
-        address,
-        codes.data_ptr(),
-        codes.stride(0),
-        scales.scales.data_ptr(),
-        None if scales.minima is None else scales.minima.data_ptr(),
-    )
-    return record, tuple(part for part in (data, values, table, order, scales.supers) if part is not None)
+        self.shift = 0
+        self.data: torch.Tensor | None = None
+        self.num_packed_bytes = 0
+        self.supers: list[torch.Tensor] = []
+
+    def packed(self, chunks: Iterable[GroupedWeight]) -> Self:
+        """Raises _Unlike."""
+        for chunk in chunks:
+            may_shift = self.may_shift
+            self._pack(chunk, GroupScales.of(chunk, self.record.group_size, self.unit, may_shift=may_shift))
+        return self
+
+    def _pack(self, chunk: GroupedWeight, scales: GroupScales) -> None:
+        record = self.record
+        if self.data is None:
+            record.scale_type, record.minima_type, self.shift = scales.scale_type, scales.minima_type, scales.shift
+            self.data = zeroed(_size(record), torch.uint8)
+            record.data = self.data.data_ptr()
+        if (record.scale_type, record.minima_type, self.shift) != (scales.scale_type, scales.minima_type, scales.shift):
+            raise _Unlike
+        part = Record.from_buffer_copy(record)
+        part.num_outputs = len(chunk.codes)
+        part.data = record.data + self.num_packed_bytes
+        codes = chunk.codes if chunk.codes.stride(1) == 1 else chunk.codes.contiguous()
+        function("vllm_lite_pack_grouped", _PACK_TYPES)(
+            ctypes.addressof(part),
+            codes.data_ptr(),
+            codes.stride(0),
+            scales.scales.data_ptr(),
+            None if scales.minima is None else scales.minima.data_ptr(),
+        )
+        self.num_packed_bytes += _size(part)
+        if scales.supers is not None:
+            self.supers.append(scales.supers)
+
+    def done(self) -> tuple[Record, tuple[torch.Tensor, ...]]:
+        """As `pack_grouped`."""
+        values, record = self.values - self.shift, self.record
+        record.values = values.data_ptr()
+        if record.are_whole:
+            record.offset -= self.shift
+        supers = torch.cat(self.supers) if self.supers else None
+        record.supers = None if supers is None else supers.data_ptr()
+        return record, tuple(part for part in (self.data, values, self.table, self.order, supers) if part is not None)
+
+
+def _size(record: Record) -> int:
+    """Bytes that it takes packed."""
+    return int(function("vllm_lite_grouped_size", (pointer,), int64)(ctypes.addressof(record)))
 
 
 def adopt_int4(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:

@@ -12,7 +12,7 @@ from vllm_lite.kernels.cpu.file_packer import INT8, Packed
 from vllm_lite.kernels.cpu.grouped import Record, adopt_int4, pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight
 
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
@@ -32,7 +32,11 @@ class PackedWeight:
     """
 
     def __init__(
-        self, weight: torch.Tensor | Packed | GroupedWeight, bias: torch.Tensor | None = None, *, int8: bool = False
+        self,
+        weight: torch.Tensor | Packed | GroupedWeight | GroupedChunks,
+        bias: torch.Tensor | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
         """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
         is packed already; then, and for a grouped one, `int8` says nothing. Raises ValueError for what it does not
@@ -97,10 +101,11 @@ class _Made(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def _make(weight: torch.Tensor | Packed | GroupedWeight, *, int8: bool) -> _Made:
-    if isinstance(weight, GroupedWeight) or (isinstance(weight, Packed) and weight.group_size):
-        record, tensors = pack_grouped(weight) if isinstance(weight, GroupedWeight) else adopt_int4(weight)
-        return _Made(record, torch.uint8, tuple(FLOATS), tensors)
+def _make(weight: torch.Tensor | Packed | GroupedWeight | GroupedChunks, *, int8: bool) -> _Made:
+    if isinstance(weight, GroupedWeight | GroupedChunks):
+        return _made_grouped(*pack_grouped(weight))
+    if isinstance(weight, Packed) and weight.group_size:
+        return _made_grouped(*adopt_int4(weight))
     data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
     quantized = data.dtype == torch.int8
     record = Record(
@@ -112,6 +117,10 @@ def _make(weight: torch.Tensor | Packed | GroupedWeight, *, int8: bool) -> _Made
     )
     tensors = (data,) if scales is None else (data, scales)
     return _Made(record, data.dtype, () if quantized else (data.dtype,), tensors)
+
+
+def _made_grouped(record: Record, tensors: tuple[torch.Tensor, ...]) -> _Made:
+    return _Made(record, torch.uint8, tuple(FLOATS), tensors)
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]

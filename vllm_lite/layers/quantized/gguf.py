@@ -12,15 +12,12 @@ import torch
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.gguf_blocks import take_apart
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize
+from vllm_lite.kernels.gguf_blocks import CHUNK_ELEMENTS, take_apart
+from vllm_lite.kernels.grouped import GroupedChunks
 from vllm_lite.layers.matmul import Matmul, Quantization, SideBySide, make_grouped_matmul
 from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
-
-CHUNK_ELEMENTS = 1 << 20
-"""So many become floats at a time where a table is needed dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +63,18 @@ class BlockWeight:
         of_bytes = shape._replace(inputs=columns)
         named = zip(names, shape.outputs, strict=True)
         slots: tuple[WeightSlot, ...] = tuple(of_bytes.slot(f"{name}.weight", rows) for name, rows in named)
-        return cls((WeightStack(slots, torch.uint8, CPU),), kind, shape)
+        return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        return make_grouped_matmul(self.take(tensors[0]), bias, self.shape.dtype, self.shape.device)
+        return make_grouped_matmul(self._chunks(tensors[0]), bias, self.shape.dtype, self.shape.device)
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Some rows at a time: in between there are several numbers for each weight."""
-        (blocks,), shape = tensors, self.shape
-        table = torch.empty(len(blocks), shape.inputs.size, dtype=shape.dtype, device=shape.device)
-        rows = max(1, CHUNK_ELEMENTS // max(1, shape.inputs.size))
-        for some, out in zip(blocks.split(rows), table.split(rows), strict=True):
-            out.copy_(dequantize(self.take(some)))
-        return table
+        return self._chunks(tensors[0]).dense(self.shape.dtype, self.shape.device)
 
-    def take(self, blocks: torch.Tensor) -> GroupedWeight:
-        return take_apart(self.kind, blocks)
+    def _chunks(self, blocks: torch.Tensor) -> GroupedChunks:
+        num_inputs = self.shape.inputs.size
+        num_rows = max(1, CHUNK_ELEMENTS // max(1, num_inputs) // 32) * 32
+        return GroupedChunks((len(blocks), num_inputs), num_rows, lambda rows: take_apart(self.kind, blocks[rows]))
 
 
 @dataclass(frozen=True, slots=True)
