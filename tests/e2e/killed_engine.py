@@ -3,7 +3,7 @@
 import msgspec
 
 from tests.e2e.kill_plan import Points
-from vllm_lite.engine import process
+from vllm_lite.engine import in_flight, process
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.executor.multiproc import MultiprocExecutor
@@ -36,6 +36,7 @@ def add_points(points: Points) -> None:
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
     add_points(Points("engine"))
+    in_flight.MESSAGE_S = 60.0  # steps travel together however slow the machine is
     return process.process_main(msgspec.structs.replace(settings, worker_module=WORKERS), stop)
 
 

@@ -30,6 +30,11 @@ def test_flags_of_both_kinds() -> None:
     assert (engine.max_model_len, engine.enable_prefix_caching) == (1000, False)
 
 
+@pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_have_other_names(given: str, meant: str) -> None:
+    assert load("--dtype", given).dtype == meant
+
+
 @pytest.mark.parametrize("words", [["a", "b"], ["a,b"], ["a b"]])
 def test_several_names(words: list[str]) -> None:
     config = load("--served-model-name", *words)

@@ -62,10 +62,12 @@ class Here:
 PROMPTS = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len)
 
 
-def rendered(*roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, **fields: Any) -> str:
+def rendered(
+    *roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, prompts: Prompts = PROMPTS, **fields: Any
+) -> str:
     messages = [{"role": role, "content": "x"} for role in roles]
     body = bodies.read(msgspec.json.encode({"messages": messages, **fields}), kind)[0]
-    return asyncio.run(PROMPTS.render(body, None, REQUEST))
+    return asyncio.run(prompts.render(body, None, REQUEST))
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
@@ -86,6 +88,15 @@ def test_the_template_is_told_how_much_to_reason() -> None:
     assert rendered("user", reasoning_effort="low") == "user:x;low"
     assert rendered("user", reasoning_effort=None) == "user:x;"
     assert rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+
+
+def test_variables_of_the_server_give_way() -> None:
+    """What a chat says itself wins, by either of its fields."""
+    prompts = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len, {"reasoning_effort": "server"})
+    assert rendered("user", prompts=prompts) == "user:x;server"
+    assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
+    assert rendered("user", prompts=prompts, chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+    assert rendered("user", prompts=prompts, kind=TokenizeBody) == "user:x;server"
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}, "extra": "!"}]

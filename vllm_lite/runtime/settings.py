@@ -22,6 +22,8 @@ ENV_PREFIX = "VLLM_LITE_"
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q", "api_server_count": "-asc"}
 ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
 """Other names of settings, which other engines give them."""
+VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}
+"""Other names of their values."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -123,7 +125,11 @@ def _metavar(name: str, hint: Any) -> str:
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {ALIASES.get(name, name): value for name, value in values.items()}
+    named = {ALIASES.get(name, name): value for name, value in values.items()}
+    for name, others in VALUE_ALIASES.items():
+        if isinstance(value := named.get(name), str):
+            named[name] = others.get(value, value)
+    return named
 
 
 def _types(hint: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -80,6 +80,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         str | None,
         Section("answers"),
         Meta(description="one of the model's templates by its name, or a file with Jinja (default: the model's)"),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description='JSON, e.g. {"enable_thinking":false}: variables of the template that a chat may set otherwise'
+        ),
     ] = None
     tool_call_parser: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """Bodies to prompts: texts, token ids, messages through the chat template."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,8 +36,16 @@ class Prompts:
     """For one model. Every method raises ApiError. `request` is watched while others are served first: once its client
     has gone, nothing more is done for it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, renderer: Renderer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        renderer: Renderer | None,
+        max_model_len: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`template_kwargs` are variables of the template that a chat may set otherwise."""
         self.tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._vocabulary: Vocabulary | None = None
@@ -92,15 +100,16 @@ class Prompts:
             )
         continued = bool(body.continue_final_message)
         generated = not continued if body.add_generation_prompt is None else body.add_generation_prompt
-        variables = body.chat_template_kwargs or {}
-        check_depth(variables, "chat_template_kwargs", "chat_template_kwargs")
+        given = body.chat_template_kwargs or {}
+        check_depth(given, "chat_template_kwargs", "chat_template_kwargs")
+        variables = self._template_kwargs
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables = {"reasoning_effort": body.reasoning_effort, **variables}
+            variables = {**variables, "reasoning_effort": body.reasoning_effort}
         chat = Render(
             messages=_plain(body.messages or []),
             add_generation_prompt=generated,
             continue_final_message=continued,
-            variables=variables,
+            variables={**variables, **given},
             max_chars=max_text_bytes(self._max_model_len),
             tools=body.tools if isinstance(body, TokenizeBody) or body.tool_choice != "none" else None,
         )

@@ -212,7 +212,7 @@ class HttpServer:
         )
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
-        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len)
+        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         api = ApiRoutes(config, model, factory, prompts, live, files.formats)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(

@@ -2,12 +2,14 @@
 file of --config."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.tools.cli import vllm_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
     add_config_flags(parser, ServeConfig)
+    vllm_flags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     if flags["model"] is None and last_name and Path(last_name, "config.json").is_file():
         raise ConfigError(f"{last_name!r} was read as a name of --served-model-name; give MODEL before the flags")
     config = ServeConfig.load(flags, file=arguments.config)
+    if text := vllm_flags.notice(arguments.of_vllm or ()):
+        print(f"vllm-lite: {text}", file=sys.stderr)
     if arguments.print_config:
         print(config.to_yaml(), end="")
         return 0

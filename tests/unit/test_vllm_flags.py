@@ -1,0 +1,83 @@
+"""A command line that was written for `vllm serve`: what changes nothing is taken and said, the rest is refused."""
+
+import argparse
+from typing import Any
+
+import pytest
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.settings import add_flags
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.tools.cli import vllm_flags
+
+
+def given(*words: str) -> Any:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("folder", nargs="?")
+    add_flags(parser, ServeConfig)  # a name that is a setting as well would be an error here
+    vllm_flags.add_flags(parser)
+    arguments = parser.parse_args(words)
+    assert arguments.folder in (None, "MODEL"), "a value was taken for the model"
+    return arguments.of_vllm or ()
+
+
+def test_nothing_is_said_of_our_own_flags() -> None:
+    assert vllm_flags.notice(given("MODEL", "--port", "1")) == ""
+
+
+def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
+    words = [
+        "--trust-remote-code",
+        "--max-logprobs",
+        "20",
+        "MODEL",
+        "-pp",
+        "1",
+        "--disable-log-requests",
+        "--disable-log-stats",
+        "-O3",
+    ]
+    text = vllm_flags.notice(given(*words))
+    assert text.startswith("without effect here: --trust-remote-code (no code of a checkpoint is run or needed); ")
+    assert "; --disable-log-requests, --disable-log-stats (" in text
+    assert text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-pp 2", r"^-pp can only be 1 here: layers are not shared out; use -tp; got '2'$"),
+        ("--data-parallel-size 4", r"^--data-parallel-size can only be 1 here: .*; got '4'$"),
+        ("--distributed-executor-backend ray", r"can only be mp or uni here"),
+        ("--hf-overrides {}", r"^--hf-overrides of vLLM is not supported: give a folder"),
+        ("--trust-remote-code --middleware a.b", r"^--middleware of vLLM is not supported"),
+        ("--return-tokens-as-token-ids", r"ask with return_token_ids"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        vllm_flags.notice(given(*words.split(), "MODEL"))
+
+
+def test_a_switch_that_is_switched_off_asks_for_nothing() -> None:
+    assert vllm_flags.notice(given("--no-return-tokens-as-token-ids")).startswith("without effect here: --no-return")
+
+
+def test_every_flag_has_an_answer() -> None:
+    """And stands once: argparse refuses a second one."""
+    for table, is_refused in ((vllm_flags.WITHOUT_EFFECT, False), (vllm_flags.REFUSED, True)):
+        for row in table:
+            for name in row.names.split():
+                value = [row.values[0] if row.values else "x"] if row.values != () else []
+                if is_refused:
+                    with pytest.raises(ConfigError, match=f"^{name} "):
+                        vllm_flags.notice(given(name, *value))
+                else:
+                    assert name in vllm_flags.notice(given(name, *value))
+
+
+def test_help_does_not_show_them(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    vllm_flags.add_flags(parser)
+    parser.print_help()
+    assert "--trust-remote-code" not in capsys.readouterr().out

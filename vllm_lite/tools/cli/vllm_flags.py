@@ -1,0 +1,158 @@
+"""Flags of `vllm serve` that are no settings here: what would change nothing is taken and said, the rest refused.
+
+So that a command line written for vLLM starts, or says in one sentence what to do. Names are those of vLLM 0.33's
+documentation, older ones included.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vllm_lite.errors import ConfigError
+
+IMAGES = "models are served as text models here"
+ONE_GROUP = "there is one group of workers; start a server for each replica and a router before them"
+ONE_NODE = "the workers of an engine are on one machine"
+NO_CODE = "no code of a checkpoint is run or needed"
+ALWAYS = "it is always so here"
+NO_PLUGIN = "code is loaded for --scheduling-policy only"
+NO_COMPILE = "nothing is compiled ahead: decode steps are recorded, or captured as CUDA graphs (--enforce-eager: not)"
+OWN_SERVER = "uvicorn's settings are the server's own"
+KERNELS = "kernels are chosen by --attention-backend and by the machine"
+
+
+class Flags(NamedTuple):
+    """Flags with one answer. `values`: what they may be given, () for flags without a value, None for any value."""
+
+    names: str
+    reason: str
+    values: tuple[str, ...] | None = None
+
+
+SWITCHES = ()
+WITHOUT_EFFECT: tuple[Flags, ...] = (
+    Flags("--trust-remote-code", NO_CODE, SWITCHES),
+    Flags("--disable-log-requests --disable-log-stats --disable-uvicorn-access-log", ALWAYS, SWITCHES),
+    Flags("--disable-frontend-multiprocessing --use-tqdm-on-load --log-error-stack", OWN_SERVER, SWITCHES),
+    Flags("--uvicorn-log-level --h11-max-incomplete-event-size --h11-max-header-count", OWN_SERVER),
+    Flags("--root-path", "links of the server's pages are relative"),
+    Flags("--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers", ALWAYS, SWITCHES),
+    Flags("--max-logprobs", "as many as there are tokens may be asked for, within the limits of docs/server.md"),
+    Flags("--max-log-len", "prompts are logged only with --enable-log-requests"),
+    Flags("--chat-template-content-format", "what a template can read is found out", ("auto", "string", "openai")),
+    Flags("--response-role", "answers have the role assistant", ("assistant",)),
+    Flags("--tokenizer-mode", "there is one kind of tokenizer", ("auto", "hf", "slow", "fast")),
+    Flags("--task", "it generates", ("auto", "generate")),
+    Flags("--runner", "it generates", ("auto", "generate")),
+    Flags("--convert", "it generates", ("auto", "none")),
+    Flags("--config-format", "the only one there is", ("auto", "hf")),
+    Flags("--max-seq-len-to-capture", NO_COMPILE),
+    Flags("-O --compilation-config -cc --optimization-level", NO_COMPILE),
+    Flags("--distributed-executor-backend", "workers are processes of their own", ("mp", "uni")),
+    Flags("-pp --pipeline-parallel-size", "layers are not shared out; use -tp", ("1",)),
+    Flags("-dp --data-parallel-size --data-parallel-size-local -dpl", ONE_GROUP, ("1",)),
+    Flags("--nnodes -n", ONE_NODE, ("1",)),
+    Flags("--node-rank -r", ONE_NODE, ("0",)),
+    Flags("-dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size", "contexts are whole", ("1",)),
+    Flags("--data-parallel-backend -dpb --all2all-backend --expert-placement-strategy", ONE_GROUP),
+    Flags("--disable-custom-all-reduce --max-parallel-loading-workers --ray-workers-use-nsight", ALWAYS, SWITCHES),
+    Flags("--prefix-caching-hash-algo", "SHA-256 over msgpack", ("sha256", "sha256_cbor", "builtin")),
+    Flags("--cpu-offload-gb", "weights stay on the device", ("0", "0.0")),
+    Flags("--kv-offloading-backend", "KV blocks go to host memory by the engine's own copies", ("native",)),
+    Flags("--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs", IMAGES),
+    Flags("--mm-processor-cache-type --mm-encoder-tp-mode --video-pruning-rate", IMAGES),
+    Flags("--allowed-local-media-path --allowed-media-domains", IMAGES),
+    Flags(
+        "--skip-mm-profiling --interleave-mm-strings --disable-mm-preprocessor-cache --language-model-only", IMAGES, ()
+    ),
+    Flags("--disable-chunked-mm-input", IMAGES, SWITCHES),
+    Flags("--num-lookahead-slots --stream-interval", "steps and chunks are paced by measured times"),
+    Flags("--max-num-partial-prefills --max-long-partial-prefills", "prompts share a step's tokens in turn"),
+    Flags("--disable-cascade-attn --disable-hybrid-kv-cache-manager", ALWAYS, SWITCHES),
+    Flags("--kv-sharing-fast-prefill --calculate-kv-scales", "only what a model needs is done", SWITCHES),
+    Flags(
+        "--safetensors-load-strategy --pt-load-map-location --ignore-patterns",
+        "files are mapped, and only .safetensors",
+    ),
+    Flags("--show-hidden-metrics-for-version", "older names are always there"),
+    Flags("--aggregate-engine-logging --fail-on-environ-validation --enable-logging-iteration-details", ALWAYS, ()),
+    Flags("--cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing", "there are none", SWITCHES),
+    Flags("--exclude-tools-when-tool-choice-none", ALWAYS, SWITCHES),
+    Flags("--enable-dbo --enable-eplb", "experts stay where they are", SWITCHES),
+    Flags("--logprobs-mode", "logprobs are those before temperature and masks", ("raw_logprobs",)),
+    Flags("--attention-config --kernel-config --moe-backend --mamba-block-size --mamba-cache-dtype", KERNELS),
+    Flags("--mamba-ssm-cache-dtype --mamba-cache-mode --gdn-prefill-backend", KERNELS),
+    Flags("--renderer-num-workers --api-server-workers", "see --api-server-count"),
+)
+"""Flags that would change nothing here. Another value than these is refused, for the same reason."""
+
+REFUSED: tuple[Flags, ...] = (
+    Flags("--hf-overrides --hf-config-path", "give a folder whose config.json says it"),
+    Flags("--middleware --tool-parser-plugin --reasoning-parser-plugin --tool-server", NO_PLUGIN),
+    Flags("--logits-processors --io-processor-plugin --logits-processor-pattern --worker-cls", NO_PLUGIN),
+    Flags("--worker-extension-cls --scheduler-cls --model-loader-extra-config", NO_PLUGIN),
+    Flags("--headless --enable-prompt-embeds --skip-tokenizer-init --tokens-only", "clients send text or tokens", ()),
+    Flags("--enable-ssl-refresh", "restart the server behind its --shutdown-timeout for a new certificate", SWITCHES),
+    Flags("--return-tokens-as-token-ids", "ask with return_token_ids", SWITCHES),
+    Flags("--enable-force-include-usage", "ask with stream_options", SWITCHES),
+    Flags("--enable-log-outputs --enable-log-deltas", "answers are not logged", SWITCHES),
+    Flags("--trust-request-chat-template", "templates come with the model, or with --chat-template", SWITCHES),
+    Flags("--disable-sliding-window", "a window is part of its model; shorten --max-model-len to it", SWITCHES),
+    Flags("--code-revision --tokenizer-revision", "give a folder, or --revision for all"),
+    Flags("--hf-token", "set HF_TOKEN, which others cannot read from the command line"),
+    Flags("--master-addr --master-port --data-parallel-address -dpa --data-parallel-rpc-port -dpp", ONE_NODE),
+    Flags("--data-parallel-rank -dpn --data-parallel-start-rank -dpr", ONE_GROUP),
+    Flags("--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", ONE_GROUP, SWITCHES),
+    Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
+    Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
+    Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),
+    Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
+    Flags("--structured-outputs-config --guided-decoding-backend", "there is one backend, llguidance"),
+    Flags("--enable-sleep-mode", "there is no sleep yet", SWITCHES),
+)
+
+
+class _Given(argparse.Action):
+    """Keeps flags in the order in which they are given, as (flag, row, value)."""
+
+    def __init__(self, *, row: Flags, is_refused: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._row, self._is_refused = row, is_refused
+
+    def __call__(self, _: object, namespace: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        given = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*given, (flag, self._row, value, self._is_refused)])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Have `parser` take them, unseen by --help."""
+    for table, is_refused in ((WITHOUT_EFFECT, False), (REFUSED, True)):
+        for row in table:
+            for name, count in _spellings(row):
+                more: dict[str, Any] = {"row": row, "is_refused": is_refused, "nargs": count}
+                parser.add_argument(name, dest="of_vllm", action=_Given, help=argparse.SUPPRESS, **more)
+
+
+def _spellings(row: Flags) -> Iterator[tuple[str, int | None]]:
+    """Each flag with its number of values: a switch has none, and a --no- form."""
+    for name in row.names.split():
+        if row.values == SWITCHES:
+            yield name, 0
+            if name.startswith("--"):
+                yield f"--no-{name[2:]}", 0
+        else:
+            yield name, None
+
+
+def notice(given: Sequence[tuple[str, Flags, Any, bool]]) -> str:
+    """What to say of those that change nothing; "" if none was given. Raises ConfigError for one that cannot be."""
+    kept: dict[str, list[str]] = {}
+    for flag, row, value, is_refused in given:
+        if is_refused and not flag.startswith("--no-"):
+            raise ConfigError(f"{flag} of vLLM is not supported: {row.reason}")
+        if row.values and value not in row.values:
+            raise ConfigError(f"{flag} can only be {' or '.join(row.values)} here: {row.reason}; got {value!r}")
+        kept.setdefault(row.reason, []).append(flag)
+    if not kept:
+        return ""
+    return "without effect here: " + "; ".join(f"{', '.join(flags)} ({reason})" for reason, flags in kept.items())
