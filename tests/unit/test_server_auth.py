@@ -78,6 +78,14 @@ def test_who_may_generate(keys: Keys, key: str | None, expected: int) -> None:
     assert status(keys, None, "/health", is_local=False)[0] == 200
 
 
+@pytest.mark.parametrize("name", [b"x-api-key", b"api-key"])
+def test_a_key_may_stand_in_headers_of_other_dialects(name: bytes) -> None:
+    for key, expected in ((USER, 200), (ADMIN, 200), ("wrong", 401), ("", 401)):
+        assert status(BOTH, None, "/v1/completions", more=[(name, key.encode())])[0] == expected
+    assert status(BOTH, None, more=[(name, ADMIN.encode())])[0] == 200
+    assert status(BOTH, "wrong", "/v1/completions", more=[(name, USER.encode())])[0] == 401
+
+
 @pytest.mark.parametrize(("keys", "key"), [(USERS, USER), (NONE, None)])
 def test_a_closed_door_says_which_flag_opens_it(keys: Keys, key: str | None) -> None:
     code, text = status(keys, key, is_local=False)

@@ -24,6 +24,7 @@ from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
+from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics
@@ -46,6 +47,8 @@ from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_o
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
+V1 = "/v1"
+DOCS_PATHS = frozenset({"/", "/docs", "/openapi.json", "/version"})
 NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """The field of the body that the prompt stands in, by the kind of the call."""
@@ -58,13 +61,14 @@ logger = log.get(__name__)
 @dataclass
 class ServedModel:
     """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
-    SamplingParams where a request says nothing."""
+    SamplingParams where a request says nothing; `root` is what the names stand for."""
 
     names: tuple[str, ...]
     path: str | None
     max_model_len: int
     defaults: dict[str, Any]
     formats: dict[str, str | None] = field(default_factory=dict)
+    root: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def name(self, wanted: str | None) -> str:
@@ -81,7 +85,7 @@ class ServedModel:
             "object": "model",
             "created": self.created,
             "owned_by": "vllm_lite",
-            "root": self.names[0],
+            "root": self.root or self.names[0],
             "parent": None,
             "max_model_len": self.max_model_len,
             "permission": [],
@@ -372,9 +376,13 @@ def build(
     routes.append(Route("/ping", api.health, methods=["POST"]))
     routes += [*live.routes(), *more]
     metrics.know(routes)
-    open_paths = OPEN_PATHS | {METRICS_PATH} if config.public_metrics else OPEN_PATHS
+    open_paths = OPEN_PATHS
+    open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()
+    open_paths |= DOCS_PATHS if config.public_docs else frozenset()
     auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)
-    middleware = [Middleware(metrics.counting), auth]
+    short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
+    paths = Middleware(PathMiddleware, short=short - {route.path for route in routes})
+    middleware = [paths, Middleware(metrics.counting), auth]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

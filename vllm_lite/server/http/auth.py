@@ -7,7 +7,7 @@ at all, those on this machine may, but no web page.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -23,6 +23,8 @@ _NO_ADMIN = "vllm_lite.no_admin"
 """In a scope: why its sender is no admin, None if it is."""
 _KEY = "vllm_lite.key"
 """In a scope: the digest of the key that it came with, b"" if that is none of ours."""
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Where clients of other dialects put their key, as it is."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
@@ -49,7 +51,7 @@ class AuthMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        authorization = headers.get(b"authorization", b"")
+        authorization = _authorization(headers)
         is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
             await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
@@ -71,6 +73,13 @@ class AuthMiddleware:
         return ApiError(403, f"this is closed to a network without keys; start the server with {_FLAGS}")
 
 
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """The header of that name, or another that has a key, in its form; b"" if no key is given."""
+    if authorization := headers.get(b"authorization", b""):
+        return authorization
+    return next((b"Bearer " + headers[name] for name in _KEY_HEADERS if headers.get(name)), b"")
+
+
 def require_admin(request: Request) -> None:
     """Raises ApiError unless its sender may change the server."""
     reason: ApiError | None = request.scope[_NO_ADMIN]
@@ -86,7 +95,9 @@ def owner_of(request: Request, call_id: str) -> str:
 
 
 def _unknown(message: str) -> ApiError:
-    return ApiError(401, f"{message}, as `Authorization: Bearer KEY`", headers={"WWW-Authenticate": "Bearer"})
+    return ApiError(
+        401, f"{message}, as `Authorization: Bearer KEY` or `x-api-key: KEY`", headers={"WWW-Authenticate": "Bearer"}
+    )
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.disconnect import disconnected
+from vllm_lite.server.http.unpack import unpacked
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
@@ -69,19 +70,22 @@ class BodyReader:
             raise ApiError(415, f"the body must have Content-Type: application/json, got {media!r}")
         length = request.headers.get("content-length", "0")
         refusal = self._too_long() if length.isdecimal() and int(length) > self._max_bytes else None
-        data, num_values = bytearray(), 0
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        pieces, data, num_values = _pieces(request), bytearray(), 0
         try:
             async with asyncio.timeout(self._timeout_s if refusal is None else DRAIN_S) as patience:
-                async for piece in _pieces(request):
-                    if refusal is not None:
-                        continue
-                    data += piece
-                    num_values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
-                    refusal = self._refusal(request, len(data), num_values)
-                    if refusal is not None:
-                        data.clear()
-                        self.held_bytes -= request.scope.pop(_HELD, 0)
-                        patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
+                if refusal is None:
+                    async for piece in unpacked(pieces, encoding):
+                        data += piece
+                        num_values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+                        refusal = self._refusal(request, len(data), num_values)
+                        if refusal is not None:
+                            data.clear()
+                            self.held_bytes -= request.scope.pop(_HELD, 0)
+                            patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
+                            break
+                async for _ in pieces:  # what is left of one that is refused
+                    pass
         except TimeoutError as error:
             if refusal is None:
                 text = f"the body must come within {self._timeout_s:g} s"

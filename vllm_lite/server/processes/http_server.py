@@ -207,9 +207,8 @@ class HttpServer:
         config, files, engine = self.config, self.files, self.engine.session.welcome
         calls = resumable.calls
         names = config.names or (engine.model,)
-        model = ServedModel(
-            names, None if config.names else config.model, engine.max_model_len, files.defaults.params, files.card()
-        )
+        path = None if config.names else config.model
+        model = ServedModel(names, path, engine.max_model_len, files.defaults.params, files.card(), root=config.model)
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)

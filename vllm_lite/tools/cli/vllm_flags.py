@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.params import MAX_LOGPROBS
 
 IMAGES = "models are served as text models here"
 ONE_GROUP = "there is one group of workers; start a server for each replica and a router before them"
@@ -37,7 +38,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--uvicorn-log-level --h11-max-incomplete-event-size --h11-max-header-count", OWN_SERVER),
     Flags("--root-path", "links of the server's pages are relative"),
     Flags("--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers", ALWAYS, SWITCHES),
-    Flags("--max-logprobs", "as many as there are tokens may be asked for, within the limits of docs/server.md"),
+    Flags("--max-logprobs", f"up to {MAX_LOGPROBS} may be asked for"),
     Flags("--max-log-len", "prompts are logged only with --enable-log-requests"),
     Flags("--chat-template-content-format", "what a template can read is found out", ("auto", "string", "openai")),
     Flags("--response-role", "answers have the role assistant", ("assistant",)),
