@@ -64,7 +64,7 @@ class Pass:
 
 
 def installed_engines(peers: Path) -> dict[str, EngineCommand]:
-    """Every engine by name; a name ends with the type that it competes in, bf16 or int8."""
+    """Every engine by name; a name ends with the type that it competes in, one of report.DTYPES."""
 
     def runner(module: str, dtype: str, python: str, **env: str) -> EngineCommand:
         return EngineCommand([python, "-m", f"runners.{module}", "--dtype", dtype], env)
@@ -77,11 +77,17 @@ def installed_engines(peers: Path) -> dict[str, EngineCommand]:
     return {
         "ours-bf16": runner("ours", "bf16", sys.executable),
         "ours-int8": runner("ours", "int8", sys.executable),
+        "ours-int4": runner("ours", "int4", sys.executable),
+        "ours_g32-int4": runner("ours", "int4_g32", sys.executable),
+        "ours_gguf-int4": runner("ours", "q4_0", sys.executable),
         "vllm-bf16": runner("vllm", "bf16", python("vllm"), LD_PRELOAD=preload),
         "llama-bf16": runner("llama_cpp", "bf16", python("llamacpp")),
         "llama-int8": runner("llama_cpp", "q8_0", python("llamacpp")),
+        "llama-int4": runner("llama_cpp", "q4_0", python("llamacpp")),
+        "llama_k-int4": runner("llama_cpp", "q4_k_m", python("llamacpp")),
         "ov-bf16": runner("openvino", "bf16", python("ov")),
         "ov-int8": runner("openvino", "int8", python("ov")),
+        "ov-int4": runner("openvino", "int4", python("ov")),
         "ct2-int8": runner("ctranslate2", "int8", python("ct2")),
         "hf-bf16": runner("transformers", "bf16", python("hf")),
     }
@@ -292,8 +298,8 @@ def arguments() -> argparse.Namespace:
     args.commands = installed_engines(args.peers)
     for text in args.engine:
         name, _, command = text.partition("=")
-        if not name.endswith(("-bf16", "-int8")) or not command:
-            parser.error(f"--engine must be NAME-bf16=COMMAND or NAME-int8=COMMAND, got {text!r}")
+        if name.rpartition("-")[2] not in report.DTYPES or not command:
+            parser.error(f"--engine must be NAME-TYPE=COMMAND with TYPE of {', '.join(report.DTYPES)}, got {text!r}")
         args.commands[name] = EngineCommand(shlex.split(command))
     args.engines = args.engines or [name for name, engine in args.commands.items() if Path(engine.command[0]).exists()]
     unknown = [name for name in args.engines + args.once + args.fresh if name not in args.commands]

@@ -10,6 +10,7 @@ from typing import Any
 
 Run = dict[str, Any]  # one repeat, as runners/driver.py measured it
 REFERENCE = "hf-bf16"
+DTYPES = ("bf16", "int8", "int4")
 """The engine whose tokens the others' are compared with."""
 HARDLY_DISTURBED = 2
 """Where no repeat of a cell was clean, so many of the least disturbed ones are taken."""
@@ -114,11 +115,12 @@ def rows(everything: dict[str, Any], *, higher_is_better: bool) -> list[dict[str
     """
     found = []
     for model, workloads in everything.items():
-        for dtype in ("bf16", "int8"):
+        for dtype in DTYPES:
             for workload, engines in workloads.items():
                 metric = speed_metric(workload) if higher_is_better else "ttft_s"
                 values = {name: cell[metric] for name, cell in engines.items() if dtype_of(name) == dtype}
                 ours = values.pop(f"ours-{dtype}", None)
+                values = {name: value for name, value in values.items() if not name.startswith("ours_")}
                 if ours is None or not values:
                     continue
                 peer = (max if higher_is_better else min)(values, key=lambda name: float(values[name]))

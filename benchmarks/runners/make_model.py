@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium FOLDER
+"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium|qwen|group6 FOLDER
 
 Linear layers are N(0, 1 / inputs) and embeddings N(0, 1), so that every block moves the residual stream and greedy
 output does not end in a loop at once.
@@ -29,12 +29,20 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
-    "head_dim": 64,
 }
-FIELDS = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+FIELDS = [
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "head_dim",
+]
 SIZES = {
-    "small": dict(zip(FIELDS, [384, 6, 6, 2, 1024], strict=True)),  # 34 million parameters
-    "medium": dict(zip(FIELDS, [1024, 24, 16, 4, 5120], strict=True)),  # 506 million
+    "small": dict(zip(FIELDS, [384, 6, 6, 2, 1024, 64], strict=True)),  # 34 million parameters
+    "medium": dict(zip(FIELDS, [1024, 24, 16, 4, 5120, 64], strict=True)),  # 506 million
+    "qwen": dict(zip(FIELDS, [1024, 28, 16, 8, 3072, 128], strict=True)),  # 506 million: layers as of Qwen3-0.6B
+    "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
 }
 
 
@@ -56,8 +64,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_weights(folder: Path, size: dict[str, int], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden, num_layers, heads, kv_heads, inner = (size[field] for field in FIELDS)
-    heads, kv_heads = heads * 64, kv_heads * 64
+    hidden, num_layers, heads, kv_heads, inner, head_dim = (size[field] for field in FIELDS)
+    heads, kv_heads = heads * head_dim, kv_heads * head_dim
     weights: dict[str, torch.Tensor] = {}
 
     def linear(name: str, rows: int, columns: int, scale: float = 1.0) -> None:

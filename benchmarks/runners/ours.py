@@ -1,4 +1,5 @@
-"""vllm_lite, as a script uses it: client, engine and worker are processes of their own."""
+"""vllm_lite, as a script uses it: client, engine and worker are processes of their own. Types that begin with q are
+those of MODEL-DTYPE.gguf."""
 
 import argparse
 import sys
@@ -10,9 +11,10 @@ from vllm_lite import LLM, SamplingParams, __version__
 
 class Ours:
     def __init__(self, args: argparse.Namespace) -> None:
-        quantization = None if args.dtype == "bf16" else args.dtype
+        is_file = args.dtype.startswith("q")
+        quantization = None if is_file or args.dtype == "bf16" else args.dtype
         settings = {"device": "cpu", "dtype": "bfloat16", "cpu_threads": args.threads, "quantization": quantization}
-        self._llm = LLM(args.model, **settings)
+        self._llm = LLM(f"{args.model}-{args.dtype}.gguf" if is_file else args.model, **settings)
         self.info = {"name": "vllm_lite", "version": __version__, "python": sys.version.split()[0]}
 
     def run(self, requests: list[Request]) -> Outcome:

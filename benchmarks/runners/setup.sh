@@ -1,6 +1,7 @@
 #!/bin/bash
 # Installs the engines that benchmarks/peers.py measures, each into an environment of its own, and makes the models and the
-# workloads: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]; without names, all. About 40 minutes and 15 GB;
+# workloads: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]; without names, all. SIZES="small medium" by default,
+# qwen and group6 are larger. About 40 minutes and 15 GB;
 # llama.cpp is compiled. Called again, it goes on where it stopped. vLLM wants libtcmalloc-minimal4 from the system.
 set -eu
 [ $# -ge 1 ] || { echo "usage: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]" >&2; exit 2; }
@@ -22,7 +23,7 @@ if wanted hf || wanted models || wanted llamacpp; then
   install hf torch transformers==5.23.0 accelerate safetensors tokenizers numpy gguf
 fi
 if wanted models; then
-  for size in small medium; do
+  for size in ${SIZES:-small medium}; do
     [ -f "$peers/models/$size/model.safetensors" ] || "$(python hf)" -m runners.make_model $size "$peers/models/$size"
   done
   [ -f "$peers/workloads/all.json" ] || "$(python hf)" -m runners.make_workload "$peers/workloads/all.json"
@@ -35,24 +36,26 @@ fi
 if wanted llamacpp; then
   CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DGGML_OPENMP=ON" \
     install llamacpp --no-binary llama-cpp-python llama-cpp-python==0.3.36
-  for size in small medium; do
+  for size in ${SIZES:-small medium}; do
     model=$peers/models/$size
     [ -f "$model-bf16.gguf" ] || "$(python hf)" -m runners.to_gguf "$model"
-    [ -f "$model-q8_0.gguf" ] || "$(python llamacpp)" - "$model" <<'PY'
+    for form in q8_0:7 q4_0:2 q4_k_m:15; do # names of llama.cpp's file types and their numbers
+      [ -f "$model-${form%:*}.gguf" ] || "$(python llamacpp)" - "$model" "${form%:*}" "${form#*:}" <<'PY'
 import sys, llama_cpp
+model, name, number = sys.argv[1:]
 params = llama_cpp.llama_model_quantize_default_params()
-params.ftype, params.pure = 7, True  # every matrix in q8_0
-model = sys.argv[1]
-sys.exit(llama_cpp.llama_model_quantize(f"{model}-bf16.gguf".encode(), f"{model}-q8_0.gguf".encode(), params))
+params.ftype, params.pure = int(number), name == "q8_0"  # pure: every matrix in this type
+sys.exit(llama_cpp.llama_model_quantize(f"{model}-bf16.gguf".encode(), f"{model}-{name}.gguf".encode(), params))
 PY
+    done
   done
 fi
 if wanted ov; then
   install ov torch openvino openvino-genai==2026.4.1.0 openvino-tokenizers optimum-intel==2.2.0 nncf
   "$(python ov)" -m pip uninstall -q -y torchvision || true
-  for size in small medium; do
+  for size in ${SIZES:-small medium}; do
     model=$peers/models/$size
-    for form in bf16:fp16 int8:int8; do # computed in bfloat16 where the CPU has it
+    for form in bf16:fp16 int8:int8 int4:int4; do # computed in bfloat16 where the CPU has it
       [ -d "$model-ov-${form%:*}" ] || "$peers/venvs/ov/bin/optimum-cli" export openvino -m "$model" \
         --task text-generation-with-past --weight-format "${form#*:}" "$model-ov-${form%:*}"
     done
@@ -60,7 +63,7 @@ if wanted ov; then
 fi
 if wanted ct2; then
   install ct2 torch ctranslate2==4.8.5 transformers
-  for size in small medium; do
+  for size in ${SIZES:-small medium}; do
     model=$peers/models/$size
     [ -d "$model-ct2-int8" ] || "$peers/venvs/ct2/bin/ct2-transformers-converter" --model "$model" --quantization int8 \
       --output_dir "$model-ct2-int8"

@@ -231,7 +231,7 @@ def test_an_engine_that_is_too_slow_is_not_tried_again(bench, monkeypatch, capsy
     ("flags", "message"),
     [
         (["--engines", "nobody"], "unknown engine nobody"),
-        (["--engine", "x=y"], "NAME-bf16=COMMAND"),
+        (["--engine", "x=y"], "NAME-TYPE=COMMAND"),
         (["--models", "huge"], "models/huge does not exist"),
         (["--repeats", "0"], "must be at least 1"),
         (["--workloads", "W9"], "unknown workload W9"),
