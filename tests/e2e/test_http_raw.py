@@ -192,7 +192,10 @@ def test_the_document_names_every_route_and_field(http: httpx.Client) -> None:
             assert answer.status_code != 404 or "no request" in answer.text, path
     fields = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "logprobs", "stream", "top_k"} <= set(fields)
-    assert "openapi.json" in http.get("/docs").text
+    for path in ("/", "/docs"):
+        page = http.get(path)
+        assert "openapi.json" in page.text
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 # ---- malformed

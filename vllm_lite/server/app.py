@@ -44,11 +44,12 @@ from vllm_lite.server.openai.forms import ToolsWanted
 from vllm_lite.server.openai.grammars import Grammars
 from vllm_lite.server.openai.parsing import Parsing
 from vllm_lite.server.openai.prompts import SLICE_TOKENS, Check, Prompts, text_of
+from vllm_lite.server.pages import pages
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
 V1 = "/v1"
-DOCS_PATHS = frozenset({"/", "/docs", "/openapi.json", "/version"})
+DOCS_PATHS = frozenset(pages.PAGES) | {"/openapi.json", "/version"}
 NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """The field of the body that the prompt stands in, by the kind of the call."""
@@ -289,9 +290,6 @@ class ApiRoutes:
     async def openapi(self, _: Request) -> Response:
         return as_json(openapi.document())
 
-    async def docs(self, _: Request) -> Response:
-        return Response(openapi.PAGE, media_type="text/html")
-
 
 def _check_scores(streams: Sequence[RequestStream]) -> None:
     """Raises ApiError for more logprobs of prompts than one answer holds."""
@@ -360,7 +358,6 @@ def build(
         ("/version", api.version),
         (METRICS_PATH, metrics.get),
         ("/openapi.json", api.openapi),
-        ("/docs", api.docs),
         ("/v1/models", api.models),
         ("/v1/models/{model:path}", api.model),
     ]
@@ -374,7 +371,7 @@ def build(
     routes = [Route(path, method, methods=["GET"]) for path, method in gets]
     routes += [Route(path, live.reader.holding(method), methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
-    routes += [*live.routes(), *more]
+    routes += [*live.routes(), *pages.routes(), *more]
     metrics.know(routes)
     open_paths = OPEN_PATHS
     open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()

@@ -3,5 +3,7 @@
 connection.py  limits of headers and of clients that do not read
 auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
+unpack.py      packed bodies
+paths.py       paths as clients write them
 disconnect.py  notices that a client has disconnected, and ends what is done for it
 """

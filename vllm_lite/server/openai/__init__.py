@@ -11,5 +11,5 @@ parsing.py    a message taken apart while it arrives: content, reasoning, calls
 parsed.py     the fields of chats that are taken apart
 logprobs.py   log-probabilities in answers
 errors.py     answers that are errors
-openapi.py    /openapi.json and /docs
+openapi.py    /openapi.json
 """

@@ -1,7 +1,6 @@
-"""/openapi.json, made of the structs that bodies are decoded into, and a page that shows it."""
+"""/openapi.json, made of the structs that bodies are decoded into."""
 
 import re
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,17 +11,10 @@ from vllm_lite.server.http.auth import OPEN_PATHS
 from vllm_lite.server.openai import bodies
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
-    ("get", "/health", "200 if a request would be served", None),
-    ("get", "/health/live", "200 as long as the engine lives", None),
-    ("get", "/health/ready", "as /health", None),
-    ("get", "/ping", "as /health", None),
-    ("get", "/version", "of this server", None),
-    ("get", "/load", "how many requests run", None),
-    ("get", "/metrics", "what Prometheus reads", None),
+    ("post", "/v1/chat/completions", "answer messages", bodies.ChatBody),
+    ("post", "/v1/completions", "continue a prompt", bodies.CompletionBody),
     ("get", "/v1/models", "what is served", None),
     ("get", "/v1/models/{model}", "one of them", None),
-    ("post", "/v1/completions", "continue a prompt", bodies.CompletionBody),
-    ("post", "/v1/chat/completions", "answer messages", bodies.ChatBody),
     ("post", "/inference/v1/generate", "continue token ids with token ids", bodies.GenerateBody),
     ("post", "/tokenize", "text or messages to token ids", bodies.TokenizeBody),
     ("post", "/detokenize", "token ids to text", bodies.DetokenizeBody),
@@ -30,6 +22,13 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("delete", "/v1/requests/{request_id}", "end a request", None),
     ("post", "/v1/requests/{request_id}/fork", "branches of a request that runs, answered as that is", bodies.ForkBody),
     ("get", "/v1/requests/{request_id}/stream", "a resumable stream, behind the event of Last-Event-ID", None),
+    ("get", "/health", "200 if a request would be served", None),
+    ("get", "/health/live", "200 as long as the engine lives", None),
+    ("get", "/health/ready", "as /health", None),
+    ("get", "/ping", "as /health", None),
+    ("get", "/version", "of this server", None),
+    ("get", "/load", "how many requests run", None),
+    ("get", "/metrics", "what Prometheus reads", None),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
 )
 _WIDER = {"max_tokens", "seed", "stop"}
@@ -48,8 +47,14 @@ _ERRORS = {
     "503": "nothing can be served now",
 }
 
-PAGE = Path(__file__).with_name("docs.html").read_bytes()
-"""Without anything from elsewhere: it works where there is no network, and nobody learns that it was looked at."""
+_EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
+    bodies.ChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
+    bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
+    bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
+    bodies.TokenizeBody: {"prompt": "Once upon a time"},
+    bodies.DetokenizeBody: {"tokens": [3, 4, 5]},
+    bodies.ForkBody: {"n": 2},
+}
 
 
 def document() -> dict[str, Any]:
@@ -87,8 +92,10 @@ def _route(path: str, summary: str, kind: type[msgspec.Struct] | None) -> dict[s
     security: list[Any] = [] if path in OPEN_PATHS else [{}, {"key": []}]  # the first: where no keys are set
     route = {"summary": summary, "responses": {"200": {"description": "done"}, **errors}, "security": security}
     if kind is not None:
-        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        route["requestBody"] = {"required": True, "content": body}
+        body: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+        if kind in _EXAMPLES:
+            body["example"] = _EXAMPLES[kind]
+        route["requestBody"] = {"required": True, "content": {"application/json": body}}
     if names := re.findall(r"{(\w+)}", path):
         route["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
