@@ -380,10 +380,10 @@ def build(
     short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
     paths = Middleware(PathMiddleware, short=short - {route.path for route in routes})
     middleware = [paths, Middleware(metrics.counting), auth]
-    if config.allowed_origins:
+    if origins := config.origins(keys):
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=config.allowed_origins,
+            allow_origins=origins,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,

@@ -49,8 +49,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     public_metrics: Annotated[bool, Meta(description="/metrics needs no key")] = False
     public_docs: Annotated[bool, Meta(description="/, /docs, /openapi.json and /version need no key")] = False
     allowed_origins: Annotated[
-        tuple[str, ...], Meta(description="origins of web pages that may call this server, * for all (CORS)")
-    ] = ()
+        tuple[str, ...] | None,
+        Meta(
+            description="origins of web pages that may call this server, * for all, [] for none (CORS; default: * if "
+            "only this machine reaches it and it has no keys)"
+        ),
+    ] = None
     allowed_methods: Annotated[tuple[str, ...], Meta(description="what such pages may call")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], Meta(description="headers such pages may send")] = ("*",)
     allow_credentials: Annotated[bool, Meta(description="such pages may send cookies")] = False
@@ -138,6 +142,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
             return ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def origins(self, keys: Keys) -> tuple[str, ...]:
+        """Return the origins of web pages that may call it. The default is vLLM's where it opens nothing to others."""
+        if self.allowed_origins is not None:
+            return self.allowed_origins
+        return ("*",) if self.is_local and keys == Keys() else ()
 
     def keys(self) -> Keys:
         """Return all API keys, those in files included. Raises ConfigError."""
