@@ -401,3 +401,38 @@ def test_addresses() -> None:
     for url in ("ftp://h", "h:8000", "http://", "http://h:x"):
         with pytest.raises(ConfigError):
             HttpClient(url, {})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "expected"),
+    [
+        ((0.001, 0.0), 1e9, 12),  # one after the other they would take less than the second
+        ((1.0, 0.4), 1e9, 12),
+        ((1.0, 0.8), 1e9, 10),
+        ((9.0, 9.0), 1e9, 8),
+        ((0.001, 0.0), 9.0, 9),  # requests that come slowly take as long as they come
+    ],
+)
+def test_a_slow_server_gets_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: tuple[float, float],
+    rate: float,
+    expected: int,
+) -> None:
+    took, sent = iter(seconds), []
+
+    async def drive(_: Any, requests: Any, *__: Any) -> tuple[list[Outcome], float]:
+        sent.append(requests)
+        return [Outcome(1) for _ in requests], max(next(took), 1e-6)
+
+    monkeypatch.setattr(serve, "drive", drive)
+    requests: Any = list(range(12))
+    assert asyncio.run(serve._fitting(None, requests, rate, 1.0)) == expected  # type: ignore[arg-type]
+    assert sent[0] == [11]
+    assert (f"{expected} are sent" in capsys.readouterr().err) == (expected < 12)
+
+
+def test_a_server_that_fails_is_not_measured_first() -> None:
+    done, stub = run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), fit_s=1e-9)
+    assert (done.result["failed"], len(stub.requests)) == (12, 13)

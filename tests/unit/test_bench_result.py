@@ -177,7 +177,7 @@ def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_serve.add_flags(parser)
     options = bench_serve._options(parser.parse_args([]))
     assert options == serve.ServeOptions(
-        sampling={"temperature": 0.0}, headers={"Authorization": "Bearer secret"}, show_progress=True
+        sampling={"temperature": 0.0}, headers={"Authorization": "Bearer secret"}, show_progress=True, fit_s=60.0
     )
     words = "--host ::1 --port 9 --header A=b=c --top-k 3 --ignore-eos --num-prompts 4 --disable-tqdm --insecure"
     load = "--request-rate 2 --goodput ttft:200 e2el:1e3 --metric-percentiles 50,99.9 --max-concurrency 8"
@@ -188,7 +188,7 @@ def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.sampling == {"temperature": 0.7, "top_k": 3, "ignore_eos": True, "min_tokens": 2}
     assert (options.request_rate, options.max_concurrency, options.dataset.num_prompts) == (2.0, 8, 4)
     assert (options.goodput, options.percentiles) == ({"ttft": 200.0, "e2el": 1000.0}, (50.0, 99.9))
-    assert (options.insecure, options.show_progress) == (True, False)
+    assert (options.insecure, options.show_progress, options.fit_s) == (True, False, None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Any, Self
 class TokenBar:
     """Counts finished requests and generated tokens; shows them on stderr if enabled."""
 
-    def __init__(self, num_requests: int, *, enabled: bool) -> None:
+    def __init__(self, num_requests: int, *, enabled: bool, has_rate: bool = True) -> None:
+        """`has_rate`: it shows tokens per second."""
+        self._has_rate = has_rate
         self._num_tokens = 0
         self._began_s = time.monotonic()
         self._bar: Any = _make_bar(num_requests) if enabled else None
@@ -34,6 +36,8 @@ class TokenBar:
             self._bar.update(1)
 
     def _show(self) -> None:
+        if not self._has_rate:
+            return
         elapsed_s = max(time.monotonic() - self._began_s, 1e-9)
         self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.0f} tokens/s", refresh=False)
 

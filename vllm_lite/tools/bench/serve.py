@@ -14,6 +14,7 @@ import asyncio
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -32,6 +33,7 @@ from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_
 from vllm_lite.tools.bench.serve_http import HttpClient
 from vllm_lite.tools.bench.serve_result import DETAILS, summarize
 
+PROBES = 8
 Report = Callable[[Outcome], None]
 
 
@@ -39,6 +41,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of the same names."""
 
     dataset: DatasetOptions = DatasetOptions()
+    fit_s: float | None = None
+    """Send fewer requests than `dataset` has if they would take longer than this; None sends all."""
     backend: str = "openai"
     base_url: str = "http://127.0.0.1:8000"
     endpoint: str | None = None
@@ -87,9 +91,11 @@ async def _run(options: ServeOptions) -> ServeRun:
         if options.num_warmups:
             warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
             await drive(api, warmups, [0.0] * len(warmups), options.max_concurrency, lambda _: None)
+        if options.fit_s is not None:
+            requests = requests[: await _fitting(api, requests, options.request_rate, options.fit_s)]
         times_s = arrivals(len(requests), options.request_rate, options.burstiness, options.dataset.seed)
         cpu_s = time.process_time()
-        with TokenBar(len(requests), enabled=options.show_progress) as progress:
+        with TokenBar(len(requests), enabled=options.show_progress, has_rate=False) as progress:
 
             def report(outcome: Outcome) -> None:
                 progress.tokens(outcome.output_len)
@@ -156,6 +162,26 @@ async def drive(
         tasks.append(asyncio.ensure_future(send(request)))
     outcomes = await asyncio.gather(*tasks)
     return outcomes, time.perf_counter() - start_s
+
+
+async def _fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: float, fit_s: float) -> int:
+    """Return how many of `requests` can be served in about `fit_s`, as a few of the last ones show. Says so if that is
+    not all of them."""
+    rate = 0.0
+    for count in (1, PROBES):
+        outcomes, taken_s = await drive(api, requests[-count:], [0.0] * count, None, lambda _: None)
+        if any(outcome.error for outcome in outcomes):
+            return len(requests)  # which will say what is wrong
+        rate = min(count / taken_s, request_rate)
+        if len(requests) <= rate * fit_s:
+            return len(requests)
+    fitting = min(len(requests), max(PROBES, round(rate * fit_s)))
+    print(
+        f"{len(requests)} requests would take about {len(requests) / rate / 60:.0f} minutes here: {fitting} are sent; "
+        "--num-prompts sends as many as it says",
+        file=sys.stderr,
+    )
+    return fitting
 
 
 def _count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:

@@ -5,6 +5,7 @@ private_server.py  a server on a private socket, which ends with the command tha
 conversation.py    questions, answers and settings of a chat; files of them
 chat.py            the loop of a chat: messages and /commands, without a terminal
 terminal.py        lines in, text out: history, Ctrl-C, pipes
+word_wrap.py       lines of a terminal end between words
 batch_file.py      OpenAI's batch files: the requests, and which of them are answered already
 batch.py           many requests at once, from such a file into such a file
 """

@@ -1,12 +1,15 @@
 """Lines in, text out: a terminal with history and Ctrl-C, or a pipe, which gets the answers and nothing else."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+from vllm_lite.tools.chat.word_wrap import WordWrap
 
 MAX_HISTORY = 1000
 _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {13: None}
@@ -25,6 +28,7 @@ class Terminal:
         self._history = _History() if self.is_interactive else None
         self._at_line_start = True
         self._is_dim = False
+        self._wrap = WordWrap()
 
     # ---- in
 
@@ -52,6 +56,10 @@ class Terminal:
         if dim is not self._is_dim and not self._at_line_start:
             self._line("\n", sys.stdout)  # thoughts and answer stand on lines of their own
         self._is_dim = dim
+        if self.is_interactive:
+            if self._at_line_start:
+                self._wrap = WordWrap()
+            shown = self._wrap.feed(shown, shutil.get_terminal_size().columns)
         if dim and self._has_colors:
             shown = f"{_DIM}{shown}{_PLAIN}"
         self._line(shown, sys.stdout)

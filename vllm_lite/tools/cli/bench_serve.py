@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 BACKENDS = ("openai", "openai-chat", "vllm")
 DATASETS = ("random", "sharegpt", "prefix_repetition", "custom")
 METRICS = ("ttft", "tpot", "itl", "e2el")
+NUM_PROMPTS = 1000
+FIT_S = 60.0
 SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
     "temperature": (float, 0.0),
     "top_p": (float, None),
@@ -37,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_target(add: Callable[..., object]) -> None:
     add("--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="which API; vllm is openai [openai]")
-    add("--base-url", help="the server's address, instead of host and port")
+    add("--url", "--base-url", dest="base_url", metavar="URL", help="the server's address, instead of host and port")
     add("--host", default="127.0.0.1", help="[127.0.0.1]")
     add("--port", type=int, default=8000, help="[8000]")
     add("--endpoint", help="path of the API [/v1/completions, for openai-chat /v1/chat/completions]")
@@ -58,7 +60,11 @@ def _add_target(add: Callable[..., object]) -> None:
 def _add_datasets(add: Callable[..., object]) -> None:
     add("--dataset-name", choices=DATASETS, default="random", help="[random]")
     add("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
-    add("--num-prompts", type=int, default=1000, help="[1000]")
+    add(
+        "--num-prompts",
+        type=int,
+        help=f"[{NUM_PROMPTS}, or what the server can do in about {FIT_S:g} s if that is less]",
+    )
     add("--seed", type=int, default=0, help="of prompts and arrivals [0]")
     add("--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]")
     add("--random-output-len", "--output-len", type=int, default=128, help="[128]")
@@ -106,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         serve_plot.check(arguments.plot)
     done = serve.run(options)
     result = done.result
-    print(serve_result.table(result, metrics, options.percentiles))
+    if result["completed"]:
+        print(serve_result.table(result, metrics, options.percentiles))
     if arguments.save_result or arguments.save_detailed or arguments.result_filename:
         place = Path(arguments.result_dir, arguments.result_filename or serve.file_name(result, arguments.label))
         serve.save({**metadata, **result}, str(place), detailed=arguments.save_detailed)
@@ -129,7 +136,8 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
     from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 
     _check_ranges(arguments)
-    dataset = DatasetOptions(**{name: getattr(arguments, name) for name in DatasetOptions.__struct_fields__})
+    lengths = {name: getattr(arguments, name) for name in DatasetOptions.__struct_fields__}
+    dataset = DatasetOptions(**{**lengths, "num_prompts": arguments.num_prompts or NUM_PROMPTS})
     sampling = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if arguments.ignore_eos:
         sampling["ignore_eos"] = True
@@ -140,6 +148,7 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
     given = {name: value for name, value in vars(arguments).items() if name in ServeOptions.__struct_fields__}
     changed = {
         "dataset": dataset,
+        "fit_s": FIT_S if arguments.num_prompts is None else None,
         "base_url": arguments.base_url or f"http://{host}:{arguments.port}",
         "percentiles": _percentiles(arguments.metric_percentiles),
         "goodput": _goodput(arguments.goodput),

@@ -18,7 +18,9 @@ SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": in
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="server, with or without /v1, or unix:PATH [http://localhost:8000]")
+    parser.add_argument(
+        "--url", "--base-url", metavar="URL", help="server, with or without /v1, or unix:PATH [http://localhost:8000]"
+    )
     parser.add_argument("--api-key", help="its API key [of VLLM_LITE_API_KEY or OPENAI_API_KEY]")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask for [the server's first]")
 
