@@ -39,7 +39,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("tools", [{}]), ("suffix", "x"), ("chat_template", "x"), ("functions", [{"a": 1}]), ("regex", "[ab]")),
+        *(("tools", [{}]), ("chat_template", "x"), ("functions", [{"a": 1}]), ("regex", "[ab]")),
         *(("logprob_token_ids", [5]), ("return_tokens_as_token_ids", True), ("truncation_side", "right")),
         *(("tool_choice", "required"), ("function_call", "auto"), ("typical_p", 0.5)),
     ],

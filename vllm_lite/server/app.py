@@ -135,6 +135,8 @@ class ApiRoutes:
         params = bodies.sampling(body, self._model.defaults, _completion_changes(body))
         params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
         prompts = await self._prompts.of_completion(body, params, request)
+        if (infill := self._prompts.infill(body)) is not None and not params.ignore_eos:
+            params = bodies.changed(params, stop_token_ids=[*params.stop_token_ids, *infill.ends])
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
         return await self._generate(asked, prompts, params, echo=None if body.echo else ())

@@ -104,6 +104,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -233,7 +234,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
 audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
 logprob_token_ids lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
-return_tokens_as_token_ids structural_tag suffix watermarking web_search_options
+return_tokens_as_token_ids structural_tag watermarking web_search_options
 """
 _OFF_AT_0 = """
 dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
@@ -253,6 +254,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 _ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(FORM, ()),
+    "suffix": (),
     "response_format": ({"type": "text"},),
     "thinking_token_budget": (-1,),
     "max_thinking_tokens": (-1,),

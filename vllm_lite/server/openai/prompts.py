@@ -10,6 +10,7 @@ from starlette.requests import Request
 from vllm_lite.client.prompt import PromptLike, check_text, encode, max_text_bytes, too_many_bytes
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
+from vllm_lite.client.text.infill import Infill
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
@@ -49,6 +50,7 @@ class Prompts:
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._vocabulary: Vocabulary | None = None
+        self._infill: Infill | None = None
         self._threads = Threads(NUM_TOKENIZERS, "tokenizer")
 
     @property
@@ -58,17 +60,36 @@ class Prompts:
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
-        prompts = _several(body.prompt)
-        if body.add_special_tokens is not False or not any(isinstance(prompt, str) for prompt in prompts):
+        prompts, infill, suffix = _several(body.prompt), self.infill(body), body.suffix or ""
+        is_plain = body.add_special_tokens is False and any(isinstance(prompt, str) for prompt in prompts)
+        if infill is None and not is_plain:
             return prompts
 
         def encoded(check: Check) -> list[PromptLike]:
-            return [self._encoded(it, False, params, check) if isinstance(it, str) else it for it in prompts]
+            ids: list[Any] = [self._encoded(it, False, params, check) if isinstance(it, str) else it for it in prompts]
+            if infill is None:
+                return ids
+            check_text(suffix, self.tokenizer, self._max_model_len, params, check)
+            return [infill.prompt(before, suffix) for before in ids]
 
         try:
-            return await self.tokenized(encoded, prompts, request)
+            return await self.tokenized(encoded, [*prompts, suffix], request)
         except RequestError as error:
             raise refused(error, "prompt") from error
+
+    def infill(self, body: CompletionBody) -> Infill | None:
+        """How the model is asked for what stands between a prompt and a suffix; None without a suffix."""
+        if not body.suffix:
+            return None
+        if body.echo:
+            raise ApiError(400, "echo shows a prompt that the answer continues; a suffix stands behind it", "echo")
+        if self._infill is None and self.tokenizer is not None:
+            self._infill = Infill.of(self.tokenizer)
+        if self._infill is None:
+            raise ApiError(
+                400, "suffix needs a model that fills in; the vocabulary of this one has no token for it", "suffix"
+            )
+        return self._infill
 
     async def of_chat(
         self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request

@@ -1,0 +1,81 @@
+"""Fill in the middle: the tokens that code models want around what stands before a gap and behind it.
+
+Source: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022); names: the models' own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from vllm_lite.client.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Tokens of a family: what stands `before` and `behind` a gap is headed by these, and `middle` asks for the gap.
+
+    `ends`: what such a model writes where the gap ends, if the vocabulary has them. `behind_first`: what stands behind
+    comes first. `glued`: the tokenizer would put a space before what stands behind.
+    """
+
+    before: str
+    behind: str
+    middle: str | None
+    ends: tuple[str, ...] = ()
+    behind_first: bool = False
+    glued: bool = False
+
+
+_FAMILIES = (
+    _Names(  # Qwen2.5-Coder, CodeGemma, Granite
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+    ),
+    _Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<file_sep>")),  # StarCoder
+    _Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - DeepSeek
+    _Names("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), glued=True),  # Code Llama
+    _Names("[PREFIX]", "[SUFFIX]", None, behind_first=True),  # Codestral
+)
+_MARK = "\n"
+"""Stands before a text whose own beginning must not get a space."""
+
+
+class Infill:
+    """How one model is asked for a gap."""
+
+    def __init__(self, tokenizer: Tokenizer, names: _Names) -> None:
+        self._tokenizer = tokenizer
+        self._names = names
+        tokens = (names.before, names.behind, names.middle)
+        self._before, self._behind, self._middle = (self._ids(() if name is None else (name,)) for name in tokens)
+        self.ends = self._ids(names.ends)
+        """Token ids that end what is generated."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self | None:
+        """Return how the model of this tokenizer fills in; None where its vocabulary has no tokens for that."""
+        for names in _FAMILIES:
+            needed = (names.before, names.behind, names.middle)
+            if all(name is None or tokenizer.token_id(name) is not None for name in needed):
+                return cls(tokenizer, names)
+        return None
+
+    def _ids(self, names: Sequence[str]) -> list[int]:
+        return [found for name in names if (found := self._tokenizer.token_id(name)) is not None]
+
+    def prompt(self, before: Sequence[int], behind: str) -> list[int]:
+        """Return the token ids that ask for what stands between `before`, without special tokens, and `behind`."""
+        head, tail = [*self._before, *before], [*self._behind, *self._encoded(behind)]
+        return [*self._special(), *(tail + head if self._names.behind_first else head + tail), *self._middle]
+
+    def _special(self) -> list[int]:
+        """What the tokenizer puts before any text."""
+        return [token for token in self._tokenizer.encode("") if token in self._tokenizer.special_ids][:1]
+
+    def _encoded(self, text: str) -> list[int]:
+        if not self._names.glued:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        mark = self._tokenizer.encode(_MARK, add_special_tokens=False)
+        return self._tokenizer.encode(_MARK + text, add_special_tokens=False)[len(mark) :]
