@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite.server.openai import openapi
 from vllm_lite.server.pages import pages
 
@@ -47,7 +48,7 @@ def test_the_policy_names_the_script_of_the_page(name: str) -> None:
 def test_a_script_is_one(name: str, tmp_path: Path) -> None:
     script = tmp_path / "page.js"
     script.write_bytes(read(name).split(b"<script>")[1].split(b"</script>")[0])
-    subprocess.run(["node", "--check", script], check=True, timeout=60, capture_output=True)
+    subprocess.run(["node", "--check", script], check=True, timeout=scaled(60), capture_output=True)
 
 
 def test_chats_stand_first_and_bodies_have_an_example() -> None:
