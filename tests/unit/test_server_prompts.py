@@ -20,7 +20,7 @@ from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.server import app
+from vllm_lite.server import generation
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai import prompts as server_prompts
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
@@ -218,7 +218,7 @@ def test_an_answer_has_only_so_many_candidates() -> None:
     factory = StreamFactory(LIMITS, None)
     for wanted, num_prompts in ((None, 64), (0, 64), (64, 1), (31, 2)):
         params = SamplingParams(prompt_logprobs=wanted)
-        app._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
+        generation._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
     params = SamplingParams(prompt_logprobs=32)
     with pytest.raises(ApiError, match="32 for 8000 prompt tokens are 264000 candidates; an answer has at most 262144"):
-        app._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])
+        generation._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])

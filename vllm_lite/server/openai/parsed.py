@@ -8,7 +8,7 @@ from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.openai.chunks import AnswerWriter, ChatWriter, writer
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
-from vllm_lite.server.openai.parsing import CallIds, MessageParser, Parsing
+from vllm_lite.server.openai.parsing import CallIds, MessageParser, Parsing, PlainMessage
 
 if TYPE_CHECKING:
     from vllm_lite.server.calls.call import Call, Choice
@@ -28,6 +28,13 @@ class Writers:
             return writer(call, self.spelling)
         parsers = [_parser(self._formats, style, call, choice) for choice in call.choices]
         return ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None])
+
+    def message(self, call: "Call", choice: "Choice") -> MessageParser | PlainMessage:
+        """What takes one choice of a chat apart, for the writers of other dialects. It gets all of the choice's
+        deltas."""
+        style = call.style.parsing
+        parser = None if style is None or self._formats is None else _parser(self._formats, style, call, choice)
+        return PlainMessage() if parser is None else parser
 
 
 def _parser(formats: Formats, style: Parsing, call: "Call", choice: "Choice") -> MessageParser | None:

@@ -99,6 +99,19 @@ class MessageParser:
         return {"index": call.index, "id": self._ids.of(call), "type": "function", "function": function}
 
 
+class PlainMessage:
+    """The same for a choice that is all content."""
+
+    num_reasoning = 0
+    has_calls = False
+
+    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
+        return {"content": delta.text} if delta.text else {}
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return reason
+
+
 class _ThinkingCount:
     """Counts the tokens of the reasoning, with those that begin and end it."""
 

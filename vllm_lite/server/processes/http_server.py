@@ -28,11 +28,12 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.server.app import ApiRoutes, ServedModel, build
+from vllm_lite.server.app import ApiRoutes, build
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.live_requests import LiveRequests
@@ -212,10 +213,10 @@ class HttpServer:
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
-        api = ApiRoutes(config, model, factory, prompts, live, files.formats)
+        generation = Generation(config, model, factory, prompts, live, files.formats)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         settings = uvicorn.Config(
-            build(api, live, Resumption(live, factory).routes(), config, self.keys, metrics),
+            build(ApiRoutes(generation), live, Resumption(live, factory).routes(), config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
             ws="none",
             loop="none",

@@ -1,0 +1,274 @@
+"""What a body asks for, as a call that may start. Every dialect that answers chats makes a ChatBody of its own
+body, has a call made of it here, and writes the answer itself."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from vllm_lite.client.prompt import PromptLike, check_room
+from vllm_lite.client.stream import RequestStream, StreamFactory
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime import log
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.live_requests import LiveRequests
+from vllm_lite.server.openai import bodies, forms
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, FormFields, GenerateBody
+from vllm_lite.server.openai.chunks import AnswerStyle
+from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.formats import Formats
+from vllm_lite.server.openai.forms import ToolsWanted
+from vllm_lite.server.openai.grammars import Grammars
+from vllm_lite.server.openai.parsing import Parsing
+from vllm_lite.server.openai.prompts import Check, Prompts, text_of
+
+MAX_PROMPT_CANDIDATES = 1 << 18
+"""In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
+NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
+_PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
+"""The field of the body that the prompt stands in, by the kind of the call."""
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+logger = log.get(__name__)
+
+
+@dataclass
+class ServedModel:
+    """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
+    SamplingParams where a request says nothing; `root` is what the names stand for."""
+
+    names: tuple[str, ...]
+    path: str | None
+    max_model_len: int
+    defaults: dict[str, Any]
+    formats: dict[str, str | None] = field(default_factory=dict)
+    root: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def name(self, wanted: str | None) -> str:
+        """Return the name to answer with. Raises ApiError for a model that is not served."""
+        if wanted is not None and wanted not in (*self.names, self.path):
+            raise ApiError(
+                404, f"the model {wanted!r} does not exist; this server has {', '.join(self.names)}", "model"
+            )
+        return wanted or self.names[0]
+
+    def card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "vllm_lite",
+            "root": self.root or self.names[0],
+            "parent": None,
+            "max_model_len": self.max_model_len,
+            "permission": [],
+            "vllm_lite": self.formats,
+        }
+
+
+class Asked(NamedTuple, Generic[B]):
+    """A decoded body that asks for tokens; `headers` and the name of the `model` are for its answer."""
+
+    request: Request
+    body: B
+    headers: dict[str, str]
+    model: str
+
+
+class Made(NamedTuple):
+    """A call that has not been started, and the headers of its answer."""
+
+    call: Call
+    headers: dict[str, str]
+
+
+class Generation:
+    """Makes the calls of this server, without starting them. Every method raises ApiError."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: ServedModel,
+        factory: StreamFactory,
+        prompts: Prompts,
+        live: LiveRequests,
+        formats: Formats | None = None,
+    ) -> None:
+        """`formats` say how the model writes calls and reasoning; None for one without a tokenizer."""
+        self.model = model
+        self.prompts = prompts
+        self.live = live
+        self._config = config
+        self._factory = factory
+        self._formats = formats
+        self._grammars = Grammars(formats)
+        self._has_warned = False
+
+    async def read(self, request: Request, kind: type[B]) -> Asked[B]:
+        """Read the body of a request that may start."""
+        body, headers = await self.live.reader.read(request, kind)
+        name = self.model.name(getattr(body, "model", None))
+        self.live.calls.check()
+        return Asked(request, body, headers, name)
+
+    async def completion(self, asked: Asked[CompletionBody]) -> Made:
+        request, body = asked.request, asked.body
+        params = bodies.sampling(body, self.model.defaults, _completion_changes(body))
+        params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
+        prompts = await self.prompts.of_completion(body, params, request)
+        if (infill := self.prompts.infill(body)) is not None and not params.ignore_eos:
+            params = bodies.changed(params, stop_token_ids=[*params.stop_token_ids, *infill.ends])
+        if len(prompts) * params.n > bodies.MAX_CHOICES:
+            raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
+        return await self._made(asked, prompts, params, echo=None if body.echo else ())
+
+    async def chat(self, asked: Asked[ChatBody], call_id: str | None = None) -> Made:
+        """`call_id` is one that the caller has made, in the form of its dialect, and that no other call has. Forks of
+        such a call are answered as chats."""
+        request, body = asked.request, asked.body
+        params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
+        tools, form = forms.tools_of(body), forms.form_of(body)
+        params = await self._grammars.held(_budgeted(params, body), form, tools, request)
+        prompt = await self.prompts.of_chat(body, params, request)
+        parsing = None
+        if self._formats is not None:
+            parsing = _parsing(self._formats, body, tools)
+            params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
+        last = body.messages[-1]
+        echo = (text_of(last),) if body.echo and last.role == "assistant" else ()
+        headers = {**asked.headers, **self._unseen(tools, asked.headers)}
+        return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
+
+    async def tokens(self, asked: Asked[GenerateBody]) -> Made:
+        request, body, given = asked.request, asked.body, asked.body.sampling_params
+        changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
+        changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
+        params = bodies.sampling(given, self.model.defaults, changes)
+        params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
+        return await self._made(asked, [body.token_ids], params)
+
+    def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
+        """Let what holds the output begin behind its thinking."""
+        if self._formats is None or (params.grammar is None and params.thinking_token_budget is None):
+            return params
+        thinking = self._formats.thinking(prompt, is_forced=is_forced)
+        return params if thinking is None else bodies.changed(params, thinking=thinking)
+
+    def _unseen(self, tools: ToolsWanted | None, headers: dict[str, str]) -> dict[str, str]:
+        """The header that says so where the model is not shown the tools that it may call."""
+        if tools is None or self.prompts.shows_tools:
+            return {}
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("a request has tools, and the model's chat template shows it none: %s", NO_TOOLS)
+        return {"Warning": ", ".join([*headers.values(), f'299 vllm-lite "{NO_TOOLS}"'])}
+
+    async def _made(
+        self,
+        asked: Asked[Any],
+        prompts: Sequence[PromptLike],
+        params: SamplingParams,
+        echo: tuple[str, ...] | None = (),
+        parsing: Parsing | None = None,
+        call_id: str | None = None,
+    ) -> Made:
+        """`echo` stands before each prompt's answers; None for the prompt's own text."""
+        style = AnswerStyle.of(asked.body, asked.model)
+        call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
+        streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
+        echo = tuple(await self._texts(streams)) if echo is None else echo
+        return Made(Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing)), asked.headers)
+
+    async def _streams(
+        self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
+    ) -> list[RequestStream]:
+        """Make the streams of a call, without starting them. Raises ApiError."""
+        ids = self.live.calls.stream_ids(call_id, len(prompts))
+
+        def made(check: Check) -> list[RequestStream]:
+            streams = []
+            for prompt, name in zip(prompts, ids, strict=True):
+                check()
+                streams.append(self._factory.make(prompt, params, name, check))
+            return streams
+
+        try:
+            streams = await self.prompts.tokenized(made, prompts, request)
+            if params.max_tokens != self.model.defaults.get("max_tokens"):  # the model's own is cut without an error
+                check_room([stream.prompt for stream in streams], params.max_tokens, self.model.max_model_len)
+        except RequestError as error:
+            raise refused(error, bodies.field_of(str(error), _PROMPT_FIELDS[kind])) from error
+        _check_scores(streams)
+        if self._config.enable_log_requests:
+            for stream in streams:
+                logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
+        return streams
+
+    async def _texts(self, streams: Sequence[RequestStream]) -> list[str]:
+        """Return the prompts of `streams` as texts."""
+        texts = []
+        for stream in streams:
+            skip, text, ids = stream.params.skip_special_tokens, stream.prompt.text, stream.prompt.token_ids
+            texts.append(await self.prompts.decode(ids, skip_special_tokens=skip) if text is None else text)
+            await asyncio.sleep(0)
+        return texts
+
+
+def _check_scores(streams: Sequence[RequestStream]) -> None:
+    """Raises ApiError for more logprobs of prompts than one answer holds."""
+    wanted = streams[0].params.prompt_logprobs
+    if wanted is None:
+        return
+    length = sum(len(stream.prompt.token_ids) for stream in streams)
+    if length * (wanted + 1) > MAX_PROMPT_CANDIDATES:
+        text = f"prompt_logprobs of {wanted} for {length} prompt tokens are {length * (wanted + 1)} candidates"
+        raise ApiError(400, f"{text}; an answer has at most {MAX_PROMPT_CANDIDATES}", "prompt_logprobs")
+
+
+def _budgeted(params: SamplingParams, body: FormFields) -> SamplingParams:
+    """Give the params the budget of thinking that `body` has, if any. Raises ApiError."""
+    budget = forms.thinking_budget(body)
+    return params if budget is None else bodies.changed(params, thinking_token_budget=budget)
+
+
+def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Parsing | None:
+    """How the answers of a chat are taken apart; None if all of them is content."""
+    parsing = Parsing(
+        tools=() if tools is None else tuple(tools.given),
+        is_forced=tools is not None and tools.is_forced,
+        is_named=tools is not None and tools.mode == "named",
+        parallel=tools is None or tools.parallel or tools.mode == "named",
+        include_reasoning=body.include_reasoning is not False,
+        num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
+    )
+    return parsing if formats.finds(parsing.tools, is_forced=parsing.is_forced) else None
+
+
+def _completion_changes(body: CompletionBody) -> dict[str, Any]:
+    """Return the sampling params that a completion has under other names. Raises ApiError."""
+    changes: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.only_scores:  # the engine always draws a token: the answer leaves it out
+        changes |= {"max_tokens": 1, "min_tokens": 0}
+    if body.echo and body.logprobs is not None:
+        if body.stream:
+            raise ApiError(400, "echo with logprobs is not supported in a stream", "echo")
+        changes["prompt_logprobs"] = body.logprobs
+    return changes
+
+
+def _chat_changes(body: ChatBody) -> dict[str, Any]:
+    """Return the sampling params that a chat has under other names. Raises ApiError."""
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    if body.max_completion_tokens is not None:
+        changes["max_tokens"] = body.max_completion_tokens
+    return changes
