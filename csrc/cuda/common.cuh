@@ -8,9 +8,9 @@
 //   - element offsets into caches are int64: a cache may hold more than 2^31 elements.
 //
 // Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
-// (load_as<V>, store_as, load_stream, Vec<T, N>); mma_m16n8k16<T>; transpose_8x8; exp2_fast, log2_fast; group_sum<N>,
-// group_max<N>, warp_sum, warp_max, block_sum, block_max; ceil_div, round_up;
-// copy_async_16, copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
+// (load_as<V>, store_as, load_stream, Vec<T, N>); mma_m16n8k16<T>; fma2<T>; transpose_8x8; exp2_fast, log2_fast;
+// group_sum<N>, group_max<N>, warp_sum, warp_max, block_sum, block_max; ceil_div, round_up; copy_async_16,
+// copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
 #pragma once
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -118,6 +118,18 @@ __device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
   return transposed;
 }
 
+// a * b + c for pairs of T, each rounded once.
+template <class T>
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
+  static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
+  unsigned pair;
+  if constexpr (kSame<T, __half>)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+
 // 16 bytes at a 16-byte boundary that no thread of the launch writes and that are read once: kept out of L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
@@ -172,6 +184,11 @@ unsigned pack2(float low, float high) {
 }
 template <class T>
 float2 unpack2(unsigned pair);
+template <class T>
+unsigned fma2(unsigned a, unsigned b, unsigned c) {  // rounded twice where float has too few bits; T's products fit
+  const float2 x = unpack2<T>(a), y = unpack2<T>(b), z = unpack2<T>(c);
+  return pack2<T>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+}
 template <class T>
 void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int line = __builtin_LINE()) {
   const float2 a0 = unpack2<T>(a[0]), a1 = unpack2<T>(a[1]), a2 = unpack2<T>(a[2]), a3 = unpack2<T>(a[3]);

@@ -65,6 +65,32 @@ def _experts() -> list[Instantiation]:
     return [Instantiation("experts.cuh", name, registers) for name, registers in kernels]
 
 
+def _packed_linear() -> list[Instantiation]:
+    """Ceilings: what lets as many blocks of 256 threads share the 65 536 registers of a multiprocessor as it takes to
+    have 32 KB of codes on their way: 2 for up to 8 rows; with more there is one, which computes as long as it loads."""
+    half, bf16 = "__half", "__nv_bfloat16"
+    shapes = (("1, 2", 128), ("4, 4", 255))
+    found = [(f"sum_parts<{scalar}>", 40) for scalar in (half, bf16, "float")]
+    kinds = (
+        (f"{bf16}, {bf16}, {half}", "INT4, packed::NOTHING, 2"),
+        (f"{half}, float, {bf16}", "INT4, packed::ZEROS, 2"),
+        (f"{bf16}, {bf16}, float", "INT4, packed::ZEROS, 1"),
+        (f"{bf16}, float, float", "INT4, packed::MINIMA, 1"),
+        (f"{bf16}, float, float", "INT8, packed::NOTHING, 1"),
+        (f"{half}, {half}, {half}", "INT8, packed::ZEROS, 1"),
+        (f"{bf16}, {bf16}, {bf16}", "E4M3, packed::NOTHING, 1"),
+    )
+    for types, kind in kinds:
+        found += [(f"packed_linear<{types}, packed::{kind}, {shape}>", most) for shape, most in shapes]
+        scalar, _, scales = types.split(", ")
+        found.append((f"widen_weights<{scalar}, {scales}, packed::{kind[:-3]}>", 64))
+    found += [
+        (f"packed_linear<{bf16}, {bf16}, {half}, packed::INT4, packed::NOTHING, 2, {shape}>", most)
+        for shape, most in (("1, 1", 64), ("2, 4", 255))
+    ]
+    return [Instantiation("packed_linear.cuh", name, registers) for name, registers in found]
+
+
 def _prefill() -> list[Instantiation]:
     """Ceilings: what lets `Shape::BLOCKS` blocks of 128 threads share the 65 536 registers of a multiprocessor."""
     half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
@@ -101,6 +127,7 @@ INSTANTIATIONS: list[Instantiation] = [
     *_small_operations(),
     *_paged_attention(),
     *_experts(),
+    *_packed_linear(),
     *_prefill(),
     *_decode(),
 ]

@@ -1,0 +1,214 @@
+"""What products with packed quantized weights must compute, as named functions of a launcher and a device.
+
+No pytest in here.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tests.kernels.fused_cases import Case, draw, with_gaps
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.packed_linear import FEW_ROWS, PackedLinear, num_parts
+from vllm_lite.kernels.cuda.packed_weight import PackedWeight
+from vllm_lite.kernels.grouped import E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+TOLERANCE = 4e-6
+"""Of the sum of what is added up, sizes alone: float32 sums, which tensor cores cut off rather than round."""
+CHANNEL = 1 << 20
+"""A group that has all inputs."""
+
+
+class Sizes(NamedTuple):
+    """Odd ones: outputs and inputs that are filled up, and a last group that is cut off."""
+
+    outputs: int = 75
+    inputs: int = 200
+
+
+def weight(
+    values: torch.Tensor, group_size: int, less: str = "nothing", sizes: Sizes | None = None, scale: torch.dtype = F16
+) -> GroupedWeight:
+    """less: "nothing"; "zeros", which are codes; "minima", which are any numbers; "integers" of scales that are 0."""
+    sizes = sizes or Sizes()
+    generator = torch.Generator().manual_seed(sum(sizes) + group_size + len(values))
+    codes = torch.randint(len(values), sizes, generator=generator, dtype=torch.uint8)
+    if values is E4M3:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    groups = -(-sizes.inputs // group_size)
+    scales = (torch.rand(sizes.outputs, groups, generator=generator) + 0.5).to(scale).float() / float(values[-2].abs())
+    scales = scales.to(scale).float()
+    zeros = torch.randint(len(values), scales.shape, generator=generator).float()
+    minima = {"nothing": None, "zeros": zeros * scales, "minima": scales * 3.3}[less]
+    if less == "minima":
+        scales[::3] = 0
+    return GroupedWeight(codes, values, scales, min(group_size, sizes.inputs), minima)
+
+
+def check(out: torch.Tensor, x: torch.Tensor, stored: GroupedWeight, bias: torch.Tensor | None = None) -> None:
+    """`out` is what float64 gives, up to float32's errors in the sum and one rounding to its type."""
+    dense, wide = dequantize(stored).double(), x.double().cpu()
+    expected = wide @ dense.t()
+    largest = dense.abs().amax(1) * 2  # with minima numbers of this size cancel out
+    limit = TOLERANCE * wide.abs().sum(1)[:, None] * largest
+    if bias is not None:
+        expected = expected + bias.double().cpu()
+    if out.dtype != F32:
+        limit = limit + expected.abs() * torch.finfo(out.dtype).eps * 0.6
+    error = (out.double().cpu() - expected).abs()
+    assert bool((error <= limit).all()), f"off by up to {(error / limit).max():.2f} of what is allowed"
+
+
+def product(launcher: Launcher, stored: GroupedWeight, x: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
+    out = torch.full((len(x), stored.shape[0]), torch.nan, dtype=dtype, device=x.device)
+    PackedLinear(launcher, PackedWeight.of(stored, x.device), None).forward(x, out)
+    return out
+
+
+def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int) -> Case:
+    def run(launcher: Launcher, device: torch.device) -> None:
+        for num_rows in counts:
+            x = draw((num_rows, stored.shape[1]), dtype, device)
+            check(product(launcher, stored, x), x, stored)
+
+    return run
+
+
+def every_code(values: torch.Tensor, dtype: torch.dtype) -> Case:
+    """Of each input alone: the scaled value to the last bit, wherever it lies in a chunk and a tile."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        codes = torch.arange(64 * 128).view(64, 128) * 37 % len(values)
+        stored = GroupedWeight(codes.to(torch.uint8), values, torch.full((64, 1), 0.25), 128)
+        if values is E4M3:
+            stored.codes[(stored.codes & 0x7F) == 0x7F] = 0
+        x = torch.eye(128, dtype=dtype, device=device)
+        out = product(launcher, stored, x)
+        assert torch.equal(out.cpu(), dequantize(stored).t())
+
+    return run
+
+
+def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
+    """Its bits depend neither on the other rows nor on their number, which decides what blocks compute."""
+    stored = weight(UINT4, 64, "zeros", Sizes(64, 2100))
+    assert num_parts(PackedWeight.of(stored, device)) == 2
+    x = draw((70, 2100), BF16, device)
+    together = product(launcher, stored, x)
+    check(together, x, stored)
+    for own in (slice(0, 1), slice(31, 34), slice(60, 70), slice(50, 70)):
+        assert torch.equal(product(launcher, stored, x[own]), together[own]), own
+
+
+def many_rows(dtype: torch.dtype) -> Case:
+    """Weights are rounded to the type of the rows then."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        for stored in (weight(UINT4, 64, "zeros"), weight(INT8, CHANNEL), weight(UINT4, 32, "minima", scale=F32)):
+            x = draw((FEW_ROWS + 1, stored.shape[1]), dtype, device)
+            rounded = dequantize(stored).to(dtype)
+            linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
+            wide = linear.widened(16, 40, dtype).cpu()
+            unit = torch.finfo(dtype).eps * dequantize(stored)[16:56].abs().clamp(min=1e-6)
+            assert bool(((wide.float() - dequantize(stored)[16:56]).abs() <= 0.51 * unit).all())
+            out, expected = product(launcher, stored, x, dtype), x.double().cpu() @ rounded.double().t()
+            error = (out.double().cpu() - expected).abs() / expected.abs().max()
+            assert float(error.max()) < 4 * torch.finfo(dtype).eps, float(error.max())
+
+    return run
+
+
+def in_slabs(launcher: Launcher, device: torch.device) -> None:
+    """Outputs that do not fit into the memory at once."""
+    from vllm_lite.kernels.cuda import packed_linear
+
+    stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), packed_linear.WIDE_BYTES
+    x, bias = draw((FEW_ROWS + 5, 64), F16, device), draw((200,), F16, device)
+    outs = [torch.empty(len(x), 200, dtype=F16, device=device) for _ in range(2)]
+    linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
+    try:
+        for out, packed_linear.WIDE_BYTES in zip(outs, (before, 1), strict=True):
+            linear.forward(x, out)
+    finally:
+        packed_linear.WIDE_BYTES = before
+    torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
+    few = torch.empty(9, 200, dtype=F16, device=device)
+    linear.forward(x[:9], few)
+    torch.testing.assert_close(outs[1][:9], few, rtol=4e-3, atol=4e-3)
+
+
+def with_a_bias(launcher: Launcher, device: torch.device) -> None:
+    """Of x's type and of float32, in one part and in several."""
+    for sizes in (Sizes(), Sizes(20, 2048)):
+        stored, bias = weight(INT4, 128, sizes=sizes), draw((sizes.outputs,), BF16, device, 3.0)
+        linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
+        x = draw((3, sizes.inputs), BF16, device)
+        for dtype in (BF16, F32):
+            out = torch.full((3, sizes.outputs), torch.nan, dtype=dtype, device=device)
+            linear.forward(x, out)
+            check(out, x, stored, bias)
+
+
+def strided(launcher: Launcher, device: torch.device) -> None:
+    """Rows that lie apart, aligned and not, and outputs among others, which keep what they have."""
+    for stored in (weight(INT8, CHANNEL, sizes=Sizes(75, 192)), weight(INT4, 32, sizes=Sizes(70, 2048))):
+        linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
+        x = draw((5, stored.shape[1]), F16, device)
+        plain = product(launcher, stored, x, F16)
+        for gap in (8, 3):
+            out = torch.full((5, stored.shape[0] + 12), torch.nan, dtype=F16, device=device)
+            linear.forward(with_gaps(x, gap), out[:, 7:-5])
+            assert torch.equal(out[:, 7:-5], plain)
+            assert bool(out[:, :7].isnan().all() and out[:, -5:].isnan().all())
+        shifted = torch.zeros(5, x.shape[1] + 8, dtype=F16, device=device)[:, 1:-7]  # no multiple of 16 bytes
+        linear.forward(shifted.copy_(x), out[:, 7:-5])
+        assert torch.equal(out[:, 7:-5], plain)
+
+
+def sorted_columns(launcher: Launcher, device: torch.device) -> None:
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(7))
+    stored = weight(UINT4, 64, "zeros")._replace(order=order)
+    for num_rows in (2, FEW_ROWS + 1):
+        x = draw((num_rows, 200), F16, device)
+        out = product(launcher, stored, x, F16)
+        expected = x.double().cpu() @ dequantize(stored).double().t()
+        assert float((out.double().cpu() - expected).abs().max() / expected.abs().max()) < 2e-3
+
+
+def no_rows(launcher: Launcher, device: torch.device) -> None:
+    stored = weight(INT4, 32)
+    assert product(launcher, stored, torch.empty(0, 200, dtype=BF16, device=device)).shape == (0, 75)
+
+
+CASES: list[tuple[str, Case]] = [
+    ("int4_groups_of_128", computes(weight(INT4, 128), BF16, 1, 5, 12)),
+    ("int4_groups_of_64", computes(weight(INT4, 64, scale=BF16), F16, 1, 33)),
+    ("int4_groups_of_32", computes(weight(INT4, 32), BF16, 1, 12)),
+    ("int4_groups_of_96", computes(weight(INT4, 96), BF16, 2)),
+    ("int4_one_scale", computes(weight(INT4, CHANNEL, scale=F32), BF16, 2)),
+    ("int4_zeros", computes(weight(UINT4, 128, "zeros"), BF16, 1, 12)),
+    ("int4_zeros_groups_of_32", computes(weight(UINT4, 32, "zeros", scale=BF16), F16, 3)),
+    ("int4_minima", computes(weight(UINT4, 32, "minima", scale=F32), BF16, 2)),
+    ("int4_codes_from_0_on", computes(weight(UINT4, 64), BF16, 2)),
+    ("int8_one_scale", computes(weight(INT8, CHANNEL, scale=F32), BF16, 1, 5, 33)),
+    ("int8_groups", computes(weight(INT8, 32), F16, 2)),
+    ("int8_zeros", computes(weight(UINT8, 128, "zeros"), BF16, 2)),
+    ("int8_zeros_half", computes(weight(UINT8, 64, "zeros", scale=BF16), F16, 2)),
+    ("float8_groups", computes(weight(E4M3, 128, scale=BF16), BF16, 1)),
+    ("float8_one_scale", computes(weight(E4M3, CHANNEL, scale=F32), F16, 1)),
+    ("few_inputs", computes(weight(INT4, 32, sizes=Sizes(3, 9)), BF16, 1)),
+    ("every_code_int4", every_code(INT4, BF16)),
+    ("every_code_int4_half", every_code(INT4, F16)),
+    ("every_code_int8", every_code(INT8, BF16)),
+    ("every_code_int8_half", every_code(INT8, F16)),
+    ("every_code_float8", every_code(E4M3, BF16)),
+    ("a_row_by_itself", a_row_by_itself),
+    ("many_rows_bfloat16", many_rows(BF16)),
+    ("many_rows_half", many_rows(F16)),
+    ("in_slabs", in_slabs),
+    ("with_a_bias", with_a_bias),
+    ("strided", strided),
+    ("sorted_columns", sorted_columns),
+    ("no_rows", no_rows),
+]

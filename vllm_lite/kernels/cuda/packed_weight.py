@@ -1,0 +1,178 @@
+"""Quantized weights as csrc/cuda/packed_linear.cuh reads them: codes of 4 or 8 bits, in the order of its operands."""
+
+from typing import NamedTuple, Self
+
+import torch
+
+from vllm_lite.kernels.grouped import E4M3, GroupedWeight
+
+SPAN = 32
+"""Inputs: groups are whole spans, and a span is in one group."""
+OUTPUTS = 64
+"""What outputs are filled up to a multiple of."""
+TILE = 16
+TILE_BYTES = 512
+ONE_GROUP = 30
+"""The logarithm of the spans in a group where an output has one scale."""
+PACKED_AT_ONCE = 1 << 26
+"""Elements: bounds the memory of what lies between codes and packed codes."""
+_UNITS = (1.0, 0.5, 0.25, 0.125)
+"""What values may be multiples of: powers of two, so that scales stay exact when they take the unit over."""
+
+
+class _Numbers(NamedTuple):
+    """What codes stand for: unit * (offset + what the kernel takes a code for), or a float8 each."""
+
+    codes: str  # as csrc/cuda spells it
+    unit: float
+    offset: float
+
+
+class PackedWeight(NamedTuple):
+    """See csrc/cuda/packed_linear.cuh. Inputs are filled up to whole chunks, outputs to OUTPUTS, with zeros."""
+
+    shape: tuple[int, int]
+    """[num_outputs, num_inputs], as they were."""
+    codes: torch.Tensor
+    """uint8 [tiles, num_chunks, 512]."""
+    scales: torch.Tensor
+    """[groups, padded outputs, 1 or 2], in the narrowest type of floats that has them all."""
+    group_shift: int
+    """Logarithm of the spans in a group."""
+    kind: str
+    """Of codes, as csrc/cuda spells it: INT4, INT8, E4M3."""
+    less: str
+    """What the second number is: NOTHING, ZEROS or MINIMA."""
+    order: torch.Tensor | None
+    """int64 [num_inputs]: see GroupedWeight."""
+
+    @property
+    def num_chunks(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def chunk_inputs(self) -> int:
+        return chunk_inputs(self.kind)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """[outputs, inputs] in memory."""
+        return TILE * self.codes.shape[0], self.num_chunks * self.chunk_inputs
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.order is None else self.order.nbytes)
+
+    @staticmethod
+    def takes(weight: GroupedWeight) -> bool:
+        """Whether there are kernels for it: for integers that follow one another, in groups of 32 inputs or a multiple,
+        and for float8."""
+        return _numbers(weight.values) is not None and (
+            weight.group_size % SPAN == 0 or weight.group_size >= weight.shape[1]
+        )
+
+    @classmethod
+    def of(cls, weight: GroupedWeight, device: torch.device) -> Self:
+        """Pack it on `device`. Raises ValueError for what `takes` does not."""
+        numbers = _numbers(weight.values)
+        if numbers is None or not cls.takes(weight):
+            raise ValueError(f"no kernel for {len(weight.values)} values in groups of {weight.group_size}")
+        scales, minima, size = _regrouped(weight)
+        scales = scales.to(device, torch.float32) * numbers.unit
+        less, second = _less(scales, minima, numbers.offset)
+        both = torch.stack((scales,) if second is None else (scales, second), dim=-1).transpose(0, 1)
+        whole_chunks = weight.shape[1] + -weight.shape[1] % chunk_inputs(numbers.codes)
+        groups = 1 if size >= weight.shape[1] else -(-whole_chunks // size)  # the last may have no input that counts
+        both = torch.nn.functional.pad(both, (0, 0, 0, -weight.shape[0] % OUTPUTS, 0, groups - len(both)))
+        return cls(
+            shape=weight.shape,
+            codes=_packed_codes(weight.codes, numbers.codes, device),
+            scales=both.to(_narrowest(both)).contiguous(),
+            group_shift=ONE_GROUP if size >= weight.shape[1] else (size // SPAN).bit_length() - 1,
+            kind=numbers.codes,
+            less=less,
+            order=None if weight.order is None else weight.order.to(device),
+        )
+
+
+def chunk_inputs(kind: str) -> int:
+    """Inputs in the 16 bytes that a lane loads at once."""
+    return 2 * SPAN if kind == "INT4" else SPAN
+
+
+def _numbers(values: torch.Tensor) -> _Numbers | None:
+    values = values.float().cpu()
+    if len(values) == 256 and bool(((values == E4M3) | (values.isnan() & E4M3.isnan())).all()):
+        return _Numbers("E4M3", 1.0, 0.0)
+    for unit in _UNITS:
+        whole = values / unit
+        first = float(whole[0])
+        if len(values) in (16, 256) and first == round(first) and torch.equal(whole - first, torch.arange(len(values))):
+            kind, middle = ("INT4", 8) if len(values) == 16 else ("INT8", 128)
+            return _Numbers(kind, unit, first + middle)
+    return None
+
+
+def _regrouped(weight: GroupedWeight) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Scales and minima of groups whose spans are a power of two, and the size of those groups."""
+    size, num_inputs = weight.group_size, weight.shape[1]
+    if size >= num_inputs:
+        return weight.scales, weight.minima, num_inputs
+    spans = size // SPAN
+    own = spans & -spans  # the largest power of two that divides it
+    if own == spans:
+        return weight.scales, weight.minima, size
+    wanted = -(-num_inputs // (own * SPAN))
+    repeated = (
+        None if part is None else part.repeat_interleave(spans // own, dim=1)[:, :wanted]
+        for part in (weight.scales, weight.minima)
+    )
+    scales, minima = repeated
+    assert scales is not None  # noqa: S101 (for the types)
+    return scales, minima, own * SPAN
+
+
+def _less(scales: torch.Tensor, minima: torch.Tensor | None, offset: float) -> tuple[str, torch.Tensor | None]:
+    """What is subtracted from scale * (what the kernel takes a code for): small integers times the scale, or numbers of
+    their own."""
+    if minima is None:
+        return ("ZEROS", torch.full_like(scales, -offset)) if offset else ("NOTHING", None)
+    minima = minima.to(scales.device, torch.float32)
+    zeros = torch.where(scales != 0, minima / scales, 0).round()
+    if bool((zeros * scales == minima).all()) and bool((zeros.abs() <= 255).all()):
+        return "ZEROS", zeros - offset
+    return "MINIMA", minima - offset * scales
+
+
+def _narrowest(numbers: torch.Tensor) -> torch.dtype:
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(numbers.to(dtype).float(), numbers):
+            return dtype
+    return torch.float32
+
+
+def _packed_codes(codes: torch.Tensor, kind: str, device: torch.device) -> torch.Tensor:
+    """codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES], some outputs after others."""
+    (num_outputs, num_inputs), tiles_in_unit = codes.shape, OUTPUTS // TILE
+    num_tiles, num_chunks = -(-num_outputs // OUTPUTS) * tiles_in_unit, -(-num_inputs // chunk_inputs(kind))
+    packed = torch.empty(num_tiles, num_chunks, TILE_BYTES, dtype=torch.uint8, device=device)
+    at_once = max(1, PACKED_AT_ONCE // (OUTPUTS * num_inputs)) * OUTPUTS
+    for first, rows in zip(range(0, num_outputs, at_once), codes.split(at_once), strict=True):
+        tiles = _tiles_of(rows.to(device), kind)
+        packed[first // TILE : first // TILE + len(tiles)] = tiles
+    return packed
+
+
+def _tiles_of(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    inputs, zero = chunk_inputs(kind), {"INT4": 8, "INT8": 128, "E4M3": 0}[kind]
+    padding = (0, -codes.shape[1] % inputs, 0, -codes.shape[0] % OUTPUTS)
+    codes = torch.nn.functional.pad(codes, padding, value=zero)
+    # An output is [tile, h, r], an input [chunk, span, q, t, j, e].
+    parts = codes.view(len(codes) // TILE, 2, 8, -1, inputs // SPAN, 4, 2, 2, 2)
+    if kind == "INT4":
+        halves = parts[:, 0] | parts[:, 1] << 4  # [tile, r, chunk, span, q, t, j, e]
+        packed = halves.permute(0, 2, 1, 4, 3, 5, 7, 6)
+    else:
+        packed = parts.permute(0, 3, 2, 5, 4, 6, 7, 8, 1)
+        packed = packed ^ 128 if kind == "INT8" else packed
+    return packed.reshape(len(codes) // TILE, -1, TILE_BYTES)
