@@ -1,4 +1,5 @@
 // Which kernel computes an item, and how the results of its splits become one.
+#include "attention_codes.h"
 #include "attention_stream.h"
 #include "attention_tile.h"
 
@@ -9,7 +10,9 @@ void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::Attentio
   const bool few = item.num_rows <= kStreamRows;
 #if defined(__AVX512BF16__)
   static_assert(sizeof(TileScratch<Pairs>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  static_assert(sizeof(CodeScratch) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
   const AttentionShape& shape = *call.shape;
+  if (shape.dtype != kFloat32 && shape.kv_dtype == kInt8) return codes(call, item, kv_head, scratch);
   if (shape.dtype == kBFloat16 && shape.kv_dtype != kFloat32 && shape.kv_dtype != kFloat16) {  // all fit in bfloat16
     return few ? stream<Pairs>(call, item, kv_head, scratch) : tile<Pairs>(call, item, kv_head, scratch);
   }
