@@ -37,7 +37,8 @@ class DeviceDefaults(NamedTuple):
 
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
 KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
-"""The values of kv_cache_dtype that stand for another; None stands for the model's dtype."""
+"""The values of kv_cache_dtype that stand for another; None stands for the one that the checkpoint was calibrated for,
+or else the model's dtype."""
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 """Bytes of one element of the KV cache, by the resolved kv_cache_dtype."""
 KV_SCALE_BYTES = {"int8": 4}
@@ -53,6 +54,9 @@ class KVShape(Protocol):
 
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kv_cache_dtype(self) -> str | None: ...
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int: ...
 
@@ -181,7 +185,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
-        about("type of the KV cache (auto: the model's; fp8: fp8_e4m3; int8: with a scale for each token and head)"),
+        about(
+            "type of the KV cache (auto: the checkpoint's; fp8: fp8_e4m3; int8: with a scale for each token and head)"
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "cuda", "paged"],
@@ -347,7 +353,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         chosen = ResolvedConfig.__annotations__
         kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in chosen}
         kept["model"], kept["dtype"] = model_path, dtype
-        kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or dtype
+        of_model = (kv.kv_cache_dtype if kv else None) or dtype
+        kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or of_model
         if self.deterministic:
             self._check_deterministic(device)
             kept["attention_backend"] = "cpu"

@@ -358,7 +358,7 @@ def test_a_resolved_config_has_all_settings_and_travels() -> None:
 class TinyModel:
     """Two groups, and little for each token."""
 
-    kv_groups = ("full", "sliding")
+    kv_groups, kv_cache_dtype = ("full", "sliding"), None
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
         return 10 * block_size * (dtype_bytes + scale_bytes) // tp

@@ -18,6 +18,7 @@ class TinyModel:
     """Two groups, and 40 bytes for each token, which ranks share."""
 
     kv_groups = ("full", "sliding")
+    kv_cache_dtype: str | None = None
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
         return 10 * block_size * (dtype_bytes + scale_bytes) // tp

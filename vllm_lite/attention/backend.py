@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import Rotation
 
@@ -31,12 +32,17 @@ class AttentionShape:
     each row has a scale of its own, see attention/int8_rows.py; others have no scales."""
     k_scale: float = 1.0
     v_scale: float = 1.0
+    """Those of layers that bring none of their own."""
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 
     def __post_init__(self) -> None:
         if (self.k_scale, self.v_scale) != (1.0, 1.0) and not self.has_float8:
             raise ValueError(f"k_scale and v_scale are for float8 caches, not for {self.cache_dtype}")
+
+    @property
+    def scales(self) -> KVScales:
+        return KVScales(self.k_scale, self.v_scale)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -120,14 +126,16 @@ class AttentionBackend(Protocol):
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
         batch: StepBatch,
         group: int,
+        scales: KVScales | None = None,
     ) -> None:
         """Turn Q and K in place by `heads.rotation` and store K and V at their slots; PAD_SLOT's are not stored.
 
+        `scales` are those of the layer, for float8 caches only; None: those of the shape. `attend` needs the same.
         `group` is the layer's KV group: an index into `shape.groups`, `batch.block_tables` and `batch.slot_mapping`.
         """
         ...
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
         kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size]
@@ -135,6 +143,8 @@ class AttentionBackend(Protocol):
         group: int,
         out: torch.Tensor,  # [num_tokens, num_heads, head_size or value_size]
         sinks: torch.Tensor | None = None,  # float32 [num_heads], contiguous, on the device
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.
 

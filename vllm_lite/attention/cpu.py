@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu import attention as kernels
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS, dtype_code
@@ -89,11 +90,13 @@ class CpuBackend:
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
         part: _Group = batch.plan.groups[group]
-        part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv)
+        part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv, scales)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         query: torch.Tensor,
         kv: torch.Tensor,
@@ -101,10 +104,12 @@ class CpuBackend:
         group: int,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         part: _Group = batch.plan.groups[group]
         check_sinks(sinks, self.shape.groups[group])
-        part.kernels.attend(part.plan, part.table, query, kv, out, sinks)
+        part.kernels.attend(part.plan, part.table, query, kv, out, sinks, scales=scales)
 
 
 def _reason(spec: AttentionSpec) -> str | None:
@@ -126,7 +131,5 @@ def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels
         kv_dtype=dtype_code(shape.cache_dtype),
         scale=spec.scale,
         soft_cap=spec.soft_cap,
-        k_scale=shape.k_scale,
-        v_scale=shape.v_scale if spec.value_size is None else shape.k_scale,
     )
-    return kernels.Kernels(sizes, spec.alibi_slopes)
+    return kernels.Kernels(sizes, spec.alibi_slopes, shape.scales)

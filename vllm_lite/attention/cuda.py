@@ -16,6 +16,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
@@ -83,15 +84,17 @@ class CudaBackend:
             workspace = self._workspace
         batch.plan = _Plan(decodes, batch.max_query_len > 1, workspace)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
-        slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], self.shape.k_scale, self.shape.v_scale)
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
+        slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], *(scales or self.shape.scales))
         if heads.rotation is None:
             cache_ops.reshape_and_cache(self.launcher, heads.key, heads.value, slots)
         else:
             rows = (heads.query, heads.key, heads.value)
             cache_ops.rope_and_cache(self.launcher, *rows, heads.rotation, slots)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         query: torch.Tensor,
         kv: torch.Tensor,
@@ -99,13 +102,13 @@ class CudaBackend:
         group: int,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         plan: _Plan = batch.plan
         cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
         check_sinks(sinks, self.shape.groups[group])
-        scoring, max_seq_len = self._scorings[group], batch.max_seq_len
-        if sinks is not None:
-            scoring = replace(scoring, sinks=sinks)
+        scoring, max_seq_len = scoring_with(self._scorings[group], sinks, scales), batch.max_seq_len
         if self.shape.dtype == torch.float32:
             attention_simple(self.launcher, out, query, cache, scoring)
             return
@@ -139,6 +142,14 @@ def scoring_of(spec: AttentionSpec, shape: AttentionShape) -> Scoring:
     on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=shape.device)
     scales = (shape.k_scale, shape.v_scale)
     return Scoring(spec.scale, spec.soft_cap, on_device, spec.window, *scales, spec.block_sparse)
+
+
+def scoring_with(scoring: Scoring, sinks: torch.Tensor | None, scales: KVScales | None) -> Scoring:
+    """`scoring` with what one layer has of its own."""
+    if sinks is None and scales is None:
+        return scoring
+    key, value = scales or (scoring.k_scale, scoring.v_scale)
+    return replace(scoring, sinks=sinks, k_scale=key, v_scale=value)
 
 
 def device_reason(shape: AttentionShape, reason: Callable[[AttentionShape], str | None]) -> str | None:

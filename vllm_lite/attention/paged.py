@@ -6,13 +6,14 @@ sequence that it belongs to. That is right for any step and slow for long chunks
 block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
-from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of
+from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of, scoring_with
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.fused import CudaOps
@@ -72,15 +73,16 @@ class PagedBackend:
         tables = tuple(table[owner].contiguous() for table in batch.block_tables)
         batch.plan = _Plan(seen.to(torch.int32), tables)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
         if heads.rotation is not None:
             self.ops.rotate(heads.query, heads.rotation)
             self.ops.rotate(heads.key, heads.rotation)
-        scales = (self.shape.k_scale, self.shape.v_scale)
-        slots = batch.slot_mapping[group]
-        cache_ops.reshape_and_cache_x(self.launcher, heads.key, heads.value, split_views(kv), slots, scales)
+        slots, both = batch.slot_mapping[group], scales or self.shape.scales
+        cache_ops.reshape_and_cache_x(self.launcher, heads.key, heads.value, split_views(kv), slots, both)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         query: torch.Tensor,
         kv: torch.Tensor,
@@ -88,12 +90,12 @@ class PagedBackend:
         group: int,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         plan: _Plan = batch.plan
         check_sinks(sinks, self.shape.groups[group])
-        scoring = self._scorings[group]
-        if sinks is not None:
-            scoring = replace(scoring, sinks=sinks)
+        scoring = scoring_with(self._scorings[group], sinks, scales)
         keys, values = split_views(kv)
         for first in range(0, batch.num_tokens, MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)

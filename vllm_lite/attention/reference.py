@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.int8_rows import dequantized, quantized
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.ops import TorchOps
 
@@ -123,12 +124,14 @@ class ReferenceBackend:
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
 
-    def write_kv(self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int) -> None:
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
         if heads.rotation is not None:
             self.ops.rotate(heads.query, heads.rotation)
             self.ops.rotate(heads.key, heads.rotation)
         write: _Write = batch.plan.writes[group]
-        parts = [(heads.key, self.shape.k_scale), (heads.value, self.shape.v_scale)]
+        parts = zip((heads.key, heads.value), scales or self.shape.scales, strict=True)
         for cached, (part, scale) in zip(_as_bytes(kv).unbind(1), parts, strict=False):  # V may be a part of K
             new = part if write.rows is None else part[write.rows]
             cached[write.blocks, :, write.offsets] = self._stored(new, scale)
@@ -149,7 +152,7 @@ class ReferenceBackend:
         loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
         return loaded.to(self.shape.dtype)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         query: torch.Tensor,
         kv: torch.Tensor,
@@ -157,6 +160,8 @@ class ReferenceBackend:
         group: int,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         plan: _Plan = batch.plan
         if plan.has_padding:
@@ -168,24 +173,31 @@ class ReferenceBackend:
             sinks = sinks.view(num_kv_heads, -1, 1, 1)
         queries, outs = _by_kv_head(query, num_kv_heads), _by_kv_head(out, num_kv_heads)
         for sequence in plan.sequences:
-            attended = self._attend_one(queries[:, :, sequence.rows], kv, sequence, group, sinks)
+            key, value = self._gather(kv, sequence, group, scales or self.shape.scales)
+            attended = self._attend_one(queries[:, :, sequence.rows], key, value, sequence.spans[group], group, sinks)
             outs[:, :, sequence.rows].copy_(attended)
+
+    def _gather(
+        self, kv: torch.Tensor, sequence: _Sequence, group: int, scales: KVScales
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of what the sequence sees: [num_kv_heads, seq_len - first, head_size], or value_size of V."""
+        blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
+        cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2 or 1, num_kv_heads, n * block_size, head_size]
+        stored, *values = cached[:, :, sequence.spans[group].tokens].unbind()
+        key = self._loaded(stored, scales.key)
+        value_size = self.shape.groups[group].value_size
+        return key, self._loaded(values[0], scales.value) if values else key[..., :value_size]
 
     def _attend_one(
         self,
         query: torch.Tensor,  # [num_kv_heads, group_heads, query_len, head_size]
-        kv: torch.Tensor,
-        sequence: _Sequence,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        span: _Span,
         group: int,
         sinks: torch.Tensor | None,  # float32 [num_kv_heads, group_heads, 1, 1]
     ) -> torch.Tensor:  # [num_kv_heads, group_heads, query_len, head_size, or value_size]
         spec, slopes = self.shape.groups[group], self.slopes[group]
-        blocks = _as_bytes(kv).index_select(0, sequence.blocks[group]).view(kv.dtype)
-        cached = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2 or 1, num_kv_heads, n * block_size, head_size]
-        span = sequence.spans[group]
-        key, *values = cached[:, :, span.tokens].unbind()  # [num_kv_heads, seq_len - first, head_size]
-        key = self._loaded(key, self.shape.k_scale)
-        value = self._loaded(values[0], self.shape.v_scale) if values else key[..., : spec.value_size]
         if spec.soft_cap or slopes is not None or sinks is not None:
             scores = query.float() @ key.float()[:, None].transpose(2, 3) * spec.scale
             _bend(scores, span, spec.soft_cap, slopes)

@@ -214,6 +214,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How many weights there are that no other field counts, as those of learned positions."""
     quantization: AnyQuantization | None = None
     """How the checkpoint stores its weights, if not as floats."""
+    kv_cache_dtype: Literal["fp8_e4m3"] | None = None
+    """The type of KV cache that the checkpoint was calibrated for, if not its dtype."""
     tied_in_config_only: bool = False
     """Whether config.json calls the head tied to the embedding, and the files hold another, see `tied_head`."""
 

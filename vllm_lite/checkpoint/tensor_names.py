@@ -44,8 +44,15 @@ EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What the matrices of one expert are called -> here."""
 _EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
-KV_SCALES = (".k_scale", ".v_scale")
-"""What quantized checkpoints have for a KV cache with 8 bits. It is not read."""
+KV_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".q_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""What quantized checkpoints have for a KV cache with 8 bits, which `kv_scales` reads, and for queries in it."""
 OTHER_PARTS = (
     "visual.",
     "vision_tower.",

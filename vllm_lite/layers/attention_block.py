@@ -7,6 +7,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import Rows
@@ -34,6 +35,8 @@ class Attention(Protocol):
 
     kind: int
     """Which of Parts.kinds and Rows.by_kind the layer is of."""
+    kv_scales: KVScales | None
+    """What the layer's float8 cache is scaled by; None: by nothing, or there is another cache."""
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
@@ -67,6 +70,7 @@ class AttentionBlock:
         heads, size = whole.attention.heads(parts.shard), whole.attention.head_size
         self.ops = ops_for(parts.device)
         self.kind = parts.kinds.index(own)
+        self.kv_scales: KVScales | None = None
         self.group = next(index for index, group in enumerate(spec.kv_groups) if layer in group.layers)
         self.grows = whole.query_growth is not None
         self.order = None if whole.rope is None else whole.rope.order(size)
@@ -94,8 +98,8 @@ class AttentionBlock:
             self.qk_norm.forward(own)
         if self.grows and rows.query_growth is not None:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
-        backend.write_kv(own.heads, kv, batch, self.group)
-        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
+        backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
+        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""

@@ -13,6 +13,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
@@ -35,6 +36,7 @@ class LatentAttention:
         self.spec = spec = whole.latent
         self.ops = ops_for(parts.device)
         self.kind = parts.kinds.index(own)
+        self.kv_scales: KVScales | None = None
         self.group = next(index for index, group in enumerate(parts.spec.kv_groups) if layer in group.layers)
         self.heads = heads = whole.attention.heads(parts.shard).query
         turned = whole.rope.order(spec.rope_size) or range(spec.rope_size)
@@ -71,8 +73,8 @@ class LatentAttention:
         own = rows.by_kind[self.kind]
         self.first.forward(x, out=own.qkv)
         self.prepare(own)
-        backend.write_kv(own.heads, kv, batch, self.group)
-        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads)
+        backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
+        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, scales=self.kv_scales)
 
     def prepare(self, own: HeadRows) -> None:
         """Make of what the first projections gave the heads that attend, and what the cache keeps."""

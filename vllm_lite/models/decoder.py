@@ -7,13 +7,14 @@ A family is a subclass that names its layers (`layer`) and its tensors (`names`)
 computes something else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.kernels.ops import ops_for
@@ -136,6 +137,11 @@ class Decoder:
             yield from layer.weight_groups(names.layer.format(index))
         yield self.norm.group(names.norm)
         yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+
+    def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
+        """Have each layer scale its float8 cache by its own."""
+        for layer, own in zip(self.layers, scales, strict=True):
+            layer.attention.kv_scales = own
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs."""

@@ -1,6 +1,6 @@
 """Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +8,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.matmul import Quantization
@@ -94,6 +95,8 @@ class Model(Protocol):
     def weight_groups(self) -> Iterator[WeightGroup]: ...
 
     def ignores(self, name: str) -> bool: ...
+
+    def take_kv_scales(self, scales: Sequence[KVScales]) -> None: ...
 
 
 class Sizes(NamedTuple):

@@ -1,6 +1,7 @@
 """A worker without its process: it loads its shard, reports what fits, and runs the steps that the engine decided."""
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -8,6 +9,7 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
@@ -133,10 +135,27 @@ class Worker:
             progress=_LoadReport(self.progress),
             ahead=ahead,
         )
+        if scales := self._kv_scales():
+            self.model.take_kv_scales(scales)
         if not memory:
             return 0
         memory.trim()
         return memory.allocated_bytes() - allocated_bytes
+
+    def _kv_scales(self) -> tuple[KVScales, ...]:
+        """Those that the checkpoint has for a cache in fp8_e4m3; empty for other caches, which is said."""
+        config, folder = self.config, Path(self.config.model)
+        if config.load_format == "dummy" or self.kv_dtype.itemsize > 1:
+            return ()
+        if config.kv_cache_dtype == "fp8_e4m3":
+            scales = read_kv_scales(folder, self.spec.num_layers)
+            if self.spec.kv_cache_dtype and not scales and self.rank == 0:
+                logger.warning("the checkpoint asks for an fp8 KV cache and has no scales for it: it is not scaled")
+            return scales
+        if self.rank == 0 and has_kv_scales(folder):
+            finer = "has its own for each token and head" if config.kv_cache_dtype == "int8" else "has none"
+            logger.info("the checkpoint's KV scales are not used: a cache in %s %s", config.kv_cache_dtype, finer)
+        return ()
 
     def determine_num_available_blocks(self, initial_used_bytes: int, weights_bytes: int) -> int:
         """Run the largest step, report what the memory goes to, and say how many KV blocks the rest holds.

@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.model_spec import (
     NormSpec,
     make_kv_groups,
 )
+from vllm_lite.checkpoint.quantization.kv_cache import read_kv_cache
 from vllm_lite.checkpoint.quantization.read import read_quantization
 from vllm_lite.checkpoint.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
@@ -223,6 +224,7 @@ def decoder(
         dtype=_dtype(raw),
         kv_groups=make_kv_groups(layers),
         quantization=read_quantization(raw.quantization_config),
+        kv_cache_dtype=read_kv_cache(raw.quantization_config),
         **(usual | own),
     )
 

@@ -47,15 +47,16 @@ class _Group(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, _Group] = {}
     format: str = "dense"
     ignore: list[str] = []
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
 
 
-def read_compressed_tensors(raw: dict[str, Any]) -> PackedInts | BlockScaled | Mixed:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+def read_compressed_tensors(raw: dict[str, Any]) -> PackedInts | BlockScaled | Mixed | None:
+    """None where nothing but the KV cache is quantized. Raises ModelError, by its name, for what is not supported."""
     config = convert(raw, _Config, "quantization_config")
     sparsity = (config.sparsity_config or {}).get("format", "dense")
     if sparsity != "dense":
@@ -66,6 +67,8 @@ def read_compressed_tensors(raw: dict[str, Any]) -> PackedInts | BlockScaled | M
         raise ModelError("quantization_config.transform_config, by which activations are rotated, is not supported")
     ignored = _patterns("ignore", config.ignore)
     groups = [group for group in config.config_groups.values() if group.weights is not None]
+    if not groups and config.kv_cache_scheme is not None:
+        return None
     if not groups:
         raise ModelError("quantization_config.config_groups has no scheme for weights")
     specs = tuple(_spec(group, group.format or config.format, ignored) for group in groups)

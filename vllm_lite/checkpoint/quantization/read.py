@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.quantization.mxfp4 import read_mxfp4
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.errors import ModelError
 
-METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
+METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization | None]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -23,7 +23,8 @@ METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization]] = {
     "intel/auto-round": read_auto_round,
     "mxfp4": read_mxfp4,
 }
-"""quant_method -> what reads the rest. Each raises ModelError for what it does not know."""
+"""quant_method -> what reads the rest, and is None if no weights are quantized. Each raises ModelError for what it does
+not know."""
 
 
 def read_quantization(config: dict[str, Any] | None) -> AnyQuantization | None:

@@ -65,10 +65,14 @@ class Kernels:
     rows of int8 have 4 bytes more, their scale; with 1 in place of 2, V is the first value_size elements of K.
     """
 
-    def __init__(self, shape: Shape, slopes: Sequence[float] | None = None) -> None:
-        """slopes: ALiBi's [num_heads], which become `shape.slopes`."""
+    def __init__(
+        self, shape: Shape, slopes: Sequence[float] | None = None, scales: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        """slopes: ALiBi's [num_heads], which become `shape.slopes`. scales: of K and V, for calls without."""
+        shape.k_scale, shape.v_scale = _ordered(shape, scales)
         self._shape, self._slopes = shape, (float32 * len(slopes or ()))(*slopes or ())
         shape.slopes = None if slopes is None else ctypes.addressof(self._slopes)
+        self._shapes: dict[tuple[float, float], Shape] = {}
         self._shape_address = ctypes.addressof(shape)
         self._partial_floats = shape.num_kv_heads * (shape.value_size + 2)
         self._strides: dict[tuple[int, ...], Any] = {}
@@ -127,7 +131,7 @@ class Kernels:
             self._counters = np.zeros(max(num_counters, 2 * len(self._counters)), np.int32)
         self._partials_address, self._counters_address = self._partials.ctypes.data, self._counters.ctypes.data
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
         plan: int,  # address of what `plan` returned
         table: tuple[int, int],  # address and stride of the block table, int32 [num_seqs, max_blocks]
@@ -135,10 +139,12 @@ class Kernels:
         kv: torch.Tensor,
         out: torch.Tensor,  # [num_tokens, num_heads, value_size], rows strided
         sinks: torch.Tensor | None = None,  # float32 [num_heads], one more logit of each head, dense
+        *,
+        scales: tuple[float, float] | None = None,  # of K and V in a cache of float8
     ) -> None:
         """Attention of one layer into `out`."""
         self._attend(
-            self._shape_address,
+            self._shape_with(scales),
             plan,
             *table,
             query.data_ptr(),
@@ -158,6 +164,7 @@ class Kernels:
         rotation: tuple[torch.Tensor, torch.Tensor] | None,  # cos, sin: [num_tokens, head_size]
         slots: int,  # address of int64 [num_tokens]
         kv: torch.Tensor,
+        scales: tuple[float, float] | None = None,  # of K and V in a cache of float8
     ) -> None:
         """Turn Q and K in place, store K and V at their slots; negative slots are not stored. Rows may be strided."""
         query, key, value = heads
@@ -165,7 +172,7 @@ class Kernels:
         if rotation is not None:
             cos, sin, turn_stride = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].stride(0)
         self._write(
-            self._shape_address,
+            self._shape_with(scales),
             query.data_ptr(),
             query.stride(0),
             key.data_ptr(),
@@ -180,6 +187,16 @@ class Kernels:
             kv.data_ptr(),
             self._strides_of(kv),
         )
+
+    def _shape_with(self, scales: tuple[float, float] | None) -> int:
+        """Address of the shape with other scales, which stays as long as these kernels: recorded calls have it."""
+        if scales is None:
+            return self._shape_address
+        if scales not in self._shapes:
+            made = Shape.from_buffer_copy(self._shape)
+            made.k_scale, made.v_scale = _ordered(made, scales)
+            self._shapes[scales] = made
+        return ctypes.addressof(self._shapes[scales])
 
     def _strides_of(self, kv: torch.Tensor) -> int:
         """Address of the first four strides of `kv`, int64 [4]."""
@@ -198,3 +215,9 @@ class Kernels:
                 raise ValueError(f"kv has {list(kv.shape[1:])} in a block, and these kernels are made for {made_for}")
             known = self._strides[strides] = (int64 * 4)(*strides[:4])
         return ctypes.addressof(known)
+
+
+def _ordered(shape: Shape, scales: tuple[float, float]) -> tuple[float, float]:
+    """Those of K and V, which has K's where it is a part of it."""
+    key, value = scales
+    return key, value if shape.value_size == shape.head_size else key

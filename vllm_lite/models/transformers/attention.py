@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 
 from vllm_lite.attention.backend import AttentionBackend, Heads
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.models.transformers.library import INTERFACE
@@ -47,6 +48,7 @@ class PagedAttention:
         self.groups = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self.seen: dict[int, list[Seen]] = {}
         self.step: Step | None = None
+        self.kv_scales: dict[int, KVScales] = {}
         self._sinks: dict[int, torch.Tensor] = {}
 
     def observe(self, layer: int, seen: Seen) -> None:
@@ -59,8 +61,9 @@ class PagedAttention:
             raise RuntimeError("a layer attends outside of a step")
         out = torch.empty_like(heads.query)
         kv, group = step.kv_caches[layer], self.groups[layer]
-        step.backend.write_kv(heads, kv, step.batch, group)
-        given: dict[str, Any] = {}
+        scales = self.kv_scales.get(layer)
+        step.backend.write_kv(heads, kv, step.batch, group, scales)
+        given: dict[str, Any] = {"scales": scales}
         if sinks is not None:
             if layer not in self._sinks:
                 self._sinks[layer] = sinks.detach().float()

@@ -1,6 +1,6 @@
 """A model that transformers computes. Read `TransformersModel.forward`; `make` shows what becomes of its modules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.checkpoint.tied_head import has_own_head
@@ -112,6 +113,10 @@ class TransformersModel:
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs."""
         return is_ignored(name, tied=self.lm_head.tied) or self._names.ignores(name)
+
+    def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
+        """As Decoder.take_kv_scales."""
+        self.paged.kv_scales = dict(enumerate(scales))
 
     def _replace(self) -> None:
         """Put the engine's layers in the place of transformers', and ask for the weights of all."""
