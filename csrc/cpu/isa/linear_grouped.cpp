@@ -15,6 +15,9 @@ namespace {
 // are smaller than those of rows.
 template <bool kSmall>
 constexpr int kGroup = kSmall ? 6 : 12;
+// A few more are still faster in one group, some of whose sums are in memory then, than in two.
+template <bool kSmall>
+constexpr int kAloneRows = kSmall ? 8 : 12;
 constexpr int64_t kTile = 512;  // inputs: a tile of a block's weights stays in L1 for all groups of rows
 constexpr int64_t kOctetBytes = 4 * kBlock;
 constexpr int64_t kAheadBytes = 4096;
@@ -151,7 +154,9 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, int64_
     if constexpr (kAlone) {
       prefetch<Codes::kBytes>({from + kAheadBytes, 0}, 0);
     } else {
-      prefetch<64>(ahead, octet);
+      const char* line = ahead.from + octet * ahead.step;
+      __builtin_prefetch(line);
+      for (int64_t i = 64; i < ahead.step; i += 64) __builtin_prefetch(line + i);
     }
     const Octet weights = codes.load(from);
 #pragma GCC unroll 16
@@ -288,9 +293,9 @@ void multiply_group(int64_t count, const Rows& rows, const Cells& cells, float* 
 template <class Codes, bool kSmall>
 void multiply_rows(int64_t num_rows, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
                    Ahead ahead) {
-  constexpr int kMost = kGroup<kSmall>;
-  if (num_rows <= kMost) {
-    return multiply_group<kMost, Codes, kSmall, true>(num_rows, rows, cells, sums, sums_stride, {});
+  constexpr int kMost = kGroup<kSmall>, kAlone = kAloneRows<kSmall>;
+  if (num_rows <= kAlone) {
+    return multiply_group<kAlone, Codes, kSmall, true>(num_rows, rows, cells, sums, sums_stride, {});
   }
   const int64_t num_groups = (num_rows + kMost - 1) / kMost, step = ahead.step / num_groups;
   const int64_t num_octets = cells.count * cells.layout.group_size / 8;
@@ -321,7 +326,7 @@ void run_tiles(const LinearCall& call, const LinearTask& task, float* sums) {
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = all.layout.num_groups, block_bytes = num_groups * layout.bytes();
   const bool four = weight.type == kGrouped4;
-  const int64_t length = task.num_rows <= kGroup<kSmall> ? num_groups : kTile / layout.group_size;
+  const int64_t length = task.num_rows <= kAloneRows<kSmall> ? num_groups : kTile / layout.group_size;
   const int64_t sums_stride = task.num_blocks * kBlock, octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
   for (int64_t group = 0; group < num_groups; group += length) {
