@@ -43,8 +43,8 @@ struct WeightJob {
   char* packed;        // zeros
   float* scales;       // [num_outputs], nullptr for all types but kInt8Weight
   int32_t row_type;    // DType that rows have before they are packed
-  int32_t type;        // DType, kInt8Weight or kGrouped4
-  int64_t group_size;  // of kGrouped4: inputs
+  int32_t type;        // DType, kInt8Weight, kGrouped4 or kGrouped8
+  int64_t group_size;  // of the last two: inputs
 };
 
 namespace {
@@ -148,9 +148,9 @@ class Loading {
       row += taken;
     }
     const RowsToPack part = {rows, job.num_inputs, count, job.num_inputs, job.row_type};
-    if (job.type == kGrouped4) {
-      const int64_t block_bytes = quantized4_block_bytes(job.num_inputs, job.group_size);
-      pack_quantized4(part, job.group_size, job.packed + block * block_bytes);
+    if (is_grouped(job.type)) {
+      const int64_t block_bytes = quantized_block_bytes(job.type, job.num_inputs, job.group_size);
+      pack_quantized(part, job.type, job.group_size, job.packed + block * block_bytes);
     } else {
       pack_rows(part, job.type, job.packed + block * packed_block_bytes(job.num_inputs, job.type),
                 job.scales == nullptr ? nullptr : job.scales + first);

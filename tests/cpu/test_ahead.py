@@ -28,6 +28,7 @@ from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
 from vllm_lite.kernels.cpu.grouped import quantize4
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.kernels.cpu.pages import Pages
+from vllm_lite.kernels.grouped import quantize_fp8
 from vllm_lite.layers.matmul import NativeMatmul
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.models.registry import Model, Sizes, build
@@ -85,6 +86,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixture", {}, {"dtype": "bfloat16", "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ("mixture", {}, {"quantization": "int4_g32", "tensor_parallel_size": 2}),
     ("qwen3", {}, {"quantization": "int4", "dtype": "bfloat16"}),
+    ("qwen3", {}, {"quantization": "fp8", "dtype": "bfloat16", "tensor_parallel_size": 2}),
 ]
 
 
@@ -223,7 +225,7 @@ def product(weight: PackedWeight) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("form", ["float", "int8", "int4"])
+@pytest.mark.parametrize("form", ["float", "int8", "int4", "fp8"])
 def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_threads: int, form: str) -> None:
     """Rows of several tensors, in another order, parts of rows, of one type as another: as PackedWeight packs them."""
     generator = torch.Generator().manual_seed(1)
@@ -245,9 +247,10 @@ def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_thread
                 pieces += [Piece(*sizes, 5, 40), Piece(*sizes, 0, len(order), order), Piece(*sizes, 3, 0)]
                 part = tensor[:, first : first + width].to(dtype)
                 rows += [part[5:45], part[list(order)]]
-            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], form == "int8", 16 * (form == "int4"))
+            group_size = {"int4": 16, "fp8": 128}.get(form, 0)
+            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], form == "int8", group_size, form == "fp8")
             dense = torch.cat(rows)
-            whole = quantize4(dense, 16) if form == "int4" else dense
+            whole = quantize4(dense, 16) if form == "int4" else quantize_fp8(dense) if form == "fp8" else dense
             expected[dtype, width] = PackedWeight(whole, int8=form == "int8")
     with FilePacker(jobs, num_threads) as packer:
         for key in (*reversed(jobs), *jobs):

@@ -113,7 +113,7 @@ def copies(dtype: torch.dtype, device: torch.device) -> bool:
 
 def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
     """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
-    if not copies(dtype, device) or quantization == "fp8":
+    if not copies(dtype, device):
         return None
     return quantization or str(dtype).removeprefix("torch.")
 

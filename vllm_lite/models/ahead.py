@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.headers import Place, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
-from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.checkpoint.weight_bytes import FP8_GROUP, INT4_GROUPS
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
@@ -182,5 +182,6 @@ def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:
             return None
         sizes = (slot.shape[1], slot.start[1], slot.start[0], slot.size[0])
         pieces.append(Piece(place.file, place.offset, FLOATS[place.dtype], *sizes, slot.order))
-    int8, group_size = wanted.packed_as == "int8", INT4_GROUPS.get(wanted.packed_as, 0)
-    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8, group_size)
+    int8, fp8 = wanted.packed_as == "int8", wanted.packed_as == "fp8"
+    group_size = FP8_GROUP if fp8 else INT4_GROUPS.get(wanted.packed_as, 0)
+    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8, group_size, fp8)

@@ -2,7 +2,7 @@
 #include "../quantize.h"
 
 #include "../linear.h"
-#include "simd.h"
+#include "convert.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -91,7 +91,26 @@ void quantize_group(const T* from, int64_t count, uint8_t* codes, float* scale) 
   }
 }
 
+// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py, code for code.
+template <class T>
+void quantize_group8(const T* from, int64_t count, uint8_t* codes, float* scale) {
+  alignas(64) float x[kQuantGroup] = {};
+  for (int64_t i = 0; i < count; ++i) x[i] = to_float(from[i]);
+  *scale = to_bfloat16(std::fabs(largest_of(x, count)) / 448);
+  const float inverse = *scale >= 0x1p-126f ? 1 / *scale : 0;
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const int64_t left = count - i;
+    store_some(reinterpret_cast<Fp8E4M3*>(codes + i), load(x + i) * inverse, static_cast<int>(left));
+  }
+}
+
 }  // namespace
+
+void quantize_group_fp8(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale) {
+  if (type == kFloat32) return quantize_group8(static_cast<const float*>(x), count, codes, scale);
+  if (type == kFloat16) return quantize_group8(static_cast<const Float16*>(x), count, codes, scale);
+  quantize_group8(static_cast<const BFloat16*>(x), count, codes, scale);
+}
 
 void quantize_group4(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale) {
   if (type == kFloat32) return quantize_group(static_cast<const float*>(x), count, codes, scale);

@@ -18,8 +18,8 @@ from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """The numbers of dtypes.py, by name."""
-INT8, GROUPED4 = 100, 101
-"""kInt8Weight and kGrouped4."""
+INT8, GROUPED4, GROUPED8 = 100, 101, 102
+"""kInt8Weight, kGrouped4 and kGrouped8."""
 NICENESS = 5
 """How much lower the threads that pack stand than the process: whatever else starts meanwhile goes first."""
 LOOK_EVERY_S = 0.2
@@ -53,15 +53,16 @@ class Piece(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A weight to be packed: its pieces one below the other, as `dtype`, and then as int8 if `int8`, or as integers of
-    4 bits if there is a `group_size`."""
+    """A weight to be packed: its pieces one below the other, as `dtype`, and then as int8 if `int8`; if there is a
+    `group_size`, as floats of 8 bits if `fp8`, else as integers of 4 bits."""
 
     pieces: tuple[Piece, ...]
     num_inputs: int
     dtype: str
     int8: bool
     group_size: int = 0
-    """Inputs that share a scale, of integers of 4 bits; 0: there are none of these."""
+    """Inputs that share a scale; 0: none do."""
+    fp8: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -79,6 +80,7 @@ class Packed(NamedTuple):
     """float32 [num_outputs]; None: it is not int8."""
     group_size: int = 0
     """As the job's."""
+    fp8: bool = False
 
 
 class _Piece(ctypes.Structure):
@@ -190,7 +192,7 @@ class FilePacker:
         first = self._pages.start
         data = view[first + place.data : first + place.data + place.data_bytes]
         scales = view[first + place.scales : first + place.end] if job.int8 else None
-        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, scales, job.group_size)
+        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, scales, job.group_size, job.fp8)
 
     def close(self) -> None:
         """End what is not done, and give back what nobody has taken."""
@@ -242,13 +244,16 @@ class FilePacker:
 
 
 def _type(job: Job) -> int:
-    return GROUPED4 if job.group_size else INT8 if job.int8 else FLOATS[job.dtype]
+    if job.group_size:
+        return GROUPED8 if job.fp8 else GROUPED4
+    return INT8 if job.int8 else FLOATS[job.dtype]
 
 
 def _packed_bytes(job: Job) -> int:
     """Without int8's scales."""
     shape = job.num_outputs, job.num_inputs
     if job.group_size:
-        return int(function("vllm_lite_quantized4_size", (int64, int64, int64), int64)(*shape, job.group_size))
+        size = function("vllm_lite_quantized_size", (int64, int64, int32, int64), int64)
+        return int(size(*shape, _type(job), job.group_size))
     item_bytes = 1 if job.int8 else 4 if job.dtype == "float32" else 2
     return item_bytes * int(function("vllm_lite_packed_size", (int64, int64, int32), int64)(*shape, _type(job)))

@@ -7,14 +7,12 @@ from typing import Self
 import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
-from vllm_lite.kernels.cpu.file_packer import GROUPED4, Packed
+from vllm_lite.kernels.cpu.file_packer import GROUPED4, GROUPED8, Packed
 from vllm_lite.kernels.cpu.group_scales import NO_MINIMA, GroupScales
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
-from vllm_lite.kernels.grouped import INT4, GroupedChunks, GroupedWeight
+from vllm_lite.kernels.grouped import E4M3, INT4, GroupedChunks, GroupedWeight
 
-GROUPED8 = 102
-"""kGrouped8."""
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
 GROUP_SIZES = (16, 32, 64, 128)
@@ -145,20 +143,20 @@ def _size(record: Record) -> int:
     return int(function("vllm_lite_grouped_size", (pointer,), int64)(ctypes.addressof(record)))
 
 
-def adopt_int4(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """As `pack_grouped`, of what `quantize4` and that would make, which is packed already."""
-    data, values = torch.frombuffer(packed.data, dtype=torch.uint8), INT4.clone()
+def adopt_grouped(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:
+    """As `pack_grouped`, of what `quantize4` or `quantize_fp8` and that would make, which is packed already."""
+    data, values = torch.frombuffer(packed.data, dtype=torch.uint8), (E4M3 if packed.fp8 else INT4).clone()
     record = Record(
         data=data.data_ptr(),
         num_inputs=packed.num_inputs,
         num_outputs=packed.num_outputs,
-        type=GROUPED4,
+        type=GROUPED8 if packed.fp8 else GROUPED4,
         group_size=packed.group_size,
         scale_type=dtype_code(torch.bfloat16),
         minima_type=NO_MINIMA,
         values=values.data_ptr(),
-        offset=int(values[0]),
-        are_whole=True,
+        offset=0 if packed.fp8 else int(values[0]),
+        are_whole=not packed.fp8,
     )
     return record, (data, values)
 

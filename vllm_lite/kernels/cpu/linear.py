@@ -9,7 +9,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import INT8, Packed
-from vllm_lite.kernels.cpu.grouped import Record, adopt_int4, pack_grouped, takes
+from vllm_lite.kernels.cpu.grouped import Record, adopt_grouped, pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight
@@ -105,7 +105,7 @@ def _make(weight: torch.Tensor | Packed | GroupedWeight | GroupedChunks, *, int8
     if isinstance(weight, GroupedWeight | GroupedChunks):
         return _made_grouped(*pack_grouped(weight))
     if isinstance(weight, Packed) and weight.group_size:
-        return _made_grouped(*adopt_int4(weight))
+        return _made_grouped(*adopt_grouped(weight))
     data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
     quantized = data.dtype == torch.int8
     record = Record(
