@@ -15,7 +15,7 @@ from vllm_lite.kernels.cuda.packed_weight import OUTPUTS, TILE, PackedWeight
 
 SOURCE = "packed_linear.cuh"
 DTYPES = (torch.float16, torch.bfloat16)
-"""Of rows."""
+"""What rows may be stored as."""
 WARPS = 8
 THREADS = 32 * WARPS
 FEW_ROWS = 128
@@ -29,7 +29,7 @@ WIDE_BYTES = 64 << 20
 
 
 class _Tiles(NamedTuple):
-    """Of a block: 8 * rows rows and 16 * outputs outputs."""
+    """What a block computes: 8 * rows rows and 16 * outputs outputs."""
 
     rows: int
     outputs: int

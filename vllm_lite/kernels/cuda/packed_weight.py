@@ -40,7 +40,7 @@ class PackedWeight(NamedTuple):
     group_shift: int
     """Logarithm of the spans in a group."""
     kind: str
-    """Of codes, as csrc/cuda spells it: INT4, INT8, E4M3."""
+    """The kind of the codes, as csrc/cuda spells it: INT4, INT8, E4M3."""
     less: str
     """What the second number is: NOTHING, ZEROS or MINIMA."""
     order: torch.Tensor | None
