@@ -30,12 +30,13 @@ class Typist:
         self._changed = threading.Condition()
         self._keyboard, program = pty.openpty()  # the terminal of a new session, so that its Ctrl-C is this program's
         termios.tcsetwinsize(program, (50, 500))  # so that no line is broken into two
+        inherited = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm_lite", *words],
             stdin=program,
             stdout=program,
             stderr=program,
-            env={**os.environ, "TERM": "xterm", **(env or {})},
+            env={**inherited, "TERM": "xterm", **(env or {})},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509 - one system call
         )

@@ -251,6 +251,7 @@ def test_decode_step_stays_small() -> None:
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be between -1 and"),
         ({"use_beam_search": True, "presence_penalty": 1}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "logit_bias": {1: 1}}, "use_beam_search follows the model's own logprobs"),
+        ({"use_beam_search": True, "allowed_token_ids": [1 << 80]}, "use_beam_search follows the model's own logprobs"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "use_beam_search follows the model's own logprobs"),
         ({"ignore_eos": "yes"}, "ignore_eos must be True or False, got 'yes'"),
         ({"use_beam_search": 1}, "use_beam_search must be True or False, got 1"),

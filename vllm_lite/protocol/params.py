@@ -183,7 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def changes_logits(self) -> bool:
         """Whether draws are not from the model's own logits. min_tokens does not count: it is about the end only."""
-        unread = self.bad_words, self.structured_outputs, self.thinking_token_budget
+        unread = self.allowed_token_ids, self.bad_words, self.structured_outputs, self.thinking_token_budget
         return any(part not in ((), None) for part in unread) or self.logit_rules() is not None
 
     @property
