@@ -17,9 +17,10 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.body import decoded
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai import bodies, forms
-from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, FormFields, GenerateBody
+from vllm_lite.server.openai.bodies import ChatBody, ChatFields, ChatsBody, CompletionBody, FormFields, GenerateBody
 from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.formats import Formats
@@ -114,7 +115,11 @@ class Generation:
 
     async def read(self, request: Request, kind: type[B]) -> Asked[B]:
         """Read the body of a request that may start."""
-        body, headers = await self.live.reader.read(request, kind)
+        return await self.asked(request, await self.live.reader.receive(request), kind)
+
+    async def asked(self, request: Request, data: bytes, kind: type[B]) -> Asked[B]:
+        """Decode the body of a request that may start."""
+        body, headers = await decoded(data, kind)
         name = self.model.name(getattr(body, "model", None))
         self.live.calls.check()
         return Asked(request, body, headers, name)
@@ -146,6 +151,25 @@ class Generation:
         echo = (text_of(last),) if body.echo and last.role == "assistant" else ()
         headers = {**asked.headers, **self._unseen(tools, asked.headers)}
         return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
+
+    async def chats(self, asked: Asked[ChatsBody]) -> Made:
+        """One choice for each of several chats."""
+        request, body = asked.request, asked.body
+        for name in ("stream", "tools", "use_beam_search"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} is not supported for several chats at once; send each of them alone", name)
+        fields = {name: getattr(body, name) for name in ChatFields.__struct_fields__}
+        chats = [ChatBody(**{**fields, "messages": messages}) for messages in body.messages]
+        params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
+        if params.n != 1:
+            raise ApiError(400, f"n must be 1 for several chats at once, got {params.n}", "n")
+        params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
+        prompts = [await self.prompts.of_chat(chat, params, request) for chat in chats]
+        parsing = None
+        if self._formats is not None:
+            parsing = _parsing(self._formats, chats[0], None)
+            params = self._thinking(params, prompts[0], is_forced=False)
+        return await self._made(asked, prompts, params, (), parsing)
 
     async def tokens(self, asked: Asked[GenerateBody]) -> Made:
         request, body, given = asked.request, asked.body, asked.body.sampling_params
@@ -264,7 +288,7 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
     return changes
 
 
-def _chat_changes(body: ChatBody) -> dict[str, Any]:
+def _chat_changes(body: ChatFields) -> dict[str, Any]:
     """Return the sampling params that a chat has under other names. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")

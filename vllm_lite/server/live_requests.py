@@ -142,6 +142,12 @@ class LiveRequests:
     async def abort(self, request: Request) -> Response:
         """End a request. Its client gets the finish reason "abort"."""
         call_id = id_in(request)
+        if not await self.end(call_id):
+            raise _not_running(call_id)
+        return as_json({"id": call_id, "object": "request", "deleted": True})
+
+    async def end(self, call_id: str) -> bool:
+        """End a call. False: none of this name runs. Raises ApiError."""
         own = self._own(call_id)
         try:
             aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
@@ -151,10 +157,10 @@ class LiveRequests:
             self.calls.dispatcher.abort(own)  # what runs here ends also while the engine is being replaced
         else:
             if not aborted.num_requests and own is None:
-                raise _not_running(call_id)
+                return False
         if own is not None and self.resumable.unread_s(call_id) is not None:
             self.resumable.forget(own)
-        return as_json({"id": call_id, "object": "request", "deleted": True})
+        return True
 
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""

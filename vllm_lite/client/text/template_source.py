@@ -67,7 +67,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
         tokens: dict[str, str] = {}
         named: dict[str, _Named] = {}
         for place in (*conversion.made(folder), Path(folder)):
-            config = _read_json(place / CONFIG_FILE)
+            config = read_json(place / CONFIG_FILE)
             tokens |= _special_tokens(place, config)
             named |= _named(place, config)
         if template is None:
@@ -123,7 +123,7 @@ def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, _Named]:
     path = folder / CONFIG_FILE
     named = {name: _Named(text, str(path)) for name, text in _entries(config.get("chat_template"))}
     old = folder / OLD_TEMPLATE_FILE
-    named |= {name: _Named(text, str(old)) for name, text in _entries(_read_json(old).get("chat_template"))}
+    named |= {name: _Named(text, str(old)) for name, text in _entries(read_json(old).get("chat_template"))}
     for path in islice(sorted((folder / MORE_TEMPLATES).glob("*.jinja")), MAX_TEMPLATES):
         named[path.stem] = _Named(_text(path), str(path))
     if (folder / TEMPLATE_FILE).is_file():
@@ -147,7 +147,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The tokens of a tokenizer's config: texts, or objects that hold one. A special_tokens_map.json wins, unless the
     config is of the newer kind, which lists all added tokens."""
     tokens = _texts(config)
-    return tokens if "added_tokens_decoder" in config else tokens | _texts(_read_json(folder / TOKENS_FILE))
+    return tokens if "added_tokens_decoder" in config else tokens | _texts(read_json(folder / TOKENS_FILE))
 
 
 def _texts(config: Mapping[str, Any]) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _texts(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} for a file that does not exist."""
     if not path.is_file():
         return {}

@@ -169,10 +169,9 @@ class FunctionTool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+class ChatFields(Body, frozen=True, kw_only=True):
+    """What a chat has beside its messages."""
 
-    messages: Messages
     echo: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -185,6 +184,18 @@ class ChatBody(Body, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+
+class ChatBody(ChatFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
+
+class ChatsBody(ChatFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions/batch: several chats, each of which is answered by one choice."""
+
+    messages: Annotated[list[Messages], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class GenerateParams(FormFields, frozen=True, kw_only=True):
@@ -219,6 +230,12 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: Variables | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /abort_requests."""
+
+    request_ids: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_PROMPTS)]
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

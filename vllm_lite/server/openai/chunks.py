@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.openai import logprobs
-from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, ForkBody, GenerateBody, StreamOptions
+from vllm_lite.server.openai.bodies import ChatFields, CompletionBody, ForkBody, GenerateBody, StreamOptions
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Offsets, Spelling
 from vllm_lite.server.openai.parsing import Parsing
@@ -48,11 +48,11 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     parsing: Parsing | None = None
 
     @classmethod
-    def of(cls, body: ChatBody | CompletionBody | GenerateBody, model: str) -> Self:
+    def of(cls, body: ChatFields | CompletionBody | GenerateBody, model: str) -> Self:
         if isinstance(body, GenerateBody):
             scores = body.sampling_params.prompt_logprobs is not None
             return cls("gen", model, prompt_logprobs=scores).streamed_as(body)
-        kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatFields) else "cmpl"
         only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
         style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
         return style.streamed_as(body)

@@ -15,11 +15,16 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/v1/completions", "continue a prompt", bodies.CompletionBody),
     ("get", "/v1/models", "what is served", None),
     ("get", "/v1/models/{model}", "one of them", None),
+    ("post", "/v1/chat/completions/batch", "answer several chats, each with one choice", bodies.ChatsBody),
     ("post", "/inference/v1/generate", "continue token ids with token ids", bodies.GenerateBody),
+    ("post", "/v1/chat/completions/render", "a chat as a body of /inference/v1/generate", bodies.ChatBody),
+    ("post", "/v1/completions/render", "a completion as such bodies, one for each prompt", bodies.CompletionBody),
+    ("post", "/invocations", "a chat or a completion, as its fields say", bodies.ChatBody),
     ("post", "/tokenize", "text or messages to token ids", bodies.TokenizeBody),
     ("post", "/detokenize", "token ids to text", bodies.DetokenizeBody),
     ("get", "/v1/requests/{request_id}", "how a request is, and why it waits", None),
     ("delete", "/v1/requests/{request_id}", "end a request", None),
+    ("post", "/abort_requests", "end those of `request_ids`", bodies.AbortBody),
     ("post", "/v1/requests/{request_id}/fork", "branches of a request that runs, answered as that is", bodies.ForkBody),
     ("get", "/v1/requests/{request_id}/stream", "a resumable stream, behind the event of Last-Event-ID", None),
     ("get", "/health", "200 if a request would be served", None),
@@ -29,6 +34,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/version", "of this server", None),
     ("get", "/load", "how many requests run", None),
     ("get", "/metrics", "what Prometheus reads", None),
+    ("get", "/server_info", "settings, and what they run on (admin)", None),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
 )
 _WIDER = {"max_tokens", "seed", "stop"}
@@ -49,6 +55,8 @@ _ERRORS = {
 
 _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     bodies.ChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
+    bodies.ChatsBody: {"messages": [[{"role": "user", "content": "Tell me a story."}]], "max_tokens": 64},
+    bodies.AbortBody: {"request_ids": ["ID"]},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.TokenizeBody: {"prompt": "Once upon a time"},

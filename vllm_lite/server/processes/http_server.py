@@ -45,6 +45,8 @@ from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.resumption import Resumption
+from vllm_lite.server.vllm.information import Information
+from vllm_lite.server.vllm.routes import VllmRoutes
 
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
@@ -74,6 +76,7 @@ class ModelFiles:
         self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
         template = TemplateSource.load(resolved.tokenizer, config.chat_template)
         self.formats = self._formats(config, resolved, None if template is None else template.texts)
+        self.template_text = None if template is None else template.source
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
@@ -215,8 +218,10 @@ class HttpServer:
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
+        information = Information(config, files.tokenizer, files.template_text)
+        more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
         settings = uvicorn.Config(
-            build(ApiRoutes(generation), live, Resumption(live, factory).routes(), config, self.keys, metrics),
+            build(ApiRoutes(generation), live, more, config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
             ws="none",
             loop="none",

@@ -1,0 +1,140 @@
+"""The routes that vLLM has beside OpenAI's, on a real server."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deadlines import scaled
+from tests.http_server import Server, client, serving
+
+KEY, ADMIN = "sk-vllm", "sk-admin"
+STORY = [{"role": "user", "content": "Tell me a story about a cat."}]
+OTHER = [{"role": "user", "content": "Tell me a story about a dog."}]
+FIXED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ["--api-key", KEY, "--admin-api-key", ADMIN, "--enable-tokenizer-info-endpoint", "--max-num-seqs", "4"]
+    with serving(*flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        yield http
+
+
+def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json() if answer.content else None
+
+
+def chat(http: httpx.Client, messages: list[dict[str, str]], **more: Any) -> Any:
+    return post(http, "/v1/chat/completions", {"messages": messages, **FIXED, **more})
+
+
+def test_several_chats_have_a_choice_each(http: httpx.Client) -> None:
+    alone = [chat(http, messages) for messages in (STORY, OTHER)]
+    together = post(http, "/v1/chat/completions/batch", {"messages": [STORY, OTHER], **FIXED})
+    assert together["object"] == "chat.completion"
+    assert [choice["index"] for choice in together["choices"]] == [0, 1]
+    texts = [choice["message"]["content"] for choice in together["choices"]]
+    assert texts == [one["choices"][0]["message"]["content"] for one in alone]
+    assert texts[0] != texts[1]
+    assert together["usage"]["completion_tokens"] == 24
+    assert together["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("stream", True), ("n", 2), ("tools", [{"type": "function", "function": {"name": "f"}}])]
+)
+def test_what_several_chats_cannot_have(http: httpx.Client, field: str, value: Any) -> None:
+    body = {"messages": [STORY], field: value}
+    assert field in post(http, "/v1/chat/completions/batch", body, 400)["error"]["message"]
+
+
+def test_a_form_holds_all_of_several_chats(http: httpx.Client) -> None:
+    body = {"messages": [STORY, OTHER], "structured_outputs": {"choice": ["yes", "no"]}}
+    choices = post(http, "/v1/chat/completions/batch", body)["choices"]
+    assert {choice["message"]["content"] for choice in choices} <= {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": True, "top_logprobs": 2},
+        {"stop": [" "]},
+        {"structured_outputs": {"regex": "[a-c]{4}"}, "top_k": 3},
+    ],
+)
+def test_what_is_rendered_generates_the_same(http: httpx.Client, more: dict[str, Any]) -> None:
+    whole = chat(http, STORY, **more, return_token_ids=True)
+    rendered = post(http, "/v1/chat/completions/render", {"messages": STORY, **FIXED, **more})
+    assert rendered["token_ids"] == whole["prompt_token_ids"]
+    generated = post(http, "/inference/v1/generate", rendered)
+    assert generated["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+    assert (generated["choices"][0]["logprobs"] is None) == ("logprobs" not in more)
+
+
+def test_a_completion_is_rendered_prompt_by_prompt(http: httpx.Client) -> None:
+    one, two = post(
+        http, "/v1/completions/render", {"prompt": ["Once upon", "The cat"], **FIXED, "seed": 3, "priority": 2}
+    )
+    assert one["request_id"] != two["request_id"]
+    assert one["token_ids"] == post(http, "/tokenize", {"prompt": "Once upon"})["tokens"]
+    assert two["sampling_params"]["seed"] == 3
+    assert two["priority"] == 2
+
+
+def test_calls_that_must_be_made_are_not_rendered(http: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": STORY, "tools": tools, "tool_choice": "required"}
+    assert "tool_choice" in post(http, "/v1/chat/completions/render", body, 400)["error"]["message"]
+
+
+def test_invocations(http: httpx.Client) -> None:
+    answer = post(http, "/invocations", {"messages": STORY, **FIXED})
+    assert answer["choices"][0]["message"] == chat(http, STORY)["choices"][0]["message"]
+    assert post(http, "/invocations", {"prompt": "Once upon", **FIXED})["object"] == "text_completion"
+    assert "prompt" in post(http, "/invocations", {"input": "x"}, 400)["error"]["message"]
+    bad = http.post("/invocations", content=b"[1, 2", headers={"Content-Type": "application/json"})
+    assert (bad.status_code, "JSON" in bad.text) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/inference/v1/abort_requests"])
+def test_requests_end_by_the_names_that_clients_gave_them(http: httpx.Client, path: str) -> None:
+    body = {"prompt": "Once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True, "request_id": "mine"}
+    with http.stream("POST", "/v1/completions", json=body, timeout=scaled(60)) as answer:
+        lines = answer.iter_lines()
+        next(lines)  # it runs
+        ended = threading.Thread(target=post, args=(http, path, {"request_ids": ["nobody", "mine"]}))
+        ended.start()
+        rest = list(lines)
+        ended.join(scaled(60))
+    assert '"finish_reason":"abort"' in "".join(rest)
+    post(http, path, {"request_ids": ["mine"]})
+    assert "request_ids" in post(http, path, {}, 400)["error"]["message"]
+
+
+def test_server_info_is_for_admins(server: Server, http: httpx.Client) -> None:
+    assert http.get("/server_info").status_code == 403
+    admin = {"Authorization": f"Bearer {ADMIN}"}
+    as_text = http.get("/server_info", headers=admin).json()
+    as_json = http.get("/server_info?config_format=json", headers=admin).json()
+    assert "max_num_seqs: 4" in as_text["vllm_config"]
+    assert as_json["vllm_config"]["max_num_seqs"] == 4
+    assert not {KEY, ADMIN} & set(str(as_json).split("'"))
+    assert http.get("/server_info?config_format=xml", headers=admin).status_code == 400
+
+
+def test_tokenizer_info(http: httpx.Client) -> None:
+    info = http.get("/tokenizer_info").json()
+    assert info["tokenizer_class"]
+    assert "messages" in info["chat_template"]

@@ -1,0 +1,6 @@
+"""Routes that vLLM has beside those of OpenAI.
+
+routes.py       /invocations, several chats at once, rendered requests, requests that end
+rendered.py     what a body asks for, as bodies of /inference/v1/generate
+information.py  /server_info and /tokenizer_info
+"""

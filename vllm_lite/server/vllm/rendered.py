@@ -1,0 +1,52 @@
+"""What a body asks for, as bodies of /inference/v1/generate: tokenized here, generated elsewhere."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.calls.call import Call
+from vllm_lite.server.openai import forms
+from vllm_lite.server.openai.bodies import Body, ChatBody, GenerateParams
+from vllm_lite.server.openai.errors import ApiError
+
+_ELSEWHERE = {"cache_salt", "priority", "structured_outputs", "response_format"}
+"""Fields that stand beside the sampling params, or that are added in one form."""
+_USUAL = SamplingParams()
+
+
+def check(body: ChatBody) -> None:
+    """Raises ApiError for calls that have to be made: a body of token ids has no word for them."""
+    tools = forms.tools_of(body)
+    if tools is not None and tools.is_forced:
+        raise ApiError(400, "tool_choice: calls that must be made cannot be rendered; use auto or none", "tool_choice")
+
+
+def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
+    """Return one body for each prompt of `call`, which is not started."""
+    form = forms.form_of(body)
+    more = {} if form is None else {"structured_outputs": _given(form.params)}
+    common = {"model": model, "stream": bool(body.stream)}
+    common |= {} if body.stream_options is None else {"stream_options": _given(body.stream_options)}
+    common |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
+    return [
+        {
+            "request_id": stream.request_id,
+            "token_ids": list(stream.prompt.token_ids),
+            "sampling_params": {**_sampling(stream.params), **more},
+            **common,
+        }
+        for stream in call.streams
+    ]
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """Return what is not as usual, and the length, whose default is another one in each API."""
+    names = set(GenerateParams.__struct_fields__) & set(SamplingParams.__struct_fields__) - _ELSEWHERE
+    values = {name: getattr(params, name) for name in sorted(names)}
+    said = {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
+    return {**said, "max_tokens": params.max_tokens}
+
+
+def _given(struct: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.to_builtins(struct).items() if value is not None}

@@ -1,0 +1,82 @@
+"""The routes: several chats at once, /render, /invocations, /abort_requests."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite.server.generation import Asked, Generation, Made
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.bodies import AbortBody, ChatBody, ChatsBody, CompletionBody
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.vllm import rendered
+from vllm_lite.server.vllm.information import Information
+
+_KINDS = ("", "gen-", "cmpl-", "chatcmpl-")
+"""What the id of a call begins with before the name that its client has given it."""
+_keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class VllmRoutes:
+    """Answers each of them by one method."""
+
+    def __init__(self, generation: Generation, information: Information) -> None:
+        self._generation = generation
+        self._live = generation.live
+        self._information = information
+
+    def routes(self) -> list[Route]:
+        posts = [
+            ("/v1/chat/completions/batch", self.chats),
+            ("/v1/chat/completions/render", self.render_chat),
+            ("/v1/completions/render", self.render_completion),
+            ("/invocations", self.invocations),
+            ("/abort_requests", self.abort),
+            ("/inference/v1/abort_requests", self.abort),
+        ]
+        made = [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+        return made + self._information.routes()
+
+    async def chats(self, request: Request) -> Response:
+        asked = await self._generation.read(request, ChatsBody)
+        return self._respond(await self._generation.chats(asked), asked)
+
+    async def render_chat(self, request: Request) -> Response:
+        asked = await self._generation.read(request, ChatBody)
+        rendered.check(asked.body)
+        made = await self._generation.chat(asked)
+        return as_json(rendered.requests(made.call, asked.body, asked.model)[0], made.headers)
+
+    async def render_completion(self, request: Request) -> Response:
+        asked = await self._generation.read(request, CompletionBody)
+        made = await self._generation.completion(asked)
+        return as_json(rendered.requests(made.call, asked.body, asked.model), made.headers)
+
+    async def invocations(self, request: Request) -> Response:
+        """A chat or a completion, as its fields say."""
+        data = await self._live.reader.receive(request)
+        try:
+            fields = _keys.decode(data).keys()
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"the body is not a JSON object: {error}") from error
+        if "messages" in fields:
+            chat = await self._generation.asked(request, data, ChatBody)
+            return self._respond(await self._generation.chat(chat), chat)
+        if "prompt" not in fields:
+            raise ApiError(400, "give messages for a chat, or a prompt for a completion")
+        completion = await self._generation.asked(request, data, CompletionBody)
+        return self._respond(await self._generation.completion(completion), completion)
+
+    async def abort(self, request: Request) -> Response:
+        """End requests, by their ids or by the names that their clients gave them. Those that do not run are none."""
+        body, headers = await self._live.reader.read(request, AbortBody)
+        for name in body.request_ids:
+            for kind in _KINDS:
+                if await self._live.end(kind + name):
+                    break
+        return Response(headers=headers)
+
+    def _respond(self, made: Made, asked: Asked[Any]) -> Response:
+        return self._live.respond(made.call, asked.request, stream=asked.body.stream, headers=made.headers)
