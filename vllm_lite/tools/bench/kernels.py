@@ -13,10 +13,17 @@ from typing import Any
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.tools.bench import kernels_attention, kernels_fused, kernels_linear, kernels_masks, kernels_ranks
+from vllm_lite.tools.bench import (
+    kernels_attention,
+    kernels_experts,
+    kernels_fused,
+    kernels_linear,
+    kernels_masks,
+    kernels_ranks,
+)
 from vllm_lite.tools.bench.kernels_timing import Row
 
-PARTS = ("attention", "linear", "fused", "masks", "ranks")
+PARTS = ("attention", "linear", "experts", "fused", "masks", "ranks")
 
 
 def run(
@@ -48,6 +55,8 @@ def _measure(part: str, num_threads: int) -> Iterator[Row]:
     elif part == "linear":
         for dtype in (torch.bfloat16, torch.float32):
             yield from kernels_linear.measure(num_threads, dtype)
+    elif part == "experts":
+        yield from kernels_experts.measure(num_threads)
     elif part == "fused":
         yield from kernels_fused.measure()
     elif part == "masks":

@@ -156,9 +156,8 @@ def _engine(arguments: argparse.Namespace) -> int:
 
 
 def _kernels_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parts", default="attention,linear,fused,masks,ranks", help="[attention,linear,fused,masks,ranks]"
-    )
+    parts = "attention,linear,experts,fused,masks,ranks"
+    parser.add_argument("--parts", default=parts, help=f"[{parts}]")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
     _add_json_flag(parser)
 
