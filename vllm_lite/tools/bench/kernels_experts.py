@@ -62,7 +62,7 @@ def _case(both: torch.Tensor, down: torch.Tensor, form: Quantization | None) -> 
 
 
 def _choices(num_tokens: int) -> list[Chosen]:
-    """Of several steps, each of which begins with the experts that the one before has left out."""
+    """Choices for several steps, each with the experts that the one before has left out first."""
     weights, steps = torch.full((num_tokens, TOP), 1 / TOP), NUM_EXPERTS // TOP
     order = torch.stack([torch.randperm(NUM_EXPERTS) for _ in range(num_tokens)]).int()
     return [Chosen(order.roll(-step * TOP, 1)[:, :TOP].contiguous(), weights) for step in range(steps)]
