@@ -4,10 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
-import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.families.all import VARIANTS
@@ -17,10 +14,7 @@ from tests.gguf_files import write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.gguf.kinds import BY_NAME, KINDS, READ
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.kernels.gguf_blocks import BLOCK, take_apart
-from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
@@ -40,9 +34,6 @@ TESTED = (
 """Each has something in its files that others have not."""
 OWN = {"layers", "norm", "quantization"}
 """The fields of ModelSpec in which a GGUF file may differ from the checkpoint that it was made of."""
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-HALVES |= {"Q6_K": (208,), "MXFP4": ()}
-"""Where a block has its float16 numbers; others have one, at the beginning."""
 
 
 def usual(variant: Variant) -> Variant:
@@ -119,46 +110,6 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "narrow.gguf", narrow, lambda _: "Q8_0")
     with pytest.raises(ConfigError, match="96 inputs in groups of 32 cannot be split so that a rank has 48 from 0 on"):
         on_ranks(2, lambda rank: oracle.stored_as(file, rank))
-
-
-@pytest.mark.parametrize("kind", READ)
-def test_blocks_are_taken_apart_as_gguf_py_does_it(kind: str) -> None:
-    """Random bytes with finite scales. More than one chunk is in the next test."""
-    elements, num_bytes = BLOCK[kind]
-    rng = np.random.default_rng(3)
-    blocks = rng.integers(0, 256, (6, 3 * num_bytes), dtype=np.uint8)
-    each = blocks.reshape(-1, num_bytes)
-    for at in HALVES.get(kind, (0,)):
-        each[:, at : at + 2] = rng.normal(size=(len(each), 1)).astype(np.float16).view(np.uint8)
-    if kind == "MXFP4":
-        each[:, 0] = rng.integers(90, 150, len(each))
-    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    found = take_apart(kind, torch.from_numpy(blocks))
-    assert found.shape == (6, 3 * elements)
-    assert np.array_equal(dequantize(found).numpy(), expected)
-
-
-def test_rows_are_taken_apart_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = torch.randint(0, 256, (7, 2 * 34), dtype=torch.uint8)
-    whole = take_apart("Q8_0", blocks)
-    monkeypatch.setattr("vllm_lite.kernels.gguf_blocks.CHUNK_ELEMENTS", 3 * 64)
-    parts = take_apart("Q8_0", blocks)
-    assert torch.equal(parts.codes, whole.codes)
-    assert torch.equal(parts.scales.nan_to_num(), whole.scales.nan_to_num())
-    assert take_apart("Q8_0", blocks[:0]).shape == (0, 64)
-
-
-def test_the_types_have_the_sizes_that_gguf_py_knows() -> None:
-    theirs = {number.value: (number.name, *sizes) for number, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert {number: tuple(kind) for number, kind in KINDS.items()} == theirs
-    assert {name: BY_NAME[name][1:] for name in READ} == BLOCK
-
-
-def test_a_type_that_is_not_supported_is_named() -> None:
-    with pytest.raises(ModelError, match=r"IQ1_S are not supported; supported: Q4_0"):
-        take_apart("IQ1_S", torch.zeros(1, 50, dtype=torch.uint8))
-    with pytest.raises(ModelError, match=r"rows of 35 bytes are no whole blocks of type Q8_0, which have 34"):
-        take_apart("Q8_0", torch.zeros(1, 35, dtype=torch.uint8))
 
 
 def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> None:

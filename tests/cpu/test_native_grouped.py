@@ -1,7 +1,6 @@
 """Native products with grouped weights of 4 and 8 bits, on every instruction set, against float64."""
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.group_scales import INTEGERS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedChunks, GroupedWeight, Supers, dequantize, quantize4
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
 from vllm_lite.layers.matmul import NativeMatmul, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -61,9 +59,21 @@ def quantize_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(weight: GroupedWeight, x: torch.Tensor, bias: torch.Tensor | None, label: object) -> None:
-    out = torch.full((len(x), weight.shape[0]), math.nan)
-    linear(x, PackedWeight(weight, bias), out)
     whole = any(weight.values is values for values in WHOLE)
+    check_packed(PackedWeight(weight, bias), weight, x, bias, label, whole=whole)
+
+
+def check_packed(
+    packed: PackedWeight,
+    weight: GroupedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    label: object,
+    *,
+    whole: bool = True,
+) -> None:
+    out = torch.full((len(x), weight.shape[0]), math.nan)
+    linear(x, packed, out)
     rounded = quantize_rows(x) if whole and multiplies_bytes() else x
     dense = dequantize(weight).double()
     expected = rounded.double() @ dense.t() + (0 if bias is None else bias.double())
@@ -142,39 +152,6 @@ def test_minima_that_are_no_zero_points_stay_floats() -> None:
         check(weight, random(3, 640), None, zeros[0, 0])
 
 
-@pytest.mark.parametrize(
-    ("values", "group_size", "minima", "bits"),
-    [(UINT4, 32, True, 4.75), (INT8, 16, False, 8.75), (NORMAL, 16, True, 5.25)],
-    ids=["q4_k", "q6_k", "table"],
-)
-def test_scales_of_two_levels_take_a_byte(
-    each_isa: str, values: torch.Tensor, group_size: int, minima: bool, bits: float
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    plain = grouped(70, 600, group_size, values)
-    factors = torch.randn(2, 70, 3, generator=generator).half().float()
-    factors[0, 4, 1] = 0
-    spread = [part.repeat_interleave(256 // group_size, 1)[:, : plain.scales.shape[1]] for part in factors]
-    integers = [torch.randint(least, 64, plain.scales.shape, generator=generator) for least in (-32, 0)]
-    weight = plain._replace(
-        scales=integers[0] * spread[0], minima=integers[1] * spread[1] if minima else None, supers=Supers(*factors)
-    )
-    packed = PackedWeight(weight)
-    groups = -(-600 // group_size)
-    assert packed._record.scale_type == INTEGERS
-    assert packed.num_bytes - 4 * len(values) == 96 * (groups * group_size * (bits - 0.25) / 8 + 3 * 2 * 4)
-    for num_rows in (1, 14):
-        check(weight, random(num_rows, 600), None, (each_isa, num_rows))
-    rows = torch.empty(70, 600)
-    packed.rows(torch.arange(70), rows)
-    assert torch.equal(rows, dequantize(weight))
-    other = weight._replace(scales=weight.scales * 1.01)  # what does not fit is kept as it is
-    assert PackedWeight(other)._record.scale_type != INTEGERS
-    short = weight._replace(supers=Supers(factors[0, :, :2], factors[1]))
-    assert PackedWeight(short)._record.scale_type != INTEGERS
-    check(other, random(3, 600), None, each_isa)
-
-
 @pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("each_isa")
@@ -214,49 +191,6 @@ def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
             bits.append(packed.num_bytes * 8 / (64 * 1024))
     table = 16 * 4 * 8 / (64 * 1024)
     assert bits == [one + table for one in (4.5, 4.125, 4.5, 4.125, 5.0, 4.25)]
-
-
-@pytest.mark.parametrize("kind", ["scales", "minima", "shifts", "two levels"])
-@pytest.mark.parametrize("unlike", [False, True])
-def test_a_weight_that_comes_in_chunks_is_packed_the_same(kind: str, unlike: bool) -> None:
-    """Also if its last chunk alone needs more bits for its scales."""
-    whole = grouped(100, 300, 32, UINT4, minima=kind == "minima", scales=torch.bfloat16)
-    if kind == "shifts":
-        whole = whole._replace(minima=8 * whole.scales)
-    ones = torch.ones(100, 2)
-    if kind == "two levels":
-        whole = whole._replace(scales=(64 * whole.scales).round(), supers=Supers(ones, ones))
-    if unlike:
-        whole.scales[-1, -1] = 1 / 3
-
-    def rows(chunk: slice) -> GroupedWeight:
-        fields = whole._asdict() | {name: getattr(whole, name)[chunk] for name in ("codes", "scales")}
-        fields["minima"] = None if whole.minima is None else whole.minima[chunk]
-        fields["supers"] = None if whole.supers is None else Supers(ones[chunk], ones[chunk])
-        return GroupedWeight(**fields)
-
-    chunks = GroupedChunks(whole.shape, 32, rows)
-    ours, theirs = PackedWeight(chunks), PackedWeight(whole)
-    assert len(ours._tensors) == len(theirs._tensors)
-    assert all(torch.equal(one, other) for one, other in zip(ours._tensors, theirs._tensors, strict=True))
-    same = ("scale_type", "minima_type", "offset", "are_whole", "num_outputs", "num_inputs", "group_size")
-    assert all(getattr(ours._record, name) == getattr(theirs._record, name) for name in same)
-    assert torch.equal(chunks.dense(torch.float32, torch.device("cpu")), dequantize(whole))
-
-
-def test_a_chunk_is_forgotten_before_the_next_but_one() -> None:
-    """So that memory is bounded however large a weight is."""
-    whole, alive, most = grouped(320, 64, 32), weakref.WeakSet[torch.Tensor](), 0
-
-    def rows(chunk: slice) -> GroupedWeight:
-        nonlocal most
-        part = whole._replace(codes=whole.codes[chunk].clone(), scales=whole.scales[chunk])
-        alive.add(part.codes)
-        most = max(most, len(alive))
-        return part
-
-    PackedWeight(GroupedChunks(whole.shape, 32, rows))
-    assert most <= 2
 
 
 def test_what_no_kernel_takes_is_refused() -> None:

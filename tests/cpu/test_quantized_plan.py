@@ -18,7 +18,7 @@ from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels.cpu.linear import PackedWeight
-from vllm_lite.kernels.gguf_blocks import take_apart
+from vllm_lite.kernels.gguf_blocks import BlockRows
 
 LARGE: Any = {
     "hidden_size": 256,
@@ -86,8 +86,7 @@ def test_a_plan_is_what_kernels_keep(tmp_path: Path, name: str, monkeypatch: pyt
 def test_blocks_of_gguf(kind: str) -> None:
     block = BY_NAME[kind]
     size = 1024 // block.elements * block.num_bytes
-    weight = take_apart(kind, torch.randint(0, 120, (256, size), dtype=torch.uint8))
-    kept = PackedWeight(weight).num_bytes
+    kept = PackedWeight(BlockRows(kind, torch.randint(0, 120, (256, size), dtype=torch.uint8))).num_bytes
     assert BLOCK_BITS[kind] == pytest.approx(8 * kept / (256 * 1024), rel=0.01)
 
 

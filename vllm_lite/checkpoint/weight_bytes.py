@@ -5,7 +5,7 @@ from math import prod
 
 import msgspec
 
-from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
+from vllm_lite.checkpoint.headers import Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
@@ -92,8 +92,6 @@ def _quantized_tensors(
     for name in checkpoint.shapes:
         tensor = named[name]
         whole = tensor_bytes(name, tensor, quantization, dtype_bytes, dense=dense)
-        if name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # the table is dense, the head is not
-            whole = tensor.num_elements * dtype_bytes + (whole if spec.tie_word_embeddings else 0)
         held[name] = int(whole * share(name, spec, shard))
     return held
 

@@ -10,19 +10,16 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight, Supers
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 """IQ4_NL's values."""
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """MXFP4's values."""
-CHUNK_ELEMENTS = 1 << 20
-"""So many are taken apart at a time. What lies between blocks and codes takes several bytes for each, which then stay
-in a cache: with 2^24 Q4_0 took five times as long."""
 
 
 class _Parts(NamedTuple):
-    """What a chunk of blocks is made of."""
+    """What blocks are made of."""
 
     codes: torch.Tensor
     """uint8 [blocks, elements]"""
@@ -31,7 +28,7 @@ class _Parts(NamedTuple):
     minima: torch.Tensor | None = None
 
 
-class _Kind(NamedTuple):
+class Layout(NamedTuple):
     """How blocks of one type are taken apart."""
 
     elements: int
@@ -40,42 +37,45 @@ class _Kind(NamedTuple):
     group_size: int
     parts: Callable[[torch.Tensor], _Parts]
     """Called with uint8 [blocks, num_bytes]."""
-    supers: tuple[int, ...] = ()
-    """Where in a block the float16 lies that its scales are integers times of, and that of its minima."""
+    has_minima: bool = False
+
+    @property
+    def has_supers(self) -> bool:
+        """Whether scales, and minima, are integers times a number of their block."""
+        return self.elements > self.group_size
 
 
-def take_apart(kind: str, blocks: torch.Tensor) -> GroupedWeight:
-    """blocks: uint8 [num_outputs, bytes of a row], whole blocks of the type that ggml calls `kind`.
+class BlockRows(NamedTuple):
+    """A matrix as it lies in a file."""
 
-    Raises ModelError for a type that is not supported, by its name, and for rows that are no whole blocks.
-    """
-    if kind not in _KINDS:
-        raise ModelError(f"blocks of type {kind} are not supported; supported: {', '.join(_KINDS)}")
-    own = _KINDS[kind]
-    num_rows, row_bytes = blocks.shape
-    if row_bytes % own.num_bytes or blocks.dtype != torch.uint8:
-        raise ModelError(f"rows of {row_bytes} bytes are no whole blocks of type {kind}, which have {own.num_bytes}")
-    num_inputs = row_bytes // own.num_bytes * own.elements
-    rows = max(1, CHUNK_ELEMENTS // max(1, num_inputs))
-    codes = torch.empty(num_rows, num_inputs, dtype=torch.uint8)
-    scales, minima = [], []
-    for start in range(0, num_rows, rows):
-        some = blocks[start : start + rows]
-        parts = own.parts(some.reshape(-1, own.num_bytes))
-        codes[start : start + rows] = parts.codes.view(len(some), num_inputs)
-        scales.append(parts.scales.view(len(some), -1))
-        if parts.minima is not None:
-            minima.append(parts.minima.view(len(some), -1))
-    empty = torch.empty(0, num_inputs // own.group_size)
-    supers = [_half(blocks.reshape(-1, own.num_bytes), at).view(num_rows, -1) for at in own.supers]
+    kind: str
+    """ggml's name for the type."""
+    blocks: torch.Tensor
+    """uint8 [num_outputs, bytes of a row], whole blocks."""
+
+
+def take_apart(rows: BlockRows) -> GroupedWeight:
+    """Raises ModelError for a type that is not supported, by its name, and for rows that are no whole blocks."""
+    own, blocks_per_row = layout(rows)
+    num_rows, num_inputs = len(rows.blocks), blocks_per_row * own.elements
+    parts = own.parts(rows.blocks.reshape(-1, own.num_bytes))
+    shape = num_rows, num_inputs // own.group_size
+    minima = None if parts.minima is None else parts.minima.reshape(shape)
     return GroupedWeight(
-        codes,
-        own.values,
-        torch.cat(scales or [empty]),
-        own.group_size,
-        torch.cat(minima) if minima else None,
-        supers=Supers(*supers) if supers else None,
+        parts.codes.reshape(num_rows, num_inputs), own.values, parts.scales.reshape(shape), own.group_size, minima
     )
+
+
+def layout(rows: BlockRows) -> tuple[Layout, int]:
+    """The layout of the type, and how many blocks a row has. Raises ModelError, as `take_apart`."""
+    if rows.kind not in _KINDS:
+        raise ModelError(f"blocks of type {rows.kind} are not supported; supported: {', '.join(_KINDS)}")
+    own, row_bytes = _KINDS[rows.kind], rows.blocks.shape[1]
+    if row_bytes % own.num_bytes or rows.blocks.dtype != torch.uint8:
+        raise ModelError(
+            f"rows of {row_bytes} bytes are no whole blocks of type {rows.kind}, which have {own.num_bytes}"
+        )
+    return own, row_bytes // own.num_bytes
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -190,19 +190,19 @@ def _iq4_xs(blocks: torch.Tensor) -> _Parts:
 
 
 _KINDS = {
-    "Q4_0": _Kind(32, 18, INT4, 32, _q4_0),
-    "Q4_1": _Kind(32, 20, UINT4, 32, _q4_1),
-    "Q5_0": _Kind(32, 22, INT8, 32, _q5_0),
-    "Q5_1": _Kind(32, 24, UINT8, 32, _q5_1),
-    "Q8_0": _Kind(32, 34, INT8, 32, _q8_0),
-    "Q2_K": _Kind(256, 84, UINT4, 16, _q2_k, (80, 82)),
-    "Q3_K": _Kind(256, 110, INT8, 16, _q3_k, (108,)),
-    "Q4_K": _Kind(256, 144, UINT4, 32, _q4_k, (0, 2)),
-    "Q5_K": _Kind(256, 176, UINT8, 32, _q5_k, (0, 2)),
-    "Q6_K": _Kind(256, 210, INT8, 16, _q6_k, (208,)),
-    "IQ4_NL": _Kind(32, 18, IQ4, 32, _q4_0),
-    "IQ4_XS": _Kind(256, 136, IQ4, 32, _iq4_xs, (0,)),
-    "MXFP4": _Kind(32, 17, FP4, 32, _mxfp4),
+    "Q4_0": Layout(32, 18, INT4, 32, _q4_0),
+    "Q4_1": Layout(32, 20, UINT4, 32, _q4_1, has_minima=True),
+    "Q5_0": Layout(32, 22, INT8, 32, _q5_0),
+    "Q5_1": Layout(32, 24, UINT8, 32, _q5_1, has_minima=True),
+    "Q8_0": Layout(32, 34, INT8, 32, _q8_0),
+    "Q2_K": Layout(256, 84, UINT4, 16, _q2_k, has_minima=True),
+    "Q3_K": Layout(256, 110, INT8, 16, _q3_k),
+    "Q4_K": Layout(256, 144, UINT4, 32, _q4_k, has_minima=True),
+    "Q5_K": Layout(256, 176, UINT8, 32, _q5_k, has_minima=True),
+    "Q6_K": Layout(256, 210, INT8, 16, _q6_k),
+    "IQ4_NL": Layout(32, 18, IQ4, 32, _q4_0),
+    "IQ4_XS": Layout(256, 136, IQ4, 32, _iq4_xs),
+    "MXFP4": Layout(32, 17, FP4, 32, _mxfp4),
 }
 BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _KINDS.items()}
 """Elements and bytes of a block of each type that is supported."""

@@ -1,24 +1,10 @@
 """A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from vllm_lite.checkpoint.weight_bytes import FP8_GROUP
-
-SUPER_INPUTS = 256
-"""Inputs whose scales have a factor in common, where a format has any."""
-
-
-class Supers(NamedTuple):
-    """Scales and minima that are integers of 8 bits times a factor for SUPER_INPUTS inputs, which these are: so that
-    they can be packed as bytes."""
-
-    scales: torch.Tensor
-    """float32 [num_outputs, num_inputs / SUPER_INPUTS]."""
-    minima: torch.Tensor | None = None
 
 
 class GroupedWeight(NamedTuple):
@@ -41,8 +27,6 @@ class GroupedWeight(NamedTuple):
     order: torch.Tensor | None = None
     """int64 [num_inputs]: column k of the codes is for input order[k], where columns were sorted by their groups.
     None: they were not."""
-    supers: Supers | None = None
-    """None: there are none. It only says how scales and minima came about."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,38 +37,6 @@ class GroupedWeight(NamedTuple):
     def bits(self) -> int:
         """Bits of a code."""
         return 4 if len(self.values) == 16 else 8
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedChunks:
-    """A grouped weight that is made some rows at a time, as they are packed: of the whole it would take more than a
-    byte for each weight, in memory that no cache holds."""
-
-    shape: tuple[int, int]
-    """[num_outputs, num_inputs]."""
-    num_rows: int
-    """At a time: a multiple of 32, as so many are packed together."""
-    make: Callable[[slice], GroupedWeight]
-    """Called with the rows that are wanted, of which there is at least one. Their columns have no `order`."""
-
-    @property
-    def form(self) -> GroupedWeight:
-        """One row, which says what all have in common."""
-        return self.make(slice(0, 1))
-
-    def each(self) -> Iterator[GroupedWeight]:
-        for start in range(0, self.shape[0], self.num_rows):
-            yield self.make(slice(start, start + self.num_rows))
-
-    def whole(self) -> GroupedWeight:
-        return self.make(slice(None))
-
-    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `dequantize`, in another dtype and on another device."""
-        table = torch.empty(self.shape, dtype=dtype, device=device)
-        for chunk, rows in zip(self.each(), table.split(self.num_rows), strict=True):
-            rows.copy_(dequantize(chunk))
-        return table
 
 
 INT4 = torch.arange(-8, 8, dtype=torch.float32)

@@ -1,13 +1,13 @@
 """Token embedding and LM head, whose vocabulary ranks share out; one tensor serves both when they are tied."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, copies, make_matmul, packs
+from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul, Quantization, copies, make_matmul, packs
 from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.parallel.communicator import Communicator
@@ -42,11 +42,27 @@ class Embedding:
         self.weight = weight
 
     def share(self, packed: PackedWeight) -> None:
-        """Look up in the LM head's packed weight, which has the same rows, and have none of one's own.
+        """Look up in a packed weight, mostly the LM head's, which has the same rows, and have no table.
 
         That takes 4 us for each token in place of 0.3, and saves a copy of what is often a quarter of a small model.
         """
         self.packed = packed
+
+    def load_quantized(self, stored: StoredWeight, tensors: Sequence[torch.Tensor]) -> None:
+        """As `load`, of a matrix that is not dense in the checkpoint: it stays so where native kernels multiply it."""
+        if copies(self.dtype, self.device):
+            self.share_with(stored.matmul(tensors, None), lambda: stored.dense(tensors))
+        else:
+            self.load(stored.dense(tensors))
+
+    def share_with(self, matmul: Matmul, make_table: Callable[[], torch.Tensor]) -> None:
+        """Look up in what `matmul` has made of the same rows; where nobody can, in the table that is then made."""
+        if isinstance(matmul, NativeMatmul) and self.dtype in matmul.packed.row_types:
+            self.share(matmul.packed)
+        elif isinstance(matmul, DenseMatmul):
+            self.load(matmul.weight)
+        else:
+            self.load(make_table())
 
     def slot(self, name: str) -> WeightSlot:
         """This rank's rows of the checkpoint tensor `<name>.weight`."""
@@ -59,11 +75,11 @@ class Embedding:
         return LinearShape(Split.whole(self.hidden_size), (self.vocabulary,), self.dtype, self.device)
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint's matrix `name`, which is kept dense."""
+        """Ask for the checkpoint's matrix `name`."""
         if not self.form.quantizes(name):
             return WeightGroup((WeightStack((self.slot(name),), self.dtype, self.device),), self.load)
         stored = self.form.stored((name,), self.shape)
-        return WeightGroup(stored.stacks, lambda *tensors: self.load(stored.dense(tensors)))
+        return WeightGroup(stored.stacks, lambda *tensors: self.load_quantized(stored, tensors))
 
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError.
@@ -106,8 +122,8 @@ class LMHead:
         """weight: [this rank's part of vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up
         in what is made of it."""
         self.matmul = make_matmul(weight, None, self.quantization)
-        if self.tied and isinstance(self.matmul, NativeMatmul) and self.quantization is None:
-            self.embedding.share(self.matmul.packed)
+        if self.tied and self.quantization is None:
+            self.embedding.share_with(self.matmul, lambda: weight)
         elif self.tied:
             self.embedding.load(weight)
 
@@ -115,7 +131,7 @@ class LMHead:
         """As `load`, of a matrix that is not dense in the checkpoint."""
         self.matmul = stored.matmul(tensors, None)
         if self.tied:
-            self.embedding.load(stored.dense(tensors))
+            self.embedding.share_with(self.matmul, lambda: stored.dense(tensors))
 
     def group(self, name: str) -> WeightGroup:
         """Ask for the checkpoint's matrix `name`."""

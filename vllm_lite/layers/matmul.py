@@ -17,7 +17,7 @@ from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
-from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, dequantize, quantize4, quantize_fp8
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
 from vllm_lite.layers import onednn
 from vllm_lite.runtime import log
 
@@ -143,20 +143,17 @@ def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int)
 
 
 def make_grouped_matmul(
-    weight: GroupedWeight | GroupedChunks, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Matmul:
     """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
-    form = weight.form if isinstance(weight, GroupedChunks) else weight
-    if copies(dtype, device) and PackedWeight.takes(form):
+    if copies(dtype, device) and PackedWeight.takes(weight):
         return NativeMatmul(PackedWeight(weight, bias))
-    _say_dense(form.bits, form.group_size, device.type, str(dtype).removeprefix("torch."))
-    if isinstance(weight, GroupedChunks):
-        return make_matmul(weight.dense(dtype, device), bias)
+    what = f"weights of {weight.bits} bits in groups of {weight.group_size}"
+    say_dense(what, device.type, str(dtype).removeprefix("torch."))
     return make_matmul(dequantize(weight).to(device, dtype), bias)
 
 
 @cache
-def _say_dense(bits: int, group_size: int, device: str, dtype: str) -> None:
+def say_dense(what: str, device: str, dtype: str) -> None:
     """Once for each kind of weights."""
-    text = "weights of %d bits in groups of %d become %s: %s has no kernel for them"
-    logger.info(text, bits, group_size, dtype, device)
+    logger.info("%s become %s: %s has no kernel for them", what, dtype, device)

@@ -51,6 +51,7 @@ KINDS = {
 }
 """By their numbers in the file."""
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
+NUMBERS = {kind.name: number for number, kind in KINDS.items()}
 READ = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 """Blocks that kernels/gguf_blocks.py takes apart."""
 FLOATS = ("F32", "F16", "BF16")

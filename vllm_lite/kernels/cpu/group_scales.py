@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.kernels.cpu.dtypes import dtype_code
-from vllm_lite.kernels.grouped import SUPER_INPUTS, GroupedWeight, Supers
+from vllm_lite.kernels.grouped import GroupedWeight
 
 NO_MINIMA, SHIFTS, INTEGERS = -1, 103, 104
 """kNoMinima, kShifts and kIntegers."""
@@ -26,8 +26,6 @@ class GroupScales(NamedTuple):
     minima_type: int
     shift: int = 0
     """What values are to be lower by, as codes have been raised."""
-    supers: torch.Tensor | None = None
-    """[blocks, supers, 2, BLOCK]: what INTEGERS are to be multiplied by, of scales and of minima."""
 
     @classmethod
     def of(cls, weight: GroupedWeight, group_size: int, unit: float, *, may_shift: bool) -> "GroupScales":
@@ -35,10 +33,6 @@ class GroupScales(NamedTuple):
         that are multiplied."""
         scales = _for_groups(weight.scales, weight, group_size) * unit
         minima = None if weight.minima is None else _for_groups(weight.minima, weight, group_size)
-        if weight.supers is not None:
-            integers = _integers(scales, minima, weight.supers, unit, group_size)
-            if integers is not None:
-                return integers
         if minima is None:
             return cls(scales, _type_for(scales), None, NO_MINIMA)
         zeros = _zero_points(minima, scales) if may_shift else None
@@ -64,30 +58,6 @@ def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | N
     if least < -_FURTHEST_ZERO or most > _FURTHEST_ZERO or not torch.equal(zeros * scales, minima):
         return None
     return zeros
-
-
-def _integers(
-    scales: torch.Tensor, minima: torch.Tensor | None, supers: Supers, unit: float, group_size: int
-) -> "GroupScales | None":
-    """Scales and minima as integers. None if that is not exact."""
-    own = supers.scales.float() * unit
-    factors = [own, torch.zeros_like(own) if supers.minima is None else supers.minima.float()]
-    per_super = SUPER_INPUTS // group_size
-    whole = []
-    for given, factor in zip((scales, minima), factors, strict=True):
-        if factor.shape != (len(scales), -(-scales.shape[1] // per_super)):
-            return None
-        if given is None:
-            continue
-        spread = factor.repeat_interleave(per_super, dim=1)[:, : given.shape[1]]
-        integers = torch.where(spread != 0, given / spread, 0).round_().clamp_(-128, 127)
-        if not torch.equal(integers * spread, given):
-            return None
-        whole.append(integers.contiguous())
-    both = torch.nn.functional.pad(torch.stack(factors, 2), (0, 0, 0, 0, 0, -len(scales) % BLOCK))
-    blocks = both.view(-1, BLOCK, *both.shape[1:]).permute(0, 2, 3, 1).contiguous()
-    types = INTEGERS, NO_MINIMA if minima is None else INTEGERS
-    return GroupScales(whole[0], types[0], whole[1] if minima is not None else None, types[1], supers=blocks)
 
 
 def _type_for(numbers: torch.Tensor) -> int:

@@ -1,8 +1,7 @@
 """Grouped weights in the layout of csrc/cpu/linear.h: what of them is packed how. Their plain twin is `dequantize`."""
 
 import ctypes
-from collections.abc import Iterable
-from typing import Self
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +10,7 @@ from vllm_lite.kernels.cpu.file_packer import GROUPED4, GROUPED8, Packed
 from vllm_lite.kernels.cpu.group_scales import NO_MINIMA, GroupScales
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
-from vllm_lite.kernels.grouped import E4M3, INT4, GroupedChunks, GroupedWeight
+from vllm_lite.kernels.grouped import E4M3, INT4, GroupedWeight
 
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
@@ -50,96 +49,79 @@ def takes(weight: GroupedWeight) -> bool:
     return len(weight.values) in (16, 256) and _packed_group(weight) is not None
 
 
-def pack_grouped(weight: GroupedWeight | GroupedChunks) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """Its record, without a bias, and the memory that this names. Raises ValueError for what `takes` does not."""
-    if isinstance(weight, GroupedWeight):
-        return _Packing(weight, weight.shape[0]).packed((weight,)).done()
-    try:
-        return _Packing(weight.form, weight.shape[0]).packed(weight.each()).done()
-    except _Unlike:
-        return pack_grouped(weight.whole())
+class Values(NamedTuple):
+    """What codes stand for, as kernels want it."""
 
+    floats: torch.Tensor
+    """float32 [16] or [256]: multiples of `unit`, counted in it."""
+    unit: float
+    """A power of two, which scales take over."""
+    offset: int | None
+    """The least, if all are whole numbers that a byte holds when they are counted from it."""
+    table: torch.Tensor | None
+    """uint8 [16]: those bytes. None: they are the codes."""
 
-class _Unlike(Exception):
-    """The scales of chunks would become different types."""
+    @classmethod
+    def of(cls, values: torch.Tensor) -> "Values":
+        floats, unit, offset = _whole_values(values)
+        table = _table(floats, offset) if offset is not None and len(floats) == 16 else None
+        return cls(floats, unit, offset, table)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.floats,) if self.table is None else (self.floats, self.table)
 
-class _Packing:
-    """A weight that is being packed, one chunk behind the other: all but the last have a multiple of BLOCK outputs."""
-
-    def __init__(self, form: GroupedWeight, num_outputs: int) -> None:
-        """`form`: some rows of the weight."""
-        group_size = _packed_group(form)
-        if group_size is None or not takes(form):
-            raise ValueError(
-                f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
-                f"{LARGEST_GROUP}; got {len(form.values)} values and groups of {form.group_size}"
-            )
-        codes = form.codes
-        if codes.dtype != torch.uint8 or codes.device.type != "cpu" or 0 in form.shape:
-            raise ValueError(f"codes must be a matrix of bytes on the CPU, got {codes.dtype} {list(form.shape)}")
-        self.values, self.unit, offset = _whole_values(form)
-        self.table = _table(self.values, offset) if offset is not None and len(self.values) == 16 else None
-        self.may_shift = offset is not None and len(self.values) == 16 and self.table is None
-        self.order = _order(form)
-        self.record = Record(
-            num_inputs=form.shape[1],
-            num_outputs=num_outputs,
-            type=GROUPED4 if len(self.values) == 16 else GROUPED8,
+    def record(self, shape: tuple[int, int], group_size: int) -> Record:
+        """The record of a weight [num_outputs, num_inputs] in groups as they are packed, without its memory and the
+        types of its scales. It names `tensors`."""
+        return Record(
+            num_outputs=shape[0],
+            num_inputs=shape[1],
+            type=GROUPED4 if len(self.floats) == 16 else GROUPED8,
             group_size=group_size,
+            values=self.floats.data_ptr(),
             bytes=None if self.table is None else self.table.data_ptr(),
-            offset=offset or 0,
-            are_whole=offset is not None,
-            order=None if self.order is None else self.order.data_ptr(),
+            offset=self.offset or 0,
+            are_whole=self.offset is not None,
         )
-        self.shift = 0
-        self.data: torch.Tensor | None = None
-        self.num_packed_bytes = 0
-        self.supers: list[torch.Tensor] = []
 
-    def packed(self, chunks: Iterable[GroupedWeight]) -> Self:
-        """Raises _Unlike."""
-        for chunk in chunks:
-            may_shift = self.may_shift
-            self._pack(chunk, GroupScales.of(chunk, self.record.group_size, self.unit, may_shift=may_shift))
-        return self
+    def lower(self, shift: int) -> "Values":
+        """What codes stand for that have been raised by `shift`."""
+        return self if self.offset is None else self._replace(floats=self.floats - shift, offset=self.offset - shift)
 
-    def _pack(self, chunk: GroupedWeight, scales: GroupScales) -> None:
-        record = self.record
-        if self.data is None:
-            record.scale_type, record.minima_type, self.shift = scales.scale_type, scales.minima_type, scales.shift
-            self.data = zeroed(_size(record), torch.uint8)
-            record.data = self.data.data_ptr()
-        if (record.scale_type, record.minima_type, self.shift) != (scales.scale_type, scales.minima_type, scales.shift):
-            raise _Unlike
-        part = Record.from_buffer_copy(record)
-        part.num_outputs = len(chunk.codes)
-        part.data = record.data + self.num_packed_bytes
-        codes = chunk.codes if chunk.codes.stride(1) == 1 else chunk.codes.contiguous()
-        function("vllm_lite_pack_grouped", _PACK_TYPES)(
-            ctypes.addressof(part),
-            codes.data_ptr(),
-            codes.stride(0),
-            scales.scales.data_ptr(),
-            None if scales.minima is None else scales.minima.data_ptr(),
+
+def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...]]:
+    """Its record, without a bias, and the memory that this names. Raises ValueError for what `takes` does not."""
+    group_size = _packed_group(weight)
+    if group_size is None or not takes(weight):
+        raise ValueError(
+            f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
+            f"{LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
         )
-        self.num_packed_bytes += _size(part)
-        if scales.supers is not None:
-            self.supers.append(scales.supers)
+    if weight.codes.dtype != torch.uint8 or weight.codes.device.type != "cpu" or 0 in weight.shape:
+        raise ValueError(f"codes must be a matrix of bytes on the CPU, got {weight.codes.dtype} {list(weight.shape)}")
+    given = Values.of(weight.values)
+    may_shift = given.offset is not None and len(given.floats) == 16 and given.table is None
+    scales = GroupScales.of(weight, group_size, given.unit, may_shift=may_shift)
+    codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
+    values, order = given.lower(scales.shift), _order(weight)
+    record = values.record(weight.shape, group_size)
+    record.scale_type, record.minima_type = scales.scale_type, scales.minima_type
+    record.order = None if order is None else order.data_ptr()
+    data = zeroed(grouped_size(record), torch.uint8)
+    record.data = data.data_ptr()
+    function("vllm_lite_pack_grouped", _PACK_TYPES)(
+        ctypes.addressof(record),
+        codes.data_ptr(),
+        codes.stride(0),
+        scales.scales.data_ptr(),
+        None if scales.minima is None else scales.minima.data_ptr(),
+    )
+    return record, tuple(part for part in (data, *values.tensors, order) if part is not None)
 
-    def done(self) -> tuple[Record, tuple[torch.Tensor, ...]]:
-        """As `pack_grouped`."""
-        values, record = self.values - self.shift, self.record
-        record.values = values.data_ptr()
-        if record.are_whole:
-            record.offset -= self.shift
-        supers = torch.cat(self.supers) if self.supers else None
-        record.supers = None if supers is None else supers.data_ptr()
-        return record, tuple(part for part in (self.data, values, self.table, self.order, supers) if part is not None)
 
-
-def _size(record: Record) -> int:
-    """Bytes that it takes packed."""
+def grouped_size(record: Record) -> int:
+    """Bytes that a weight takes packed."""
     return int(function("vllm_lite_grouped_size", (pointer,), int64)(ctypes.addressof(record)))
 
 
@@ -203,17 +185,17 @@ def _packed_group(weight: GroupedWeight) -> int | None:
     return None
 
 
-def _whole_values(weight: GroupedWeight) -> tuple[torch.Tensor, float, int | None]:
+def _whole_values(given: torch.Tensor) -> tuple[torch.Tensor, float, int | None]:
     """Values, what they are to be multiplied by, and the least, if they are whole numbers that bytes can hold, counted
     from the least; values of 8 bits must follow one another as well, as there is no table for them."""
     for unit in _UNITS:
-        values = weight.values.to(torch.float32) / unit
+        values = given.to(torch.float32) / unit
         least = float(values.min())
         if not bool((values == values.round()).all()) or float(values.max()) - least > 255 or abs(least) > 255:
             continue
         if len(values) == 16 or torch.equal(values - least, torch.arange(256.0)):
             return values.contiguous(), unit, int(least)
-    return weight.values.to(torch.float32).contiguous(), 1.0, None
+    return given.to(torch.float32).contiguous(), 1.0, None
 
 
 def _table(values: torch.Tensor, offset: int) -> torch.Tensor | None:

@@ -9,10 +9,12 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import INT8, Packed
+from vllm_lite.kernels.cpu.gguf_blocks import pack_blocks
 from vllm_lite.kernels.cpu.grouped import Record, adopt_grouped, pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
-from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight
+from vllm_lite.kernels.gguf_blocks import BlockRows
+from vllm_lite.kernels.grouped import GroupedWeight
 
 QUANT_GROUP = 128
 """Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
@@ -33,7 +35,7 @@ class PackedWeight:
 
     def __init__(
         self,
-        weight: torch.Tensor | Packed | GroupedWeight | GroupedChunks,
+        weight: torch.Tensor | Packed | GroupedWeight | BlockRows,
         bias: torch.Tensor | None = None,
         *,
         int8: bool = False,
@@ -47,7 +49,7 @@ class PackedWeight:
             raise ValueError(f"the bias must have {record.num_outputs} elements, got {list(bias.shape)}")
         self.num_outputs, self.num_inputs = int(record.num_outputs), int(record.num_inputs)
         self.dtype = made.dtype
-        self._row_types = made.row_types
+        self.row_types = made.row_types
         self._tensors = made.tensors
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         record.bias = None if self._bias is None else self._bias.data_ptr()
@@ -71,7 +73,7 @@ class PackedWeight:
     def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
         """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8; a
         grouped weight gives rows of any float type."""
-        if out.dtype not in self._row_types or out.stride(1) != 1:
+        if out.dtype not in self.row_types or out.stride(1) != 1:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
         if out.shape != (len(ids), self.num_inputs):
             raise ValueError(f"out must be [{len(ids)}, {self.num_inputs}], got {list(out.shape)}")
@@ -101,9 +103,11 @@ class _Made(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def _make(weight: torch.Tensor | Packed | GroupedWeight | GroupedChunks, *, int8: bool) -> _Made:
-    if isinstance(weight, GroupedWeight | GroupedChunks):
+def _make(weight: torch.Tensor | Packed | GroupedWeight | BlockRows, *, int8: bool) -> _Made:
+    if isinstance(weight, GroupedWeight):
         return _made_grouped(*pack_grouped(weight))
+    if isinstance(weight, BlockRows):
+        return _made_grouped(*pack_blocks(weight))
     if isinstance(weight, Packed) and weight.group_size:
         return _made_grouped(*adopt_grouped(weight))
     data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
