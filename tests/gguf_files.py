@@ -38,8 +38,16 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "exaone4",
     "SeedOssForCausalLM": "seed_oss",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "BloomForCausalLM": "bloom",
+    "GPTNeoXForCausalLM": "gptneox",
+    "FalconForCausalLM": "falcon",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
 }
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")
+"""Whose checkpoints have Q, K and V of each KV head together."""
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 NUMBERS = {
     "max_position_embeddings": "context_length",
@@ -78,6 +86,14 @@ NUMBERS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "clip_qkv": "attention.clamp_kqv",
     "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "moe_num_shared_experts": "expert_shared_count",
+    "ffn_hidden_size": "feed_forward_length",
 }
 """Keys of config.json -> those of the file, without its architecture."""
 
@@ -165,13 +181,57 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         found[f"{architecture}.attention.value_length"] = head_size
     if part := named.get("partial_rotary_factor"):
         found[f"{architecture}.rope.dimension_count"] = int(part * head_size)
+    found.setdefault(f"{architecture}.context_length", 2048)
     scaling = _scaling(rope, int(found[f"{architecture}.context_length"]))
-    found |= {f"{architecture}.{key}": value for key, value in scaling.items()}
+    own = OWN.get(architecture, lambda _: {})(config)
+    found |= {f"{architecture}.{key}": value for key, value in (scaling | own).items()}
     if architecture == "gpt2":
         found["gpt2.feed_forward_length"] = config.get("n_inner") or 4 * config["n_embd"]
     tokens = {"bos": config.get("bos_token_id"), "eos": config.get("eos_token_id")}
     ids = {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in tokens.items() if isinstance(id_, int)}
     return found | ids
+
+
+def _falcon(config: dict[str, Any]) -> dict[str, Any]:
+    return {"attention.head_count_kv": _kv_heads("falcon", config)}
+
+
+def _neox(config: dict[str, Any]) -> dict[str, Any]:
+    part = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    size = config["hidden_size"] // config["num_attention_heads"]
+    return {"rope.dimension_count": int(part * size), "use_parallel_residual": config["use_parallel_residual"]}
+
+
+def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
+    rank, rope_size = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rope_size,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope_size,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope_size,
+        "expert_gating_func": 2 if config["architectures"][0] == "DeepseekV3ForCausalLM" else 1,
+    }
+    magnitude = (config.get("rope_parameters") or {}).get("mscale_all_dim")
+    return found | ({"rope.scaling.yarn_log_multiplier": 0.1 * magnitude} if magnitude else {})
+
+
+OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "falcon": _falcon,
+    "gptneox": _neox,
+    "deepseek2": _deepseek,
+}
+"""Metadata that others have not, by architecture."""
+
+
+def _kv_heads(architecture: str, config: dict[str, Any]) -> int:
+    heads: int = config.get("num_attention_heads") or config["n_head"]
+    if architecture != "falcon":
+        return heads
+    if config["new_decoder_architecture"]:
+        return int(config["num_kv_heads"])
+    return 1 if config["multi_query"] else heads
 
 
 def _scaling(rope: dict[str, Any], max_positions: int) -> dict[str, Any]:
@@ -224,7 +284,11 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
                 gate, up = tensor.chunk(2, dim=1)
                 stored |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
                 continue
+            if name.endswith("kv_b_proj.weight"):
+                stored |= _by_head(names.get_name(name.removesuffix(".kv_b_proj.weight") + ".k_b_proj"), tensor, config)
+                continue
             here, index = _without_expert(name.replace("correction_bias", "correction.bias"))
+            here = here.removeprefix("transformer.") if architecture == "bloom" else here
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise ValueError(f"{architecture} has no name for {here}")
@@ -234,6 +298,15 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
             else:
                 experts.setdefault(found, {})[index] = changed
     return stored | {name: torch.stack([each for _, each in sorted(some.items())]) for name, some in experts.items()}
+
+
+def _by_head(name: str | None, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The matrices that make K and V of latents, those of K transposed. `name`: of those of K."""
+    assert name is not None
+    sizes = config["qk_nope_head_dim"], config["v_head_dim"]
+    keys, values = tensor.view(config["num_attention_heads"], sum(sizes), -1).split(sizes, dim=1)
+    value_name = name.replace("attn_k_b", "attn_v_b")
+    return {f"{name}.weight": keys.transpose(1, 2).contiguous(), f"{value_name}.weight": values.contiguous()}
 
 
 def _without_expert(name: str) -> tuple[str, int | None]:
@@ -254,6 +327,13 @@ def _changed(tensor: torch.Tensor, name: str, architecture: str, config: dict[st
         return tensor + 1
     if architecture == "gpt2" and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and tensor.dim() == 2:
         return tensor.t()
-    if part == "ffn_gate_inp_shexp":
+    if part == "ffn_gate_inp_shexp" or (part == "exp_probs_b" and tensor.dim() == 2):
         return tensor[0]
+    if architecture in HEAD_BY_HEAD and part == "attn_qkv":
+        kv_heads, heads = _kv_heads(architecture, config), config.get("num_attention_heads") or config["n_head"]
+        size = (config.get("hidden_size") or config["n_embd"]) // heads
+        queries, keys, values = tensor.view(kv_heads, -1, size, *tensor.shape[1:]).split(
+            (heads // kv_heads, 1, 1), dim=1
+        )
+        return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in (queries, keys, values)])
     return tensor

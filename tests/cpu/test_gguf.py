@@ -1,6 +1,7 @@
 """Models in GGUF files: their logits against transformers', and blocks against the floats that they stand for."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from tests.gguf_files import write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.gguf.config import architecture_of
+from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -30,17 +35,30 @@ TESTED = (
     "glm4",
     "glm4-moe",
     "granite-moe",
+    "ernie-moe",
+    "bloom",
+    "neox",
+    "neox-in-turn",
+    "falcon-one-kv-head",
+    "falcon-two-norms",
+    "falcon-one-norm",
+    "deepseek-v2-groups",
+    "deepseek-v3",
 )
 """Each has something in its files that others have not."""
-OWN = {"layers", "norm", "quantization"}
+OWN = {"layers", "norm", "quantization", "qkv_layout"}
 """The fields of ModelSpec in which a GGUF file may differ from the checkpoint that it was made of."""
 
 
 def usual(variant: Variant) -> Variant:
-    """With the scale of scores that files cannot say otherwise."""
-    if "query_pre_attn_scalar" not in variant.settings:
-        return variant
-    return replace(variant, settings={**variant.settings, "query_pre_attn_scalar": variant.settings["head_dim"]})
+    """With what files cannot say otherwise: the scale of scores, which layers have experts, one magnitude of YaRN."""
+    settings = dict(variant.settings)
+    if "query_pre_attn_scalar" in settings:
+        settings["query_pre_attn_scalar"] = settings["head_dim"]
+    settings.pop("moe_layer_end_index", None)
+    if "mscale_all_dim" in (rope := settings.get("rope_parameters", {})):
+        settings["rope_parameters"] = rope | {"mscale": rope["mscale_all_dim"]}
+    return replace(variant, settings=settings)
 
 
 TESTED_VARIANTS = [*(usual(one) for one in VARIANTS if one.name in TESTED), llama("llama3", LLAMA3)]
@@ -110,6 +128,63 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "narrow.gguf", narrow, lambda _: "Q8_0")
     with pytest.raises(ConfigError, match="96 inputs in groups of 32 cannot be split so that a rank has 48 from 0 on"):
         on_ranks(2, lambda rank: oracle.stored_as(file, rank))
+
+
+LATENT: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+
+@pytest.mark.usefixtures("float_products")
+def test_ranks_share_heads_whose_matrices_stand_alone(tmp_path: Path) -> None:
+    """Those that make K and V of a latent, of which each rank has some."""
+    variant = next(usual(one) for one in VARIANTS if one.name == "deepseek-v3")
+    folder = replace(variant, settings={**variant.settings, **LATENT}).make(tmp_path / "checkpoint")
+    blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")
+    oracle = Oracle(folder)
+    dense = write_gguf(tmp_path / "floats.gguf", folder, lambda _: "Q8_0", dense=True)
+    expected = Paged(oracle, model=oracle.stored_as(dense)).run(oracle.tokens, 64)
+    quantization = load_spec(blocks).quantization
+    assert isinstance(quantization, Gguf)
+    assert quantization.kind("model.layers.1.self_attn.k_b_proj.3") == "Q8_0"
+    whole = Paged(oracle, model=oracle.stored_as(blocks)).run(oracle.tokens, 64)
+    assert (whole - expected).abs().max() < 3e-4
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+        assert (logits - expected).abs().max() < 3e-4
+    for planned, held in on_ranks(2, lambda rank: heads_of(oracle.stored_as(dense, rank))):
+        assert planned == held
+        assert sum(map(prod, held)) == 3 * 2 * 2 * 32 * 32
+
+
+def heads_of(model: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """What a plan says of the matrices of single heads, and what the model wants of them."""
+    slots = [slot for group in model.weight_groups() for slot in group.slots if "_b_proj." in slot.name]
+    slots = [slot for slot in slots if slot.name.split(".")[-2].isdecimal()]
+    shard = model.communicator.shard
+    return [rank_shape(slot.name, slot.shape, model.spec, shard) for slot in slots], [slot.size for slot in slots]
+
+
+def test_what_files_of_old_converters_have_not_is_named(tmp_path: Path) -> None:
+    variant = next(usual(one) for one in VARIANTS if one.name == "deepseek-v2-lite")
+    file = write_gguf(tmp_path / "model.gguf", variant.make(tmp_path / "checkpoint"))
+    assert load_spec(file).architecture == "DeepseekV2ForCausalLM"
+    file.write_bytes(file.read_bytes().replace(b"attention.key_length_mla", b"attention.key_length_old"))
+    with pytest.raises(ModelError, match=r"deepseek2.attention.key_length_mla is missing: files that converters"):
+        load_spec(file)
+
+
+@pytest.mark.parametrize("name", ["mamba", "llama with experts", 7])
+def test_an_architecture_that_is_not_supported_is_named(name: Any) -> None:
+    with pytest.raises(ModelError, match=rf"general.architecture {name!r} is not supported in GGUF files; .* bloom"):
+        architecture_of(Header({"general.architecture": name}, {}))
 
 
 def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> None:

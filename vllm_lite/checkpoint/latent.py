@@ -4,6 +4,8 @@ K and V of all heads are made of one vector, the latent. It is what the cache ke
 is rotated and common to all heads.
 """
 
+from typing import Literal
+
 import msgspec
 
 
@@ -22,6 +24,9 @@ class LatentSpec(msgspec.Struct, frozen=True):
     """Elements of the vector that Q of all heads is made of; None = Q is made of the hidden state."""
     norm_eps: float = 1e-6
     """What the norms on the latent and on that vector have for the model's."""
+    stored: Literal["together", "by head"] = "together"
+    """Whether a checkpoint has what makes K and V of the latent in one matrix, kv_b_proj, or two matrices for each
+    head: k_b_proj.N [rank, nope_size], which is K's transposed, and v_b_proj.N [value_size, rank]."""
 
     @property
     def query_size(self) -> int:

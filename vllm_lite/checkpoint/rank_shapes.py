@@ -32,6 +32,8 @@ _BY_ROWS = (
     *_UP,
 )
 """Ranks share out their outputs, the first axis of weight and bias."""
+_HEAD_BY_HEAD = ("k_b_proj", "v_b_proj")
+"""A matrix for each head, whose number follows."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
@@ -46,6 +48,9 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
     *path, layer, kind = ("", *name.split("."))
     if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
         return _of_experts(name.split("."), shape, own, shard)
+    if layer.isdecimal() and path[-1] in _HEAD_BY_HEAD:
+        heads = _layer_of(path, spec).attention.heads(shard).query
+        return shape if heads.start <= int(layer) < heads.end else (0, *shape[1:])
     if kind == "weight" and layer in _TRANSPOSED.get(spec.architecture, ()):
         shape = shape[::-1]
     if layer in _BY_ROWS or (layer in _QK_NORMS and spec.qk_norm == "all heads"):

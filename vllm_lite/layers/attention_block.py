@@ -75,7 +75,7 @@ class AttentionBlock:
         self.grows = whole.query_growth is not None
         self.order = None if whole.rope is None else whole.rope.order(size)
         hidden = Split.whole(spec.hidden_size)
-        splits = qkv_splits(whole.attention, heads, self.names.layout, self.order)
+        splits = qkv_splits(whole.attention, heads, spec.qkv_layout or self.names.layout, self.order)
         self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
         self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, size, self.order)
         self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`

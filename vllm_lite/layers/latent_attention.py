@@ -49,6 +49,13 @@ class LatentAttention:
             RMSNorm(size, spec.norm_eps, dtype=parts.dtype, device=parts.device) for size in (rank.size, spec.rank)
         )
         self.absorb, self.expand = _by_head(parts, spec, heads)
+        nothing = Split(spec.rank, 0, 0), Split(spec.value_size, 0, 0)
+        sizes = spec.nope_size, spec.rank
+        absorb, expand = (
+            parts.linear(Split.whole(size), none, bias=False) for size, none in zip(sizes, nothing, strict=True)
+        )
+        self.elsewhere = absorb, expand
+        """A head that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
         self.output = parts.row_parallel(heads.times(spec.value_size), hidden, bias=False)
 
     @cached_property
@@ -105,9 +112,20 @@ class LatentAttention:
             yield self.query_norm.group(f"{prefix}q_a_layernorm")
             yield self.query.group(f"{prefix}q_b_proj")
         yield self.latent_norm.group(f"{prefix}kv_a_layernorm")
-        for linear in (*self.absorb, *self.expand):
-            yield linear.group(f"{prefix}kv_b_proj")
+        yield from self._groups_of_heads(prefix)
         yield self.output.group(f"{prefix}o_proj")
+
+    def _groups_of_heads(self, prefix: str) -> Iterator[WeightGroup]:
+        if self.spec.stored == "together":
+            for linear in (*self.absorb, *self.expand):
+                yield linear.group(f"{prefix}kv_b_proj")
+            return
+        held = range(self.heads.start, self.heads.end)
+        for head in range(self.heads.total):
+            index = head - held.start
+            absorb, expand = (self.absorb[index], self.expand[index]) if head in held else self.elsewhere
+            yield absorb.group(f"{prefix}k_b_proj.{head}")
+            yield expand.group(f"{prefix}v_b_proj.{head}")
 
 
 def _latent(own: HeadRows) -> LatentRows:
@@ -135,6 +153,12 @@ def _by_head(parts: Parts, spec: LatentSpec, heads: Split) -> tuple[list[Linear]
     multiplied by its K from the other side: as a linear layer's weight that is transposed.
     """
     size, latent = spec.nope_size + spec.value_size, Split.whole(spec.rank)
+    if spec.stored == "by head":
+        key, value = Split.whole(spec.nope_size), Split.whole(spec.value_size)
+        each = range(heads.size)
+        return [parts.linear(key, latent, bias=False) for _ in each], [
+            parts.linear(latent, value, bias=False) for _ in each
+        ]
     absorb, expand = [], []
     for head in range(heads.start, heads.end):
         key = Split(heads.total * size, head * size, spec.nope_size)

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_lite.checkpoint.gguf import names
+from vllm_lite.checkpoint.gguf.header import Header
 from vllm_lite.checkpoint.gguf.metadata import Metadata
+from vllm_lite.errors import ModelError
 
 
 def _nothing(_: Metadata) -> dict[str, Any]:
@@ -25,6 +27,12 @@ class Architecture(NamedTuple):
     family's own checkpoints have halves."""
     plus_one: bool = False
     """Whether norms are stored with the 1 that the family's own checkpoints leave out."""
+    one_row: str = ""
+    """What the name here of a matrix of one row ends with that the file has as a vector; empty: none is."""
+    stacks_qkv: bool = False
+    """Whether Q, K and V lie behind one another, where the family's own checkpoints have them head by head."""
+    has_latents: bool = False
+    """Whether its attention is latent, with the matrices of each head by themselves."""
 
 
 def _experts(of: Metadata) -> dict[str, Any]:
@@ -153,6 +161,78 @@ def _olmo2(of: Metadata) -> dict[str, Any]:
     return {}
 
 
+def _falcon(of: Metadata) -> dict[str, Any]:
+    """The first Falcons have one KV head, or one for each query head, and a single norm."""
+    heads, tensors = of.same("attention.head_count"), of.tensors
+    kv_heads = of.same("attention.head_count_kv", heads)
+    two_norms = "blk.0.attn_norm_2.weight" in tensors
+    return {
+        "new_decoder_architecture": two_norms or 1 < kv_heads < heads,
+        "multi_query": kv_heads == 1,
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+        "ffn_hidden_size": of.same("feed_forward_length"),
+    }
+
+
+def _neox(of: Metadata) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": of.flag("use_parallel_residual", default=True),
+        "partial_rotary_factor": of.integer("rope.dimension_count", of.head_size) / max(1, of.head_size),
+        "hidden_act": "gelu",
+    }
+
+
+def _ernie_moe(of: Metadata) -> dict[str, Any]:
+    found = _experts(of)
+    return {
+        "moe_num_experts": found["num_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "moe_num_shared_experts": of.integer("expert_shared_count", 0),
+        "moe_layer_start_index": of.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": of.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _deepseek(of: Metadata) -> dict[str, Any]:
+    """Heads are given as they attend, to latents, and, behind "_mla", as they are in config.json."""
+    size = of.integer("attention.key_length_mla", None)
+    if size is None:
+        raise ModelError(
+            f"{of.named('attention.key_length_mla')} is missing: files that converters of llama.cpp wrote before "
+            "April 2025 are not supported"
+        )
+    found, rotated = _experts(of), of.integer("rope.dimension_count")
+    return {
+        "head_dim": None,
+        "partial_rotary_factor": None,
+        "num_key_value_heads": of.same("attention.head_count"),
+        "kv_lora_rank": of.integer("attention.kv_lora_rank"),
+        "q_lora_rank": of.integer("attention.q_lora_rank", None) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": of.integer("attention.value_length_mla"),
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "n_routed_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "n_shared_experts": of.integer("expert_shared_count", 0),
+        "routed_scaling_factor": of.number("expert_weights_scale", 1.0),
+        "n_group": of.integer("expert_group_count", 1),
+        "topk_group": of.integer("expert_group_used_count", 1),
+        "first_k_dense_replace": of.integer("leading_dense_block_count", 0),
+    }
+
+
+def _deepseek_v2(of: Metadata) -> dict[str, Any]:
+    own = _deepseek(of)
+    method = "group_limited_greedy" if own["n_group"] > 1 else "greedy"
+    return own | {"topk_method": method, "norm_topk_prob": of.flag("expert_weights_norm", default=False)}
+
+
+def _deepseek_v3(of: Metadata) -> dict[str, Any]:
+    return _deepseek(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
+
+
 def _learned(of: Metadata) -> dict[str, Any]:
     return {"n_inner": of.same("feed_forward_length")}
 
@@ -161,7 +241,7 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", is_interleaved=True),
     "llama with experts": Architecture("MixtralForCausalLM", _mixtral, is_interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe, one_row=".shared_expert_gate.weight"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
@@ -181,5 +261,31 @@ ARCHITECTURES = {
     "exaone4": Architecture("Exaone4ForCausalLM", lambda of: _windows(of, 4), names.SANDWICH),
     "seed_oss": Architecture("SeedOssForCausalLM", names=names.SINGLE_NORM),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", _ernie_moe, one_row=".gate.e_score_correction_bias"),
+    "bloom": Architecture("BloomForCausalLM", names=names.BLOOM, stacks_qkv=True),
+    "gptneox": Architecture("GPTNeoXForCausalLM", _neox, names.GPT_NEOX, stacks_qkv=True),
+    "falcon": Architecture("FalconForCausalLM", _falcon, names.BLOOM, stacks_qkv=True),
+    "falcon with two norms": Architecture("FalconForCausalLM", _falcon, names.FALCON_TWO_NORMS, stacks_qkv=True),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek_v2, names.DEEPSEEK, has_latents=True),
+    "deepseek2 with sigmoid": Architecture("DeepseekV3ForCausalLM", _deepseek_v3, names.DEEPSEEK, has_latents=True),
 }
-"""By general.architecture. Those of a family that has no native model are refused by name."""
+"""By general.architecture, or by `key_of`. Those of a family that has no native model are refused by name."""
+SIGMOID = 2
+"""What expert_gating_func says where scores are sigmoids."""
+VARIANTS: Mapping[str, tuple[str, Callable[[Header], bool]]] = {
+    "llama": ("with experts", lambda header: bool(header.metadata.get("llama.expert_count"))),
+    "falcon": ("with two norms", lambda header: "blk.0.attn_norm_2.weight" in header.tensors),
+    "deepseek2": ("with sigmoid", lambda header: header.metadata.get("deepseek2.expert_gating_func") == SIGMOID),
+}
+"""Architectures that stand for two: what the other is called behind the name, and how its files are known."""
+
+
+def key_of(header: Header) -> str | None:
+    """The key in ARCHITECTURES of a file; None for one that is not there."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or " " in name:
+        return None
+    if name in VARIANTS:
+        other, is_other = VARIANTS[name]
+        name = f"{name} {other}" if is_other(header) else name
+    return name if name in ARCHITECTURES else None

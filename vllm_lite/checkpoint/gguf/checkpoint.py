@@ -16,8 +16,8 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
 
-MAX_EXPERTS = 16384
-"""In one tensor."""
+MAX_MATRICES = 16384
+"""How many experts or heads one tensor may be for."""
 MAX_TENSORS = 1 << 20
 """With a tensor for each matrix of each expert."""
 
@@ -54,6 +54,8 @@ class GgufCheckpoint:
         def layer(each: LayerSpec) -> LayerSpec:
             if each.experts is not None:
                 each = replace(each, experts=replace(each.experts, stored="separate"))
+            if each.latent is not None:
+                each = replace(each, latent=replace(each.latent, stored="by head"))
             if each.rope is None or not own.is_interleaved:
                 return each
             return replace(each, rope=replace(each.rope, interleaved=True))
@@ -66,6 +68,7 @@ class GgufCheckpoint:
             qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "qkv")),
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
+            qkv_layout="stacked" if own.stacks_qkv else spec.qkv_layout,
             quantization=Gguf(kinds=dict(self._kinds())),
         )
 
@@ -85,14 +88,14 @@ class GgufCheckpoint:
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
         for two of one name."""
-        own, found = self.architecture.names, dict[str, Tensor]()
+        own, found = self.architecture, dict[str, Tensor]()
         for stored, tensor in self.header.tensors.items():
-            name = name_here(stored, own)
+            name = name_here(stored, own.names)
             if name is None:
                 continue
-            if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+            if own.one_row and name.endswith(own.one_row) and len(tensor.shape) == 1:
                 tensor = tensor._replace(shape=(1, *tensor.shape))  # noqa: PLW2901 (a matrix of one row)
-            for each, part in _experts(name, tensor) if "{}" in name else ((name, tensor),):
+            for each, part in _each(name, tensor) if "{}" in name else ((name, tensor),):
                 if len(found) > MAX_TENSORS:
                     raise ModelError(f"{self.file}: has more than {MAX_TENSORS} matrices")
                 if each in found:
@@ -101,11 +104,11 @@ class GgufCheckpoint:
         return found
 
 
-def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _each(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices that are stacked along the first axis."""
     count, *shape = tensor.shape
-    if len(shape) != 2 or count > MAX_EXPERTS:
-        raise ModelError(f"{tensor.file}: the experts of {name} have the shape {list(tensor.shape)}")
+    if len(shape) != 2 or count > MAX_MATRICES:
+        raise ModelError(f"{tensor.file}: the matrices of {name} have the shape {list(tensor.shape)}")
     size = tensor.num_bytes // count
     for index in range(count):
         yield name.format(index), tensor._replace(shape=tuple(shape), offset=tensor.offset + index * size)

@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, Architecture, key_of
 from vllm_lite.checkpoint.gguf.header import Header
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
@@ -19,13 +19,12 @@ MAX_PAIRS = 4096
 
 def architecture_of(header: Header) -> Architecture:
     """The architecture of a file. Raises ModelError, by name, for one that no native family has."""
-    name = header.metadata.get("general.architecture")
-    if name == "llama" and header.metadata.get("llama.expert_count"):
-        name = "llama with experts"
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    key = key_of(header)
+    if key is None:
+        name = header.metadata.get("general.architecture")
         supported = ", ".join(key for key in ARCHITECTURES if " " not in key)
         raise ModelError(f"general.architecture {name!r} is not supported in GGUF files; supported: {supported}")
-    return ARCHITECTURES[name]
+    return ARCHITECTURES[key]
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def config_of(header: Header) -> dict[str, Any]:
         "original_max_position_embeddings": of.integer("rope.scaling.original_context_length", None),
         "partial_rotary_factor": _rotated_part(of),
     }
-    of.must_be("attention.value_length", of.head_size)
+    if not own.has_latents:
+        of.must_be("attention.value_length", of.head_size)
     inner = of.same("feed_forward_length", None)
     eps = of.number("attention.layer_norm_rms_epsilon", None) or of.number("attention.layer_norm_epsilon", None)
     config |= {} if inner is None else {"intermediate_size": inner}
@@ -112,10 +112,14 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise ModelError(f"{of.named('rope.scaling.type')} {kind!r} is not supported; supported: none, linear, yarn")
+    log_multiplier = of.number("rope.scaling.yarn_log_multiplier", None)
+    magnitude = float(f"{10 * log_multiplier:.7g}") if log_multiplier else None
     return _without_none(
         {
             "rope_type": "yarn",
             "factor": factor,
+            "mscale": magnitude,
+            "mscale_all_dim": magnitude,
             "beta_fast": of.number("rope.scaling.yarn_beta_fast", None),
             "beta_slow": of.number("rope.scaling.yarn_beta_slow", None),
         }

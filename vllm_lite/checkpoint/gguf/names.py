@@ -33,7 +33,7 @@ LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """Those of a layer, which begin with "blk.N." in the file and with "model.layers.N." here. Where there is a place for
-a number the file has the matrices of all experts in one tensor."""
+a number the file has the matrices of all experts, or heads, in one tensor."""
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -56,6 +56,33 @@ GPT2 = {
     "ffn_norm": "h.{layer}.ln_2",
     "ffn_up": "h.{layer}.mlp.c_fc",
     "ffn_down": "h.{layer}.mlp.c_proj",
+}
+BLOOM = {
+    "output_norm": "ln_f",
+    "attn_norm": "h.{layer}.input_layernorm",
+    "attn_qkv": "h.{layer}.self_attention.query_key_value",
+    "attn_output": "h.{layer}.self_attention.dense",
+    "ffn_norm": "h.{layer}.post_attention_layernorm",
+    "ffn_up": "h.{layer}.mlp.dense_h_to_4h",
+    "ffn_down": "h.{layer}.mlp.dense_4h_to_h",
+}
+"""Also Falcon's."""
+FALCON_TWO_NORMS = BLOOM | {"attn_norm": "h.{layer}.ln_mlp", "attn_norm_2": "h.{layer}.ln_attn"}
+GPT_NEOX = {
+    "output_norm": "model.final_layer_norm",
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+DEEPSEEK = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_k_b": "self_attn.k_b_proj.{}",
+    "attn_v_b": "self_attn.v_b_proj.{}",
 }
 READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 """Tensors that config.json has as numbers, or that nobody needs."""

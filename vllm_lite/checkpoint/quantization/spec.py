@@ -10,7 +10,8 @@ from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD
 
 EXPERTS = ".experts."
 """What the names of experts' matrices have within them."""
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_NUMBERED = re.compile(r"(\.experts|_proj)\.\d+(?=\.|$)")
+"""What one of several matrices, which a file has in one tensor, has in its name."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
@@ -191,13 +192,13 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
     """Blocks of GGUF files, of another type in each tensor."""
 
     kinds: dict[str, str]
-    """The types of what is not stored as floats, by canonical names without ".weight"; of experts with "{}" in place
-    of their number."""
+    """The types of what is not stored as floats, by canonical names without ".weight"; of experts, and of heads that
+    have matrices of their own, with "{}" in place of their number."""
 
     def kind(self, name: str) -> str | None:
         """The type of the matrix `name`; None if it is stored as floats."""
         found = self.kinds.get(name)
-        return found or self.kinds.get(_EXPERT.sub(".experts.{}.", name))
+        return found or self.kinds.get(_NUMBERED.sub(r"\1.{}", name))
 
     def is_dense(self, name: str) -> bool:
         return self.kind(name) is None
