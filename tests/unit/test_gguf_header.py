@@ -79,16 +79,49 @@ def test_a_header_is_read(tmp_path: Path, version: int) -> None:
     }
 
 
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_of_every_type_are_read(tmp_path: Path, kind: int) -> None:
+    """The largest and the least of whole numbers, alone and in an array."""
+    letter, file = NUMBERS[kind], tmp_path / "model.gguf"
+    bits = 8 * struct.calcsize(letter)
+    others: dict[str, list[Any]] = {"?": [True, False], "f": [0.5, -3.25], "d": [0.1, -1e300]}
+    whole = [0, 2**bits - 1] if letter.isupper() else [-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]
+    numbers = others.get(letter, whole)
+    single = [value(f"v{index}", kind, struct.pack(f"<{letter}", one)) for index, one in enumerate(numbers)]
+    both = value("all", ARRAY, struct.pack(f"<IQ2{letter}", kind, 2, *numbers))
+    file.write_bytes(header([*single, both], TENSORS))
+    metadata = read_header(file).metadata
+    assert [metadata["v0"], metadata["v1"]] == numbers
+    assert type(metadata["v0"]) is type(numbers[0])
+    found = metadata["all"]
+    assert isinstance(found, Array)
+    assert found.numbers().tolist() == numbers
+
+
+def test_tensors_begin_at_the_alignment_that_the_file_says(tmp_path: Path) -> None:
+    """They have up to four dimensions."""
+    file, alignment = tmp_path / "model.gguf", value("general.alignment", I32, struct.pack("<i", 4096))
+    head = header([alignment], [tensor("w", (2, 3, 4, 5), 0, 4096)], data=0)
+    file.write_bytes(head + bytes(3 * 4096))
+    (found,) = read_header(file).tensors.values()
+    assert (found.shape, found.offset) == ((5, 4, 3, 2), 2 * 4096)
+
+
 LONG = 1 << 62
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "another magic": (b"GGML" + bytes(64), "it begins with b'GGML'"),
     "version 1": (header([], [], version=1), "is of version 1; supported: 2 and 3"),
+    "version 4": (header([], [], version=4), "is of version 4; supported: 2 and 3"),
     "big endian": (header([], [], version=3 << 24), "of big-endian machines"),
     "many tensors": (header([], [], num_tensors=LONG), f"it says that it has {LONG} tensors"),
     "many values": (header([], [], num_values=LONG), f"it says that it has {LONG} values"),
     "more values than bytes": (header([], [], data=64, num_values=10_000), "it says that it has 10000 values"),
     "a long name": (header([struct.pack("<Q", LONG)], []), "'a name' has 4611686018427387904 bytes"),
     "a long string": (header([text("s") + struct.pack("<IQ", TEXT, LONG)], []), "'s' has 4611686018427387904 bytes"),
+    "a name of a page": (header([value("n" * 1025, BOOL, b"\1")], []), "'a name' has 1025 bytes"),
     "a name that is no UTF-8": (header([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(8)], []), "is not UTF-8"),
     "two values": (header([VALUES[1]] * 2, []), "it has two values 'llama.block_count'"),
     "an unknown value": (header([value("x", 77, b"")], []), "value 'x' has a type 77"),
@@ -103,6 +136,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "an alignment of 0": (header([value("general.alignment", I32, bytes(4))], []), "general.alignment 0"),
     "an alignment of 12": (header([value("general.alignment", I32, b"\x0c\0\0\0")], []), "general.alignment 12"),
+    "a huge alignment": (
+        header([value("general.alignment", I32, struct.pack("<i", 1 << 21))], []),
+        "general.alignment 2097152",
+    ),
     "an alignment in words": (header([value("general.alignment", TEXT, text("32"))], []), "general.alignment '32'"),
     "two tensors": (header([], [TENSORS[0]] * 2), "it has two tensors 'w'"),
     "no dimensions": (header([], [tensor("w", (), 0, 0)]), "tensor 'w' has 0 dimensions"),
@@ -146,9 +183,22 @@ def test_strings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("vllm_lite.checkpoint.gguf.header.MAX_TEXTS", 2)
     with pytest.raises(ModelError, match="with the array 'tokens' it has 3 strings; at most 2 are read"):
         read_header(file)
+    file.write_bytes(header([texts("a", "x", "y"), texts("b", "z")], []))
+    with pytest.raises(ModelError, match="with the array 'b' it has 3 strings; at most 2 are read"):
+        read_header(file)
+    file.write_bytes(header(VALUES, TENSORS))
     monkeypatch.undo()
     monkeypatch.setattr("vllm_lite.checkpoint.gguf.header.MAX_TEXT_BYTES", 40)
     with pytest.raises(ModelError, match="and its strings 42 up to there"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(("limit", "what"), [("MAX_VALUES", "6 values"), ("MAX_TENSORS", "3 tensors")])
+def test_entries_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, what: str) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(header(VALUES, TENSORS))
+    monkeypatch.setattr(f"vllm_lite.checkpoint.gguf.header.{limit}", 2)
+    with pytest.raises(ModelError, match=f"it says that it has {what}"):
         read_header(file)
 
 

@@ -43,6 +43,8 @@ def file_with(path: Path, tokens: list[str], types: list[int], **others: Any) ->
     for key, value in {"ggml.bos_token_id": len(tokens) - 2, "ggml.eos_token_id": len(tokens) - 1, **others}.items():
         name = f"tokenizer.{key.replace('__', '.')}"
         match value:
+            case None:
+                pass
             case bool():
                 writer.add_bool(name, value)
             case int():
@@ -51,10 +53,14 @@ def file_with(path: Path, tokens: list[str], types: list[int], **others: Any) ->
                 writer.add_string(name, value)
             case _:
                 writer.add_array(name, value)
+    write(writer)
+    return path
+
+
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return path
 
 
 def bytes_model(pre: str) -> tokenizers.Tokenizer:
@@ -145,6 +151,83 @@ def test_tokens_at_the_ends_are_as_the_file_says(tmp_path: Path) -> None:
     assert loaded.encode("Hello", add_special_tokens=False) == ids[1:-1]
 
 
+def test_both_texts_of_a_pair_have_ends(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"ggml.add_bos_token": True, "ggml.add_eos_token": True}
+    processor = GgufTokenizer(bytes_file(tmp_path / "m.gguf", **flags)).make()["post_processor"]
+    parts = [next(iter(part.values()))["id"] for part in processor["pair"]]
+    assert parts == [BOS, "A", EOS, BOS, "B", EOS]
+
+
+@pytest.mark.parametrize("flag", [None, 1], ids=["no flag", "a flag that is a number"])
+@pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("gpt-2", False)])
+def test_the_first_token_is_the_models_usual_where_the_file_says_none(
+    tmp_path: Path, pre: str, flag: int | None, *, adds: bool
+) -> None:
+    loaded = Tokenizer.load(bytes_file(tmp_path / "m.gguf", pre, **{"ggml.add_bos_token": flag}))
+    assert (loaded.encode("Hello")[0] == loaded.added_tokens[BOS]) is adds
+
+
+def test_words_are_composed_and_whole_as_the_model_has_them(tmp_path: Path) -> None:
+    composes = {pre: Tokenizer.load(bytes_file(tmp_path / f"{pre}.gguf", pre)) for pre in ("qwen2", "gpt-2")}
+    same = [loaded.encode("e\u0301") == loaded.encode("\u00e9") for loaded in composes.values()]
+    assert same == [True, False]
+    whole = [GgufTokenizer(bytes_file(tmp_path / "m.gguf", pre)).make()["model"] for pre in ("llama-bpe", "gpt-2")]
+    assert [model["ignore_merges"] for model in whole] == [True, False]
+
+
+PIECES = {"ggml.model": "llama", "ggml.add_bos_token": False, "ggml.add_space_prefix": False}
+
+
+def test_what_no_piece_stands_for_is_one_unknown_token(tmp_path: Path) -> None:
+    """There are no bytes to fall back to. Several characters are one token."""
+    tokens, types = ["<unk>", "a", "<tool>", "<pad>", BOS, EOS], [2, 1, 4, 3, 3, 3]
+    ids = {"ggml.unknown_token_id": 0, "ggml.padding_token_id": 3, "ggml.scores": [0.0] * 6}
+    file = file_with(tmp_path / "m.gguf", tokens, types, **PIECES, **ids)
+    made_of = GgufTokenizer(file)
+    library = tokenizers.Tokenizer.from_str(json.dumps(made_of.make()))
+    assert library.encode("a\u00e9\u00fca<tool>").ids == [1, 0, 1, 2]
+    assert library.encode("<unk>a").ids == [0, 1]
+    special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
+    assert special == {0, 3, 4, 5}, "a tool's token is text"
+    assert made_of.make()["model"]["byte_fallback"] is False
+    names = {"bos_token": BOS, "eos_token": EOS, "unk_token": "<unk>", "pad_token": "<pad>"}
+    assert made_of.config() == {**names, "chat_template": []}
+
+
+def test_pieces_are_merged_by_score_and_then_by_their_numbers(tmp_path: Path) -> None:
+    """What is found in texts as it is, as control tokens are, is not merged."""
+    tokens, types = ["ab", "c", "a", "bc", "abc", "ca", "b", BOS, EOS], [1, 1, 1, 1, 1, 3, 1, 3, 3]
+    scores = [-1.0, -9.0, -9.0, -2.0, -3.0, -0.5, -9.0, 0.0, 0.0]
+    file = file_with(tmp_path / "m.gguf", tokens, types, **PIECES, **{"ggml.scores": scores})
+    assert GgufTokenizer(file).make()["model"]["merges"] == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+
+
+def test_a_part_of_a_merge_may_begin_with_a_space(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.merges": ["  a", " a b"]}
+    file = file_with(tmp_path / "m.gguf", [" ", "a", " a", "b", " ab", BOS, EOS], [1] * 5 + [3, 3], **keys)
+    assert GgufTokenizer(file).make()["model"]["merges"] == [[" ", "a"], [" a", "b"]]
+
+
+def test_tokens_are_bounded_and_have_a_type_or_none_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"ggml.model": "gpt2", "ggml.pre": "gpt-2"}
+    with pytest.raises(ModelError, match="token_type has 3 numbers for 2 tokens"):
+        GgufTokenizer(file_with(tmp_path / "m.gguf", ["a", "b"], [1, 1, 1], **plain))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b"])
+    write(writer)
+    assert GgufTokenizer(tmp_path / "m.gguf").make()["added_tokens"] == []
+    monkeypatch.setattr("vllm_lite.client.text.gguf_tokenizer.MAX_TOKENS", 1)
+    with pytest.raises(ModelError, match="tokens has 2 tokens; it must have 1 to 1"):
+        GgufTokenizer(tmp_path / "m.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "none.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    write(writer)
+    with pytest.raises(ModelError, match="tokens has 0 tokens"):
+        GgufTokenizer(tmp_path / "none.gguf")
+
+
 def test_templates_and_special_tokens(tmp_path: Path) -> None:
     one = bytes_file(tmp_path / "one.gguf", chat_template="{{ bos_token }}{{ messages }}")
     Tokenizer.load(one)
@@ -170,6 +253,8 @@ def damaged() -> Iterator[Any]:
     yield {"ggml.model": "bert"}, "its tokenizer 'bert' is not supported; supported: gpt2, llama"
     yield {"ggml.pre": "new"}, "how its tokenizer cuts words .*'new'.* is not known; supported: gpt-2"
     yield {"ggml.merges": ["a b"]}, "merges has 'a b', whose parts are no tokens"
+    yield {"ggml.merges": ["x a"], "tokens": ["a", "xa"]}, "merges has 'x a', whose parts are no tokens"
+    yield {"ggml.merges": ["a b"], "tokens": ["a", "b"]}, "merges has 'a b', whose parts are no tokens"
     yield {"ggml.merges": "a b"}, "merges is no array"
     yield {"ggml.merges": [1, 2]}, "an array of numbers stands where strings"
     yield {"ggml.merges": ["a" * 5000]}, "a string of more than 4096 characters"
@@ -179,8 +264,9 @@ def damaged() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("keys", "problem"), list(damaged()))
 def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
-    file = bytes_file(tmp_path / "m.gguf", **{"ggml.pre": "gpt-2", **keys}) if "ggml.pre" not in keys else None
-    file = file or file_with(tmp_path / "m.gguf", ["a", "b"], [1, 1], **{"ggml.model": "gpt2", **keys})
+    file, tokens = tmp_path / "m.gguf", keys.pop("tokens", ["a", "b"] if "ggml.pre" in keys else None)
+    keys = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", **keys}
+    file = bytes_file(file, **keys) if tokens is None else file_with(file, tokens, [1] * len(tokens), **keys)
     with pytest.raises(ModelError, match=problem):
         GgufTokenizer(file).make()
 
