@@ -187,6 +187,16 @@ def test_an_architecture_that_is_not_supported_is_named(name: Any) -> None:
         architecture_of(Header({"general.architecture": name}, {}))
 
 
+def test_random_weights_are_for_floats(tmp_path: Path) -> None:
+    """Also for those of a GGUF file, but not for blocks, nor for the codes of any other format."""
+    folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
+    floats = write_gguf(tmp_path / "floats.gguf", folder)
+    blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")
+    load_weights(build(load_spec(floats), "float32", "cpu", Sizes(64, 64)), floats, "dummy")
+    with pytest.raises(ConfigError, match=r"--load-format dummy is for dense checkpoints, and this one is GGUF Q8_0;"):
+        load_weights(build(load_spec(blocks), "float32", "cpu", Sizes(64, 64)), blocks, "dummy")
+
+
 def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
     file = write_gguf(tmp_path / "model.gguf", folder)

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Packed
@@ -56,11 +58,12 @@ def load_weights(
     `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal. What `ahead`
     packs of the same files is taken from there.
     Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
-    unknown load format.
+    unknown load format, and for random weights of a quantized checkpoint.
     """
     groups = list(model.weight_groups())
     with ExitStack() as stack:
         if load_format == "dummy":
+            _check_dense(model.spec)
             read: Read = partial(_random, seed)
         elif load_format in ("auto", "safetensors"):
             read = _Files(groups, model.ignores, Path(path), stack).read
@@ -211,6 +214,17 @@ def _listing(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
         yield f"{len(names)} {what}: {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def _check_dense(spec: ModelSpec) -> None:
+    """Raise ConfigError if weights are codes: random ones would not fit their scales, groups and tables."""
+    found = spec.quantization
+    if found is None or (isinstance(found, Gguf) and not found.kinds):
+        return
+    raise ConfigError(
+        f"--load-format dummy is for dense checkpoints, and this one is {found.label}; take a dense one with "
+        "--quantization int4, int8 or fp8"
+    )
 
 
 def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
