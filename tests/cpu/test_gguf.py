@@ -20,6 +20,7 @@ from vllm_lite.checkpoint.gguf.header import Header
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels import cpu
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
@@ -55,7 +56,8 @@ def usual(variant: Variant) -> Variant:
     settings = dict(variant.settings)
     if "query_pre_attn_scalar" in settings:
         settings["query_pre_attn_scalar"] = settings["head_dim"]
-    settings.pop("moe_layer_end_index", None)
+    if settings.pop("moe_layer_end_index", None) is not None:
+        settings["moe_num_shared_experts"] = 1
     if "mscale_all_dim" in (rope := settings.get("rope_parameters", {})):
         settings["rope_parameters"] = rope | {"mscale": rope["mscale_all_dim"]}
     return replace(variant, settings=settings)
@@ -107,6 +109,9 @@ def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path) -> None:
     oracle = Oracle(folder)
     one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
     assert (one - other).abs().max() < 3e-4
+    if cpu.available():
+        embedding: Any = oracle.stored_as(blocks).embedding  # type: ignore[attr-defined]
+        assert not hasattr(embedding, "weight"), "there is no dense table"
     quantization = load_spec(blocks).quantization
     assert quantization is not None
     assert quantization.label == "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"
@@ -124,6 +129,9 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
     expected = Paged(oracle, model=floats).run(oracle.tokens, 64)
     for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
         assert (logits - expected).abs().max() < 3e-4
+    if cpu.available():
+        model: Any = oracle.stored_as(blocks)
+        assert model.embedding.packed is model.lm_head.matmul.packed, "one table in blocks serves both"
     narrow = make_checkpoint(tmp_path / "narrow", "qwen3", intermediate_size=96)
     file = write_gguf(tmp_path / "narrow.gguf", narrow, lambda _: "Q8_0")
     with pytest.raises(ConfigError, match="96 inputs in groups of 32 cannot be split so that a rank has 48 from 0 on"):

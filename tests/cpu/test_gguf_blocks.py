@@ -14,7 +14,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import gguf_blocks as native
 from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BLOCK, BlockRows, take_apart
-from vllm_lite.kernels.grouped import dequantize
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize
 from vllm_lite.layers.quantized import gguf as layer
 from vllm_lite.layers.quantized.gguf import BlockWeight
 from vllm_lite.layers.weight_form import LinearShape
@@ -101,9 +101,18 @@ def test_a_dense_table_is_made_some_rows_at_a_time(is_native: bool, monkeypatch:
     if not is_native:
         monkeypatch.setattr(cpu, "available", lambda: False)
     some = blocks("Q8_0", 7, 2)
+    sizes: list[int] = []
+
+    def counted(rows: BlockRows) -> GroupedWeight:
+        sizes.append(len(rows.blocks))
+        return take_apart(rows)
+
+    monkeypatch.setattr("vllm_lite.kernels.gguf_blocks.take_apart", counted)
+    monkeypatch.setattr(native, "take_apart", counted)
     shape = LinearShape(Split.whole(64), (Split.whole(7),), torch.bfloat16, CPU)
     found = BlockWeight.of("Q8_0", ("w",), shape).dense((some,))
     assert torch.equal(found, dequantize(take_apart(BlockRows("Q8_0", some))).bfloat16())
+    assert sizes == [3, 3, 1]
 
 
 def test_the_types_have_the_sizes_that_gguf_py_knows() -> None:

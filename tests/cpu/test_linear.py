@@ -13,7 +13,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul
+from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul, make_matmul
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
 from vllm_lite.layers.parts import Parts
@@ -125,6 +125,33 @@ def test_lm_head(monkeypatch, tied, kind, quantization):
     for wrong in (-1, 40):
         with pytest.raises(IndexError):
             embedding.forward(torch.tensor([1, wrong, 2]), out)
+
+
+class Codes:
+    """A stored weight whose product keeps no rows that could be looked up."""
+
+    stacks = ()
+
+    def __init__(self, table):
+        self.table = table
+
+    def matmul(self, _, bias):
+        return make_matmul(self.table, bias, "int8")
+
+    def dense(self, _):
+        return self.table
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_is_made_where_nothing_can_be_looked_up_in_codes(tied):
+    embedding = Embedding(Split.whole(40), 128, SingleRank(CPU), dtype=torch.bfloat16, device=CPU)
+    table, out = random(40, 128, dtype=torch.bfloat16), torch.empty(40, 128, dtype=torch.bfloat16)
+    if tied:
+        LMHead(embedding, tied=True).load_quantized(Codes(table), ())
+    else:
+        embedding.load_quantized(Codes(table), ())
+    embedding.forward(torch.arange(40), out)
+    assert torch.equal(out, table)
 
 
 def test_splits():
