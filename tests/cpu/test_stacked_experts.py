@@ -18,6 +18,7 @@ from vllm_lite.layers.experts import SparseMLP
 from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, Matmul, Quantization
 from vllm_lite.layers.stacked_experts import stacked_experts
 from vllm_lite.layers.stacked_weights import stack_weights
+from vllm_lite.layers.weight_form import DenseForm, WidenedForm
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
@@ -153,3 +154,14 @@ def test_weights_are_loaded_to_where_the_kernels_read_them(name: str, tmp_path: 
 def test_what_becomes_int8_takes_no_memory_for_floats(tmp_path: Path) -> None:
     _, sparse = sparse_layers(made("qwen3-moe", tmp_path / "made"), "int8")
     assert all(mlp.experts.memories is None for mlp in sparse)
+
+
+@pytest.mark.parametrize(("device", "become"), [("meta", WidenedForm), ("cpu", DenseForm)])
+def test_experts_that_are_quantized_become_dense_where_kernels_take_no_others(
+    device: str, become: type, tmp_path: Path
+) -> None:
+    model: Any = build(load_spec(made("qwen3-moe", tmp_path / "made")), "bfloat16", device, Sizes(8, 8))
+    sparse = [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMLP)]
+    forms = {type(linear.form) for mlp in sparse for linear in (*mlp.experts.gate_up, *mlp.experts.down)}
+    assert forms == {become}
+    assert {type(mlp.router.linear.form) for mlp in sparse} == {DenseForm}

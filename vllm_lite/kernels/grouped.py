@@ -1,5 +1,6 @@
 """A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,33 @@ class GroupedWeight(NamedTuple):
     def bits(self) -> int:
         """Bits of a code."""
         return 4 if len(self.values) == 16 else 8
+
+
+class GroupedChunks(NamedTuple):
+    """A grouped weight that is made some rows at a time: of the whole, codes alone would take a byte for each weight."""
+
+    shape: tuple[int, int]
+    """[num_outputs, num_inputs]."""
+    num_rows: int
+    """At a time: a multiple of 32, as so many are packed together."""
+    make: Callable[[slice], GroupedWeight]
+    """Called with the rows that are wanted, of which there is at least one. Their columns have no `order`."""
+
+    @property
+    def form(self) -> GroupedWeight:
+        """One row, which says what all have in common."""
+        return self.make(slice(0, 1))
+
+    def each(self) -> Iterator[GroupedWeight]:
+        for start in range(0, self.shape[0], self.num_rows):
+            yield self.make(slice(start, start + self.num_rows))
+
+    def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As `dequantize`, in another dtype and on another device."""
+        table = torch.empty(self.shape, dtype=dtype, device=device)
+        for chunk, rows in zip(self.each(), table.split(self.num_rows), strict=True):
+            rows.copy_(dequantize(chunk))
+        return table
 
 
 INT4 = torch.arange(-8, 8, dtype=torch.float32)
@@ -83,9 +111,8 @@ ENDS = (-9, -8.75, -8.5, -8.25, -8, -7.75, -7.5, -7.25, -7, -6.75, 6.5, 6.75, 7,
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     """weight: float [num_outputs, num_inputs] -> symmetric integers of 4 bits, rounded to nearest with the scale that
     leaves the least squared error of those that ENDS give. Scales are bfloat16 numbers, and may be negative."""
-    num_outputs, num_inputs = weight.shape
-    padding = -num_inputs % group_size
-    groups = torch.nn.functional.pad(weight.float(), (0, padding)).view(num_outputs, -1, group_size)
+    num_inputs = weight.shape[1]
+    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % group_size)).unflatten(1, (-1, group_size))
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best, scales = torch.zeros_like(largest), torch.zeros_like(largest)
     for end in ENDS:
@@ -98,7 +125,7 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     scales = scales.to(torch.bfloat16).float()
     inverse = torch.where(scales != 0, 1 / scales, 0)
     codes = ((groups * inverse).round().clamp(-8, 7) + 8).to(torch.uint8)
-    return GroupedWeight(codes.view(num_outputs, -1)[:, :num_inputs], INT4, scales[..., 0], group_size)
+    return GroupedWeight(codes.flatten(1)[:, :num_inputs], INT4, scales[..., 0], group_size)
 
 
 _ROWS_AT_A_TIME = 4096
@@ -113,12 +140,12 @@ def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
 
 
 def _quantize_fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    num_outputs, num_inputs = weight.shape
-    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % FP8_GROUP)).view(num_outputs, -1, FP8_GROUP)
+    num_inputs = weight.shape[1]
+    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % FP8_GROUP)).unflatten(1, (-1, FP8_GROUP))
     scales = (groups.abs().amax(2, keepdim=True) / 448).to(torch.bfloat16).float()
     inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
     codes = (groups * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.view(num_outputs, -1)[:, :num_inputs], scales[..., 0]
+    return codes.flatten(1)[:, :num_inputs], scales[..., 0]
 
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.mlp import GatedNames, gate_and_up
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.stacked_weights import StackMemory
-from vllm_lite.layers.weight_form import DENSE, LinearShape
+from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
@@ -82,10 +82,12 @@ class Experts:
         self.fused = spec.stored == "fused"
         rows = gate_and_up(inner, names.fused if self.fused else names.matrices)
         held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
-        self.gate_up = [parts.linear(hidden, *rows, bias=False, stacked=stacked) for stacked in held]
-        self.down = [parts.linear(inner, hidden, bias=False, stacked=stacked) for stacked in held]
+        # On a GPU a loop over packed experts would wait for the device at each of them.
+        own = parts if parts.device.type == "cpu" else replace(parts, form=WidenedForm(parts.form, "experts"))
+        self.gate_up = [own.linear(hidden, *rows, bias=False, stacked=stacked) for stacked in held]
+        self.down = [own.linear(inner, hidden, bias=False, stacked=stacked) for stacked in held]
         none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
-        self.elsewhere = parts.linear(hidden, none, none, bias=False), parts.linear(inner, nothing, bias=False)
+        self.elsewhere = own.linear(hidden, none, none, bias=False), own.linear(inner, nothing, bias=False)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
         self.memories: tuple[StackMemory, StackMemory] | None = None
         """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""

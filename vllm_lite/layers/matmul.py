@@ -18,7 +18,7 @@ from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
-from vllm_lite.layers import onednn
+from vllm_lite.layers import gpu_matmul, onednn
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)
@@ -74,7 +74,8 @@ class NativeMatmul:
 
 
 class Int8Matmul:
-    """The weight as int8 in plain torch, on any device. It saves memory, not time: each product widens the weight."""
+    """The weight as int8 in plain torch, on a device without kernels. It saves memory, not time: each product widens
+    the weight."""
 
     ROWS_AT_A_TIME = 8192  # of the weight: bounds the memory of the widened part
 
@@ -125,6 +126,8 @@ def make_matmul(
     weight that is packed already is so as `packs` says."""
     if isinstance(weight, Packed):
         return NativeMatmul(PackedWeight(weight, bias))
+    if quantization is not None and (packed := gpu_matmul.quantized_matmul(weight, bias, quantization)) is not None:
+        return packed
     if quantization in INT4_GROUPS:
         return _make_int4(weight, bias, INT4_GROUPS[quantization])
     if quantization == "fp8":
@@ -133,8 +136,8 @@ def make_matmul(
         return NativeMatmul(PackedWeight(weight, bias, int8=quantization == "int8"))
     if quantization == "int8":
         return Int8Matmul(weight, bias)
-    packed = onednn.pack(weight)
-    return DenseMatmul(weight, bias) if packed is None else OneDnnMatmul(packed, bias)
+    reordered = onednn.pack(weight)
+    return DenseMatmul(weight, bias) if reordered is None else OneDnnMatmul(reordered, bias)
 
 
 def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int) -> Matmul:
@@ -148,6 +151,8 @@ def make_grouped_matmul(
     """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
     if copies(dtype, device) and PackedWeight.takes(weight):
         return NativeMatmul(PackedWeight(weight, bias))
+    if (packed := gpu_matmul.packed_matmul(weight, bias, dtype, device)) is not None:
+        return packed
     what = f"weights of {weight.bits} bits in groups of {weight.group_size}"
     say_dense(what, device.type, str(dtype).removeprefix("torch."))
     return make_matmul(dequantize(weight).to(device, dtype), bias)

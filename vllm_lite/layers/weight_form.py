@@ -6,6 +6,7 @@ A form names the tensors that it takes and makes of them what multiplies. The fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,9 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.matmul import Matmul, Quantization, copies, make_matmul, packs
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.runtime import log
+
+logger = log.get(__name__)
 
 
 class LinearShape(NamedTuple):
@@ -97,3 +101,45 @@ class DenseWeight:
 
 
 DENSE = DenseForm()
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedForm:
+    """Another form whose quantized weights become dense when they are loaded: where nothing multiplies them well."""
+
+    form: WeightForm
+    what: str
+    """What the log calls them."""
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        stored = self.form.stored(names, shape)
+        if not any(self.quantizes(name) for name in names):
+            return stored
+        _say_widened(self.what, str(shape.dtype).removeprefix("torch."), shape.device.type)
+        return WidenedWeight(stored)
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedWeight:
+    """Another weight, which is dense in memory."""
+
+    stored: StoredWeight
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return make_matmul(self.dense(tensors), bias)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)
+
+
+@cache
+def _say_widened(what: str, dtype: str, device: str) -> None:
+    """Once for each."""
+    logger.info("quantized %s become %s: %s has kernels for dense ones alone", what, dtype, device)

@@ -46,7 +46,7 @@ def _tiles_for(num_rows: int) -> _Tiles:
 
 def num_parts(weight: PackedWeight) -> int:
     """Into how many parts inputs are cut, by the shape alone: each has two chunks or more for each warp."""
-    wanted = -(-ENOUGH_BLOCKS // (weight.padded[0] // OUTPUTS))
+    wanted = -(-ENOUGH_BLOCKS // max(1, weight.padded[0] // OUTPUTS))
     return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
 
 
@@ -82,7 +82,7 @@ class PackedLinear:
             f"out must be {x.dtype} or float32 {[len(x), num_outputs]} with contiguous rows, got {out.dtype} "
             f"{list(out.shape)}, strides {list(out.stride())}",
         )
-        if len(x) == 0:
+        if 0 in out.shape:
             return
         if self.weight.order is not None:
             x = x.index_select(1, self.weight.order)

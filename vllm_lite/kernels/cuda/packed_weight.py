@@ -1,10 +1,11 @@
 """Quantized weights as csrc/cuda/packed_linear.cuh reads them: codes of 4 or 8 bits, in the order of its operands."""
 
+from collections.abc import Iterator
 from typing import NamedTuple, Self
 
 import torch
 
-from vllm_lite.kernels.grouped import E4M3, GroupedWeight
+from vllm_lite.kernels.grouped import E4M3, GroupedChunks, GroupedWeight
 
 SPAN = 32
 """Inputs: groups are whole spans, and a span is in one group."""
@@ -72,26 +73,42 @@ class PackedWeight(NamedTuple):
         )
 
     @classmethod
-    def of(cls, weight: GroupedWeight, device: torch.device) -> Self:
+    def of(cls, weight: GroupedWeight | GroupedChunks, device: torch.device) -> Self:
         """Pack it on `device`. Raises ValueError for what `takes` does not."""
-        numbers = _numbers(weight.values)
-        if numbers is None or not cls.takes(weight):
-            raise ValueError(f"no kernel for {len(weight.values)} values in groups of {weight.group_size}")
+        form = weight.form if isinstance(weight, GroupedChunks) else weight
+        numbers = _numbers(form.values)
+        if numbers is None or not cls.takes(form):
+            raise ValueError(f"no kernel for {len(form.values)} values in groups of {form.group_size}")
+        codes = _no_codes(weight.shape, numbers.codes, device)
+        scales, minima, first = [form.scales[:0].to(device)], list[torch.Tensor](), 0
+        for some in _chunks(weight):
+            tiles = _tiles_of(some.codes.to(device), numbers.codes)
+            codes[first : first + len(tiles)] = tiles
+            first += len(tiles)
+            scales.append(some.scales.to(device, torch.float32))
+            minima += [] if some.minima is None else [some.minima.to(device, torch.float32)]
+        whole = form._replace(scales=torch.cat(scales), minima=torch.cat(minima) if minima else None)
+        return cls._with(codes, whole, weight.shape, numbers)
+
+    @classmethod
+    def _with(cls, codes: torch.Tensor, weight: GroupedWeight, shape: tuple[int, int], numbers: _Numbers) -> Self:
+        """With packed codes, and the scales, minima and order of `weight`, whose codes do not count."""
+        num_outputs, num_inputs = shape
         scales, minima, size = _regrouped(weight)
-        scales = scales.to(device, torch.float32) * numbers.unit
+        scales = scales * numbers.unit
         less, second = _less(scales, minima, numbers.offset)
         both = torch.stack((scales,) if second is None else (scales, second), dim=-1).transpose(0, 1)
-        whole_chunks = weight.shape[1] + -weight.shape[1] % chunk_inputs(numbers.codes)
-        groups = 1 if size >= weight.shape[1] else -(-whole_chunks // size)  # the last may have no input that counts
-        both = torch.nn.functional.pad(both, (0, 0, 0, -weight.shape[0] % OUTPUTS, 0, groups - len(both)))
+        whole_chunks = num_inputs + -num_inputs % chunk_inputs(numbers.codes)
+        groups = 1 if size >= num_inputs else -(-whole_chunks // size)  # the last may have no input that counts
+        both = torch.nn.functional.pad(both, (0, 0, 0, -num_outputs % OUTPUTS, 0, groups - len(both)))
         return cls(
-            shape=weight.shape,
-            codes=_packed_codes(weight.codes, numbers.codes, device),
+            shape=shape,
+            codes=codes,
             scales=both.to(_narrowest(both)).contiguous(),
-            group_shift=ONE_GROUP if size >= weight.shape[1] else (size // SPAN).bit_length() - 1,
+            group_shift=ONE_GROUP if size >= num_inputs else (size // SPAN).bit_length() - 1,
             kind=numbers.codes,
             less=less,
-            order=None if weight.order is None else weight.order.to(device),
+            order=None if weight.order is None else weight.order.to(codes.device),
         )
 
 
@@ -151,21 +168,28 @@ def _narrowest(numbers: torch.Tensor) -> torch.dtype:
     return torch.float32
 
 
-def _packed_codes(codes: torch.Tensor, kind: str, device: torch.device) -> torch.Tensor:
-    """codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES], some outputs after others."""
-    (num_outputs, num_inputs), tiles_in_unit = codes.shape, OUTPUTS // TILE
-    num_tiles, num_chunks = -(-num_outputs // OUTPUTS) * tiles_in_unit, -(-num_inputs // chunk_inputs(kind))
-    packed = torch.empty(num_tiles, num_chunks, TILE_BYTES, dtype=torch.uint8, device=device)
-    at_once = max(1, PACKED_AT_ONCE // (OUTPUTS * num_inputs)) * OUTPUTS
-    for first, rows in zip(range(0, num_outputs, at_once), codes.split(at_once), strict=True):
-        tiles = _tiles_of(rows.to(device), kind)
-        packed[first // TILE : first // TILE + len(tiles)] = tiles
-    return packed
+def _chunks(weight: GroupedWeight | GroupedChunks) -> Iterator[GroupedWeight]:
+    """Some outputs after others, whole tiles but for the last."""
+    if isinstance(weight, GroupedChunks):
+        yield from weight.each()
+        return
+    at_once = max(1, PACKED_AT_ONCE // (OUTPUTS * max(1, weight.shape[1]))) * OUTPUTS
+    for start in range(0, weight.shape[0], at_once):
+        rows = slice(start, start + at_once)
+        minima = None if weight.minima is None else weight.minima[rows]
+        yield weight._replace(codes=weight.codes[rows], scales=weight.scales[rows], minima=minima)
+
+
+def _no_codes(shape: tuple[int, int], kind: str, device: torch.device) -> torch.Tensor:
+    """Memory for the codes of a weight: uint8 [tiles, num_chunks, TILE_BYTES]. What fills up is read, never used."""
+    num_tiles, num_chunks = -(-shape[0] // OUTPUTS) * (OUTPUTS // TILE), -(-shape[1] // chunk_inputs(kind))
+    return torch.zeros(num_tiles, num_chunks, TILE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _tiles_of(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    """codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES]."""
     inputs, zero = chunk_inputs(kind), {"INT4": 8, "INT8": 128, "E4M3": 0}[kind]
-    padding = (0, -codes.shape[1] % inputs, 0, -codes.shape[0] % OUTPUTS)
+    padding = (0, -codes.shape[1] % inputs, 0, -codes.shape[0] % TILE)
     codes = torch.nn.functional.pad(codes, padding, value=zero)
     # An output is [tile, h, r], an input [chunk, span, q, t, j, e].
     parts = codes.view(len(codes) // TILE, 2, 8, -1, inputs // SPAN, 4, 2, 2, 2)

@@ -16,14 +16,15 @@ from vllm_lite.kernels import cpu, gguf_blocks
 from vllm_lite.kernels.cpu import gguf_blocks as native
 from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BlockRows
-from vllm_lite.kernels.grouped import dequantize
+from vllm_lite.kernels.grouped import GroupedChunks
+from vllm_lite.layers.gpu_matmul import packed_matmul
 from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, SideBySide, copies, make_matmul, say_dense
 from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 
 CHUNK_ELEMENTS = 1 << 20
-"""So many become dense at a time. What lies between blocks and floats takes several bytes for each, which then stay
+"""So many are taken apart at a time. What lies between blocks and floats takes several bytes for each, which then stay
 in a cache: with 2^24 Q4_0 took five times as long."""
 
 
@@ -73,22 +74,25 @@ class BlockWeight:
         return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        """The best product with blocks. A device without kernels for them has a dense weight."""
+        """The best product with blocks. What no kernel multiplies as it is becomes dense."""
         dtype, device = self.shape.dtype, self.shape.device
         if copies(dtype, device):
             return NativeMatmul(PackedWeight(BlockRows(self.kind, tensors[0]), bias))
+        chunks = self._chunks(tensors)
+        if (packed := packed_matmul(chunks, bias, dtype, device)) is not None:
+            return packed
         say_dense(f"blocks of type {self.kind}", device.type, str(dtype).removeprefix("torch."))
-        return make_matmul(self.dense(tensors), bias)
+        return make_matmul(chunks.dense(dtype, device), bias)
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Some rows at a time: of all of them codes and float32 would take several times the memory."""
+        return self._chunks(tensors).dense(self.shape.dtype, self.shape.device)
+
+    def _chunks(self, tensors: Sequence[torch.Tensor]) -> GroupedChunks:
         take_apart = native.take_apart if cpu.available() else gguf_blocks.take_apart
         (blocks,), num_inputs = tensors, self.shape.inputs.size
-        num_rows = max(1, CHUNK_ELEMENTS // max(1, num_inputs))
-        table = torch.empty(len(blocks), num_inputs, dtype=self.shape.dtype, device=self.shape.device)
-        for some, rows in zip(blocks.split(num_rows), table.split(num_rows), strict=True):
-            rows.copy_(dequantize(take_apart(BlockRows(self.kind, some))))
-        return table
+        num_rows = max(1, CHUNK_ELEMENTS // (32 * max(1, num_inputs))) * 32
+        shape = len(blocks), num_inputs
+        return GroupedChunks(shape, num_rows, lambda rows: take_apart(BlockRows(self.kind, blocks[rows])))
 
 
 @dataclass(frozen=True, slots=True)

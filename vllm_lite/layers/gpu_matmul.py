@@ -1,0 +1,69 @@
+"""Quantized weights on a GPU: those that stay packed, and dense ones that are packed when they are loaded.
+
+The product is kernels/cuda/packed_linear.py. It is for rows of 16 bits, integers of 4 or 8 bits that follow one another
+in groups of 32 inputs or a multiple, and float8. Other weights become dense, or stay so.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.kernels.cpu.linear import quantize
+from vllm_lite.kernels.grouped import INT8, GroupedChunks, GroupedWeight, quantize4, quantize_fp8
+
+if TYPE_CHECKING:  # other devices need none of it
+    from vllm_lite.kernels.cuda.launcher import Launcher
+    from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+
+DTYPES = (torch.float16, torch.bfloat16)
+"""What rows may be stored as."""
+ELEMENTS_AT_ONCE = 1 << 23
+"""Dense weights that are quantized at once: what lies between them and codes takes several floats for each."""
+
+
+def launcher_for(dtype: torch.dtype, device: torch.device) -> "Launcher | None":
+    """What launches products with rows of `dtype`; None where there are none."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
+    from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+
+    return default_launcher()
+
+
+def packed_matmul(
+    weight: GroupedWeight | GroupedChunks, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> "PackedLinear | None":
+    """The product with a quantized weight as it is, on `device`; None if there is no kernel for it."""
+    launcher = launcher_for(dtype, device)
+    if launcher is None:
+        return None
+    from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+    from vllm_lite.kernels.cuda.packed_weight import PackedWeight
+
+    if not PackedWeight.takes(weight.form if isinstance(weight, GroupedChunks) else weight):
+        return None
+    return PackedLinear(launcher, PackedWeight.of(weight, device), bias)
+
+
+def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str) -> "PackedLinear | None":
+    """The product with what a dense weight becomes with `--quantization`; None where there are no kernels.
+    weight: float [num_outputs, num_inputs]."""
+    if launcher_for(weight.dtype, weight.device) is None:
+        return None
+    return packed_matmul(_in_chunks(weight, quantization), bias, weight.dtype, weight.device)
+
+
+def _in_chunks(weight: torch.Tensor, quantization: str) -> GroupedChunks:
+    num_rows = max(1, ELEMENTS_AT_ONCE // (32 * max(1, weight.shape[1]))) * 32
+
+    def make(rows: slice) -> GroupedWeight:
+        some = weight[rows]
+        if quantization == "fp8":
+            return quantize_fp8(some)
+        if quantization == "int8":
+            integers, scales = quantize(some)
+            return GroupedWeight(integers.view(torch.uint8) ^ 128, INT8, scales[:, None], some.shape[1])
+        return quantize4(some, INT4_GROUPS[quantization])
+
+    return GroupedChunks((weight.shape[0], weight.shape[1]), num_rows, make)
