@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tests.driver import Driver
+from tests.kernels import emulator
 from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
 from vllm_lite.kernels.ops import TorchOps
+from vllm_lite.layers import gpu_matmul, onednn
 
 
 @pytest.fixture
@@ -54,6 +56,17 @@ def float_products() -> Iterator[None]:
             break
     yield
     set_isa(before)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for a GPU, and none for a CPU."""
+    if emulator.available() is None:
+        pytest.skip("no C++ compiler for the emulator")
+    launcher = emulator.EmulatorLauncher()
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(onednn, "pack", lambda _: None)
+    monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
 
 
 @pytest.fixture(params=DTYPES)

@@ -20,12 +20,11 @@ from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda import cupy_launcher
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.kernels.grouped import INT4, INT8, GroupedChunks, GroupedWeight, dequantize
-from vllm_lite.layers import gpu_matmul, matmul, onednn, weight_form
+from vllm_lite.layers import gpu_matmul, matmul, weight_form
 from vllm_lite.layers.gpu_matmul import packed_matmul
 from vllm_lite.layers.matmul import DenseMatmul, Quantization, make_grouped_matmul, make_matmul
 from vllm_lite.layers.quantized.select import QuantizedForm
@@ -34,15 +33,6 @@ from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm, Widene
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SIZES: Any = {"hidden_size": 64, "intermediate_size": 160}
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for a GPU, and none for a CPU."""
-    launcher = emulator.EmulatorLauncher()
-    monkeypatch.setattr(cpu, "available", lambda: False)
-    monkeypatch.setattr(onednn, "pack", lambda _: None)
-    monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -104,9 +94,12 @@ def test_launchers_are_for_rows_of_16_bits_on_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.11), ("int4_g32", 0.1)])
+@pytest.mark.parametrize(
+    ("quantization", "groups", "most"),
+    [("int8", 1, 0.01), ("fp8", 2, 0.04), ("int4", 2, 0.11), ("int4_g32", 6, 0.1)],
+)
 def test_dense_weights_are_packed_some_rows_after_others(
-    quantization: Quantization, most: float, monkeypatch: pytest.MonkeyPatch
+    quantization: Quantization, groups: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the codes that all have together."""
     weight, x = random(75, 192, dtype=BF16), random(4, 192, dtype=BF16)
@@ -117,6 +110,7 @@ def test_dense_weights_are_packed_some_rows_after_others(
     assert isinstance(again, PackedLinear)
     assert torch.equal(made.weight.codes, again.weight.codes)
     assert torch.equal(made.weight.scales, again.weight.scales)
+    assert len(made.weight.scales) == groups
     out, expected = torch.empty(4, 75), x.float() @ weight.float().t()
     made.forward(x, out)
     assert 0 < (out - expected).norm() < most * expected.norm()

@@ -13,12 +13,28 @@ from tests.paged import Oracle
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, READ
-from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
-from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS
+from vllm_lite.checkpoint.headers import SINGLE_FILE, Tensor, read_headers
+from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS, GPU_BLOCK_BITS, kept_on_gpu
+from vllm_lite.checkpoint.quantization.spec import (
+    Awq,
+    BitsAndBytes4,
+    BitsAndBytes8,
+    BlockScaled,
+    Gptq,
+    GptqLayers,
+    Mixed,
+    PackedInts,
+    QuantizationSpec,
+)
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels.cpu.linear import PackedWeight
-from vllm_lite.kernels.gguf_blocks import BlockRows
+from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.packed_weight import PackedWeight as OnGpu
+from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
+from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
 
 LARGE: Any = {
     "hidden_size": 256,
@@ -58,8 +74,8 @@ def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -
     return path
 
 
-def planned(path: Path, **others: Any) -> int:
-    return weights_bytes(Checkpoint(load_spec(path), read_headers(path)), 4, **others)
+def planned(path: Path, dtype_bytes: int = 4, **others: Any) -> int:
+    return weights_bytes(Checkpoint(load_spec(path), read_headers(path)), dtype_bytes, **others)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,10 +106,72 @@ def test_blocks_of_gguf(kind: str) -> None:
     assert BLOCK_BITS[kind] == pytest.approx(8 * kept / (256 * 1024), rel=0.01)
 
 
-def test_ranks_share_and_other_devices_keep_dense_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_plan_is_what_kernels_of_a_gpu_keep(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    packed, dense = PackedLinear.__init__, DenseMatmul.__init__
+
+    def of_packed(self: PackedLinear, *args: Any) -> None:
+        packed(self, *args)
+        kept.append(self.weight.num_bytes)
+
+    def of_dense(self: DenseMatmul, *args: Any) -> None:
+        dense(self, *args)
+        kept.append(self.weight.nbytes)
+
+    path = quantized(tmp_path / "m", *FORMATS[name])
+    monkeypatch.setattr(PackedLinear, "__init__", of_packed)
+    monkeypatch.setattr(DenseMatmul, "__init__", of_dense)
+    spec = load_spec(path)
+    load_weights(build(spec, "bfloat16", "cpu", Sizes(64, 8)), path)
+    table = 2 * spec.vocab_size * spec.hidden_size
+    others = sum(2 * each.num_elements for key, each in read_headers(path).items() if "norm" in key)
+    # Zero points that are all the same are not kept, and others are numbers of 2 bytes.
+    assert planned(path, 2, device="cuda") == pytest.approx(sum(kept) + table + others, rel=0.04)
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_blocks_of_gguf_on_a_gpu(kind: str) -> None:
+    block = BY_NAME[kind]
+    blocks = torch.randint(0, 120, (256, 1024 // block.elements * block.num_bytes), dtype=torch.uint8)
+    weight = take_apart(BlockRows(kind, blocks))
+    stays = OnGpu.takes(weight)
+    assert stays == (kind in GPU_BLOCK_BITS)
+    if stays:
+        bits = 8 * OnGpu.of(weight, torch.device("cpu")).num_bytes / (256 * 1024)
+        assert GPU_BLOCK_BITS[kind] == pytest.approx(bits, rel=0.01)
+
+
+EXPERT, LAYER = "model.layers.0.mlp.experts.3.up_proj.qweight", "model.layers.0.mlp.up_proj.qweight"
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        (Gptq(bits=4, group_size=32), True),
+        (Gptq(bits=4, group_size=48), False),
+        (Gptq(bits=4, group_size=48, layers=(GptqLayers(pattern="up_proj", bits=8, group_size=64),)), True),
+        (Awq(group_size=None), True),
+        (PackedInts(bits=8, group_size=16), False),
+        (BlockScaled(numbers="float8", block=(1, None), scale="s"), True),
+        (BlockScaled(numbers="int8", block=(1, 8), scale="s"), False),
+        (BitsAndBytes8(), True),
+        (BitsAndBytes4(table="nf4"), False),
+        (Mixed(parts=(PackedInts(bits=4, group_size=24), PackedInts(bits=4, group_size=32))), False),
+    ],
+)
+def test_what_a_gpu_keeps(spec: QuantizationSpec, kept: bool) -> None:
+    tensor = Tensor("I32", (8, 8))
+    assert kept_on_gpu(LAYER, tensor, spec, 2) is kept
+    assert not kept_on_gpu(LAYER, tensor, spec, 4), "rows of 32 bits have no kernel"
+    assert not kept_on_gpu(EXPERT, tensor, spec, 2)
+
+
+def test_ranks_share_and_floats_of_a_gpu_are_dense(tmp_path: Path) -> None:
     path = quantized(tmp_path, *FORMATS["gptq"])
     spec = load_spec(path)
     dense = 4 * spec.num_parameters()
-    assert planned(path, dense=True) == pytest.approx(dense, rel=0.03)
+    assert planned(path, device="cuda") == pytest.approx(dense, rel=0.03)
     whole, two = planned(path), [planned(path, shard=Shard(rank, 2)) for rank in range(2)]
     assert sum(two) == pytest.approx(whole, rel=0.03)

@@ -39,21 +39,18 @@ def weights_bytes(
     dtype_bytes: int,
     quantization: str | None = None,
     shard: Shard = SINGLE,
-    *,
-    dense: bool = False,
+    device: str = "cpu",
 ) -> int:
-    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes. `dense`: whether the
-    device has no kernels for weights that the checkpoint has quantized."""
-    return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, dense=dense).values())
+    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes. `device`: whose
+    kernels multiply what the checkpoint has quantized."""
+    return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, device).values())
 
 
-def active_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, *, dense: bool = False
-) -> int:
+def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, device: str = "cpu") -> int:
     """Bytes of the weights that a step with one token reads: of the experts those that it is sent to, and of a table
     of token vectors that is not the head, too, one row."""
     spec, total, of_experts = checkpoint.spec, 0, 0
-    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, dense=dense).items():
+    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, device).items():
         if is_of_experts(name, checkpoint.shapes[name]):
             of_experts += num_bytes
         elif name != EMBEDDING or spec.tie_word_embeddings:
@@ -65,12 +62,12 @@ def active_bytes(
 
 
 def _tensor_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard, *, dense: bool
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard, device: str
 ) -> Mapping[str, int]:
     """Bytes of what a rank has of each tensor."""
     spec, held = checkpoint.spec, dict[str, int]()
     if spec.quantization is not None:
-        return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, dense=dense)
+        return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, device)
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
@@ -84,14 +81,16 @@ def _tensor_bytes(
 
 
 def _quantized_tensors(
-    checkpoint: Checkpoint, quantization: QuantizationSpec, dtype_bytes: int, shard: Shard, *, dense: bool
+    checkpoint: Checkpoint, quantization: QuantizationSpec, dtype_bytes: int, shard: Shard, device: str
 ) -> Mapping[str, int]:
     """The same of a quantized checkpoint."""
     spec, held = checkpoint.spec, dict[str, int]()
     named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
     for name in checkpoint.shapes:
         tensor = named[name]
-        whole = tensor_bytes(name, tensor, quantization, dtype_bytes, dense=dense)
+        whole = tensor_bytes(name, tensor, quantization, dtype_bytes, device)
+        if device != "cpu" and name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # the head alone is packed
+            whole = tensor.num_elements * dtype_bytes + (whole if spec.tie_word_embeddings else 0)
         held[name] = int(whole * share(name, spec, shard))
     return held
 

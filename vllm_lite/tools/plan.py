@@ -199,7 +199,7 @@ class _Sizes:
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, element_bytes, tp, scale_bytes)
         self.block_bytes = self.rank_block_bytes * num_ranks
         self.rank_weights = [
-            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard, dense=device != "cpu")
+            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard, device)
             for shard in first.all_ranks
         ]
         self.weights = sum(self.rank_weights[:num_ranks])
@@ -308,7 +308,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         usable_bytes=sizes.usable,
         weights_bytes=sizes.weights,
         active_weights_bytes=active_bytes(
-            checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization, dense=resolved.device != "cpu"
+            checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization, resolved.device
         ),
         activations_bytes=sizes.activations,
         graph_bytes=sizes.graphs,

@@ -1,7 +1,7 @@
 """What the tensors of a quantized checkpoint take in memory, by their types alone: for plans.
 
 The kernels of a CPU keep weights as they are stored, but for blocks of GGUF whose codes have neither 4 nor 8 bits, and
-whose scales become numbers of their own. On other devices weights are dense.
+whose scales become numbers of their own. A GPU has kernels for some of them, and others become dense there.
 """
 
 from fractions import Fraction
@@ -9,7 +9,17 @@ from math import prod
 
 from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
+from vllm_lite.checkpoint.quantization.spec import (
+    EXPERTS,
+    Awq,
+    BitsAndBytes8,
+    BlockScaled,
+    Gguf,
+    Gptq,
+    Mixed,
+    PackedInts,
+    QuantizationSpec,
+)
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.shard import Shard
 
@@ -29,6 +39,10 @@ BLOCK_BITS = {
     "MXFP4": 4.5,
 }
 """Bits of a weight of GGUF in memory, with its part of scales and minima."""
+GPU_BLOCK_BITS = {"Q4_0": 4.5, "Q4_1": 6, "Q5_0": 8.5, "Q5_1": 10, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10}
+"""The same on a GPU, of those that it keeps: a minimum makes two float32 numbers of a scale."""
+GPU_GROUP = 32
+"""Inputs that share a scale there, or a multiple."""
 CODE_BYTES = {"I32": 4, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
 CODES = (".weight", ".qweight", ".weight_packed", "_blocks")
 """What the names of tensors end with that are no scales."""
@@ -36,16 +50,36 @@ WHOLE = 2**10 * 3**4 * 5**2 * 7 * 11 * 13
 """A size that all usual numbers of heads divide."""
 
 
-def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int, *, dense: bool) -> int:
-    """`dense`: whether quantized weights become numbers of `dtype_bytes` each."""
+def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int, device: str) -> int:
+    """What is dense has `dtype_bytes` for each number. `device`: as config.resolve_device has it."""
     count = tensor.num_elements
-    if (bits := BLOCK_BITS.get(tensor.dtype)) is not None:
-        return count * dtype_bytes if dense else int(count * bits / 8)
+    dense = device != "cpu" and not kept_on_gpu(name, tensor, spec, dtype_bytes)
+    if tensor.dtype in BLOCK_BITS:
+        bits = BLOCK_BITS if device == "cpu" else GPU_BLOCK_BITS
+        return count * dtype_bytes if dense else int(count * bits[tensor.dtype] / 8)
     if tensor.dtype in FLOAT_BYTES and name.endswith((".weight", ".bias")):
         return count * dtype_bytes
     if not dense:
         return count * (CODE_BYTES | FLOAT_BYTES).get(tensor.dtype, 8)
     return int(count * codes_in(tensor.dtype, spec)) * dtype_bytes if name.endswith(CODES) else 0
+
+
+def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int) -> bool:
+    """Whether a GPU multiplies the weight as it is, of which this tensor is a part: see layers/gpu_matmul.py."""
+    if dtype_bytes != 2 or EXPERTS in name:
+        return False
+    layer = name.rpartition(".")[0]
+    own = spec.of(layer) if isinstance(spec, Mixed | Gptq) and not spec.is_dense(layer) else spec
+    match own:
+        case Gguf():
+            return tensor.dtype in GPU_BLOCK_BITS
+        case PackedInts() | Gptq() | Awq():
+            size = own.group_size
+        case BlockScaled():
+            size = own.block[1]
+        case _:
+            return isinstance(own, BitsAndBytes8)
+    return size is None or size % GPU_GROUP == 0
 
 
 def codes_in(dtype: str, spec: QuantizationSpec) -> Fraction:
