@@ -15,6 +15,7 @@ import torch
 from gpu_check_cases import open_launcher
 from gpu_check_experts import measure as measure_experts
 from gpu_check_graphs import workspace_for
+from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 from torch.nn.attention.bias import causal_lower_right
@@ -63,6 +64,7 @@ class Bench:
             self.sampler,
             self.masks,
             self.experts,
+            self.linear,
         ]
         for part in parts:
             name = part.__name__
@@ -265,6 +267,9 @@ class Bench:
 
     def experts(self) -> None:
         measure_experts(self, self.launcher, self.device)
+
+    def linear(self) -> None:
+        measure_linear(self, self.launcher, self.device)
 
 
 def by_sorting(logits: torch.Tensor) -> torch.Tensor:

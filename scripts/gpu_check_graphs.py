@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from gpu_check_cases import open_launcher
+from gpu_check_linear import KINDS, random_weight
 from gpu_check_parts import emit
 from gpu_check_setup import Paged, Shape, capture, paged
 
@@ -14,6 +15,7 @@ from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.expert_order import Stacks
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 
@@ -109,6 +111,26 @@ def experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
     return None
 
 
+def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | None:
+    """Rows are read from memory; the inputs are so many that parts of them are summed up apart."""
+    weight = random_weight(KINDS[0], (64, 4096), device)
+    layer = PackedLinear(launcher, weight, torch.randn(64, device=device))
+    x = torch.zeros(rows, 4096, dtype=torch.bfloat16, device=device)
+    captured, eager = (torch.full((rows, 64), torch.nan, dtype=x.dtype, device=device) for _ in range(2))
+    replay = capture(lambda: layer.forward(x, captured))
+    for number in range(3):
+        x.normal_()
+        replay()
+        layer.forward(x, eager)
+        if not torch.equal(captured, eager):
+            return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
+        alone = torch.empty_like(eager[:1])
+        layer.forward(x[rows // 2 :][:1], alone)
+        if not torch.equal(alone[0], eager[rows // 2]):
+            return f"replay {number}: a row alone has other bits"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulate", action="store_true")
@@ -119,6 +141,8 @@ def main() -> None:
         "rope and cache": lambda: rope_and_cache(launcher, device),
         "experts, small tiles": lambda: experts(launcher, device, 8),
         "experts, large tiles": lambda: experts(launcher, device, 150),
+        "packed linear, 1 row": lambda: packed_linear(launcher, device, 1),
+        "packed linear, 40 rows": lambda: packed_linear(launcher, device, 40),
     }
     for name, check in checks.items():
         try:

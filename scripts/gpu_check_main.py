@@ -3,7 +3,8 @@
 1. what machine this is
 2. every case of tests/kernels/*_cases.py on the device, each file in a process of its own: a kernel that writes where
    it must not takes its CUDA context with it, so the process is started again behind the case that did
-3. decode attention, RoPE with cache write, and experts: captured in a CUDA graph, replayed, compared bit for bit
+3. decode attention, RoPE with cache write, experts, linear layers on quantized weights: captured in a CUDA graph,
+   replayed, compared bit for bit
 4. ranks that share a model: world 1 over NCCL, world 2 over gloo on one device (scripts/gpu_check_parallel.py)
 5. a worker and an engine that are killed: streams go on with the same tokens (scripts/gpu_check_recovery.py)
 6. measurements of the kernels (scripts/gpu_check_bench.py)

@@ -11,7 +11,7 @@ from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
-from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.linear import quantize

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cpu.test_native_linear import random
-from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS

@@ -8,15 +8,12 @@ import msgspec
 from vllm_lite.checkpoint.headers import Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
+from vllm_lite.checkpoint.quantization.on_load import quantized_bytes
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.rank_shapes import is_of_experts, is_of_router, rank_shape
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 
-INT4_GROUPS = {"int4": 128, "int4_g32": 32}
-"""Inputs that share a scale, where dense weights become integers of 4 bits."""
-FP8_GROUP = 128
-"""The same, where they become floats of 8 bits."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -72,7 +69,7 @@ def _tensor_bytes(
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
         if quantization is not None and _is_quantized(name, shape, spec):
-            quantized = _quantized_bytes(shape, quantization)
+            quantized = quantized_bytes(shape, quantization)
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
             held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
         else:
@@ -93,17 +90,6 @@ def _quantized_tensors(
             whole = tensor.num_elements * dtype_bytes + (whole if spec.tie_word_embeddings else 0)
         held[name] = int(whole * share(name, spec, shard))
     return held
-
-
-def _quantized_bytes(shape: tuple[int, ...], quantization: str) -> int:
-    """A matrix of int8 has a scale of 4 bytes for each row; one of int4 or fp8 scales of 2 bytes for the groups of a
-    row, and whole groups."""
-    if quantization == "int8":
-        return prod(shape) + 4 * prod(shape[:-1])
-    if quantization == "fp8":
-        return prod(shape[:-1]) * -(-shape[-1] // FP8_GROUP) * (FP8_GROUP + 2)
-    group_size = INT4_GROUPS[quantization]
-    return prod(shape[:-1]) * -(-shape[-1] // group_size) * (group_size // 2 + 2)
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:

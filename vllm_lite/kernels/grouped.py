@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.weight_bytes import FP8_GROUP
+from vllm_lite.checkpoint.quantization.on_load import FP8_GROUP
 
 
 class GroupedWeight(NamedTuple):

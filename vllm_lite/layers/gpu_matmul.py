@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.kernels.grouped import INT8, GroupedChunks, GroupedWeight, quantize4, quantize_fp8
 

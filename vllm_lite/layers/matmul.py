@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from vllm_lite.checkpoint.weight_bytes import INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS

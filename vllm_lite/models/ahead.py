@@ -14,9 +14,9 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.headers import Place, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.on_load import FP8_GROUP, INT4_GROUPS
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
-from vllm_lite.checkpoint.weight_bytes import FP8_GROUP, INT4_GROUPS
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu

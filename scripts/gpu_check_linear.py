@@ -1,0 +1,107 @@
+"""Part of `gpu_check_bench`: linear layers on packed quantized weights, next to torch's on dense ones."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.packed_weight import ONE_GROUP, OUTPUTS, TILE, TILE_BYTES, PackedWeight, chunk_inputs
+
+DENSE = "torch mm, bfloat16"
+ROWS = (1, 8, 32, 64, 128, 129, 512)
+"""128 is the last that multiplies codes, 129 the first that widens weights: what both take says where to change."""
+
+
+Ways = Sequence[Callable[[], None]]
+
+
+class Kind(NamedTuple):
+    """A form of weights: codes and what scales are."""
+
+    name: str
+    codes: str
+    group_size: int | None
+    """None: one scale for each output."""
+    less: str
+    scales: torch.dtype
+
+
+KINDS = (
+    Kind("int4 g128", "INT4", 128, "NOTHING", torch.bfloat16),
+    Kind("int4 g128 zeros", "INT4", 128, "ZEROS", torch.float16),
+    Kind("int4 g32", "INT4", 32, "NOTHING", torch.bfloat16),
+    Kind("int8", "INT8", None, "NOTHING", torch.float32),
+    Kind("fp8 g128", "E4M3", 128, "NOTHING", torch.bfloat16),
+)
+
+
+def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> PackedWeight:
+    """A weight of random codes, which is never packed: that would take longer than what is measured. sizes: outputs, a
+    multiple of 64, and inputs, whole chunks."""
+    outputs, inputs = sizes
+    shape = outputs // TILE, inputs // chunk_inputs(kind.codes), TILE_BYTES
+    most = 0x78 if kind.codes == "E4M3" else 256  # float8 has NaN
+    codes = torch.randint(most, shape, dtype=torch.uint8, device=device)
+    groups = -(-inputs // (kind.group_size or inputs))
+    scales = torch.rand(groups, outputs, 1 if kind.less == "NOTHING" else 2, device=device) / 100
+    shift = ONE_GROUP if kind.group_size is None else (kind.group_size // 32).bit_length() - 1
+    return PackedWeight(sizes, codes, scales.to(kind.scales), shift, kind.codes, kind.less, None)
+
+
+class Problem(NamedTuple):
+    """Some rows times a weight."""
+
+    rows: int
+    outputs: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.outputs} x {self.inputs}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.outputs * self.inputs
+
+
+def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
+    """Report each form and number of rows: bytes of weights a second up to 8 rows, and above products a second, next to
+    torch's of dense weights. `bench` is a Bench of gpu_check_bench."""
+    sizes, counts = (((OUTPUTS, 128),), (1, 130)) if bench.small else (((4096, 4096), (28672, 8192)), ROWS)
+    for problem in (Problem(rows, *size) for size in sizes for rows in counts):
+        x, out, weight = (
+            torch.randn(shape, dtype=torch.bfloat16, device=device)
+            for shape in ((problem.rows, problem.inputs), (problem.rows, problem.outputs), problem[1:])
+        )
+        ways: Ways = [partial(_dense, x, each, out) for each in _cold(bench, weight)]
+        against = _measure_one(bench, (problem, DENSE), ways, weight.nbytes)
+        for kind in KINDS:
+            packed = random_weight(kind, problem[1:], device)
+            layers = [PackedLinear(launcher, packed._replace(codes=each), None) for each in _cold(bench, packed.codes)]
+            ways = [partial(layer.forward, x, out) for layer in layers]
+            _measure_one(bench, (problem, f"linear, {kind.name}"), ways, packed.num_bytes, against)
+
+
+def _dense(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=out)
+
+
+def _cold(bench: Any, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The weight so many times that no cache of the device holds them."""
+    count = min(64, -(-bench.cold_bytes // weight.nbytes))
+    return [weight, *(weight.clone() for _ in range(count - 1))]
+
+
+def _measure_one(bench: Any, what: tuple[Problem, str], ways: Ways, num_bytes: int, against: float = 0.0) -> float:
+    """Products a second. `against`: what there is to reach."""
+    problem, name = what
+    seconds = bench.timer.seconds(lambda which: ways[which](), len(ways))
+    rate = float(problem.flops / seconds / 1e12)
+    if problem.rows <= 8:
+        bench.bytes_row(name, problem, seconds, num_bytes)
+    else:
+        limit = against or rate
+        bench.row(name, problem, seconds, tflop_s=rate, limit=limit, share=rate / limit)
+    return rate
