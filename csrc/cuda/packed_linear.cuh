@@ -275,3 +275,20 @@ __global__ void __launch_bounds__(packed::THREADS)
     }
   }
 }
+
+// The codes of 8 bits of the outputs from 16 * first_tile on, as a matrix: out[n, k]. Grid and block: as widen_weights.
+__global__ void __launch_bounds__(packed::THREADS) plain_codes(uint8* __restrict__ out,  // [16 * tiles, inputs]
+                                                               const uint8* __restrict__ weights,  // codes
+                                                               int num_chunks, int first_tile) {
+  using namespace packed;
+  const int lane = threadIdx.x % 32, chunk = blockIdx.x * WARPS + threadIdx.x / 32, row = lane / 4, quad = lane % 4;
+  if (chunk >= num_chunks) return;
+  const uint4 codes =
+      load_stream(weights + (int64(first_tile + blockIdx.y) * num_chunks + chunk) * TILE_BYTES + lane * 16);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const unsigned which = h ? 0x7531 : 0x6420;
+    uint8* const to = out + (int64(blockIdx.y) * TILE + row + 8 * h) * num_chunks * SPAN + chunk * SPAN + 8 * quad;
+    store_as(to, make_uint2(__byte_perm(codes.x, codes.y, which), __byte_perm(codes.z, codes.w, which)));
+  }
+}

@@ -67,10 +67,11 @@ def _experts() -> list[Instantiation]:
 
 def _packed_linear() -> list[Instantiation]:
     """Ceilings: what lets as many blocks of 256 threads share the 65 536 registers of a multiprocessor as it takes to
-    have 32 KB of codes on their way: 2 for up to 8 rows; with more there is one, which computes as long as it loads."""
+    have 32 KB of codes on their way: 2 for up to 8 rows, 3 with 16 outputs a block; with more rows there is one, which
+    computes as long as it loads."""
     half, bf16 = "__half", "__nv_bfloat16"
     shapes = (("1, 2", 128), ("4, 4", 255))
-    found = [(f"sum_parts<{scalar}>", 40) for scalar in (half, bf16, "float")]
+    found = [("plain_codes", 40), *((f"sum_parts<{scalar}>", 40) for scalar in (half, bf16, "float"))]
     kinds = (
         (f"{bf16}, {bf16}, {half}", "INT4, packed::NOTHING, 2"),
         (f"{half}, float, {bf16}", "INT4, packed::ZEROS, 2"),
@@ -86,7 +87,7 @@ def _packed_linear() -> list[Instantiation]:
         found.append((f"widen_weights<{scalar}, {scales}, packed::{kind[:-3]}>", 64))
     found += [
         (f"packed_linear<{bf16}, {bf16}, {half}, packed::INT4, packed::NOTHING, 2, {shape}>", most)
-        for shape, most in (("1, 1", 64), ("2, 4", 255))
+        for shape, most in (("1, 1", 80), ("2, 4", 255))
     ]
     return [Instantiation("packed_linear.cuh", name, registers) for name, registers in found]
 

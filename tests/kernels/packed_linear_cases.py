@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from tests.kernels.fused_cases import Case, draw, with_gaps
+from vllm_lite.kernels.cuda import many_rows
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.many_rows import Float8Products, WidenedProducts, quantized_rows
 from vllm_lite.kernels.cuda.packed_linear import FEW_ROWS, PackedLinear, num_parts
 from vllm_lite.kernels.cuda.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
@@ -101,15 +103,14 @@ def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
         assert torch.equal(product(launcher, stored, x[own]), together[own]), own
 
 
-def many_rows(dtype: torch.dtype) -> Case:
+def more_rows(dtype: torch.dtype) -> Case:
     """Weights are rounded to the type of the rows then."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         for stored in (weight(UINT4, 64, "zeros"), weight(INT8, CHANNEL), weight(UINT4, 32, "minima", scale=F32)):
             x = draw((FEW_ROWS + 1, stored.shape[1]), dtype, device)
             rounded = dequantize(stored).to(dtype)
-            linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
-            wide = linear.widened(16, 40, dtype).cpu()
+            wide = WidenedProducts(launcher, PackedWeight.of(stored, device)).widened(16, 40, dtype).cpu()
             unit = torch.finfo(dtype).eps * dequantize(stored)[16:56].abs().clamp(min=1e-6)
             assert bool(((wide.float() - dequantize(stored)[16:56]).abs() <= 0.51 * unit).all())
             out, expected = product(launcher, stored, x, dtype), x.double().cpu() @ rounded.double().t()
@@ -121,21 +122,45 @@ def many_rows(dtype: torch.dtype) -> Case:
 
 def in_slabs(launcher: Launcher, device: torch.device) -> None:
     """Outputs that do not fit into the memory at once."""
-    from vllm_lite.kernels.cuda import packed_linear
-
-    stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), packed_linear.WIDE_BYTES
+    stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), many_rows.SLAB_BYTES
     x, bias = draw((FEW_ROWS + 5, 64), F16, device), draw((200,), F16, device)
     outs = [torch.empty(len(x), 200, dtype=F16, device=device) for _ in range(2)]
     linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
     try:
-        for out, packed_linear.WIDE_BYTES in zip(outs, (before, 1), strict=True):
+        for out, many_rows.SLAB_BYTES in zip(outs, (before, 1), strict=True):
             linear.forward(x, out)
     finally:
-        packed_linear.WIDE_BYTES = before
+        many_rows.SLAB_BYTES = before
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
     few = torch.empty(9, 200, dtype=F16, device=device)
     linear.forward(x[:9], few)
     torch.testing.assert_close(outs[1][:9], few, rtol=4e-3, atol=4e-3)
+
+
+def float8_rows(launcher: Launcher, device: torch.device) -> None:
+    """What torch multiplies are the codes, and rows with their scales; on a GPU that has no such product the rest of
+    the case is left out."""
+    stored, before = weight(E4M3, CHANNEL, sizes=Sizes(200, 96), scale=BF16), many_rows.SLAB_BYTES
+    packed, bias = PackedWeight.of(stored, device), draw((200,), F16, device)
+    products = Float8Products(launcher, packed)
+    codes = products.codes(48, 152).view(torch.uint8)
+    assert torch.equal(codes[:152, :96].cpu(), stored.codes[48:])
+    x = draw((FEW_ROWS + 5, 96), BF16, device)
+    x[3], x[4] = 0, x[4] * 1e30
+    rows, scales = quantized_rows(x, 96)
+    rounded, size = rows.double() * scales.double(), x.abs().amax(1, keepdim=True).double()
+    assert bool(((rounded - x).abs() <= x.double().abs() / 16 + size * 2.0**-9 / 448).all())
+    if device.type == "cuda" and not many_rows.multiplies_float8(device):
+        return
+    expected = rounded.cpu() @ dequantize(stored).double().t() + bias.double().cpu()
+    try:
+        for many_rows.SLAB_BYTES in (before, 1):
+            out = torch.full((len(x), 200), torch.nan, dtype=F32, device=device)
+            PackedLinear(launcher, packed, bias, products).forward(x, out)
+            error = (out.double().cpu() - expected).abs() / (rounded.abs().sum(1)[:, None].cpu() + 1)
+            assert float(error.max()) < 1e-5
+    finally:
+        many_rows.SLAB_BYTES = before
 
 
 def with_a_bias(launcher: Launcher, device: torch.device) -> None:
@@ -204,9 +229,10 @@ CASES: list[tuple[str, Case]] = [
     ("every_code_int8_half", every_code(INT8, F16)),
     ("every_code_float8", every_code(E4M3, BF16)),
     ("a_row_by_itself", a_row_by_itself),
-    ("many_rows_bfloat16", many_rows(BF16)),
-    ("many_rows_half", many_rows(F16)),
+    ("many_rows_bfloat16", more_rows(BF16)),
+    ("many_rows_half", more_rows(F16)),
     ("in_slabs", in_slabs),
+    ("float8_rows", float8_rows),
     ("with_a_bias", with_a_bias),
     ("strided", strided),
     ("sorted_columns", sorted_columns),

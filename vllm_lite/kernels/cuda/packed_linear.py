@@ -1,7 +1,6 @@
 """Linear layers on quantized weights that stay packed. Kernels: csrc/cuda/packed_linear.cuh.
 
-Up to FEW_ROWS rows are multiplied with the codes; for more rows some outputs after others become numbers of x's type,
-which torch multiplies as it does dense weights.
+Up to FEW_ROWS rows are multiplied with the codes; more by torch, with what many_rows.py makes of them.
 """
 
 from typing import NamedTuple
@@ -11,21 +10,17 @@ import torch
 
 from vllm_lite.kernels.cuda.fused import threads_for, vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
+from vllm_lite.kernels.cuda.many_rows import SOURCE, THREADS, WARPS, ManyRows, WidenedProducts
 from vllm_lite.kernels.cuda.packed_weight import OUTPUTS, TILE, PackedWeight
 
-SOURCE = "packed_linear.cuh"
 DTYPES = (torch.float16, torch.bfloat16)
 """What rows may be stored as."""
-WARPS = 8
-THREADS = 32 * WARPS
 FEW_ROWS = 128
 """Not measured: no GPU has run either way. By arithmetic widening a weight first costs 9 bytes of memory traffic for
 each byte of 4-bit codes, and reading codes once for 32 rows wins up to about so many."""
 ENOUGH_BLOCKS = 128
 """Inputs are cut into parts until blocks of OUTPUTS outputs are so many: the multiprocessors of large GPUs."""
 MAX_PARTS = 8
-WIDE_BYTES = 64 << 20
-"""Memory that outputs take at once when they are widened."""
 
 
 class _Tiles(NamedTuple):
@@ -58,8 +53,11 @@ def _spans_between_scales(weight: PackedWeight) -> int:
 class PackedLinear:
     """out = x W^T + bias. Up to FEW_ROWS rows a row's bits depend on nothing but the row and the weight."""
 
-    def __init__(self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None) -> None:
-        """bias: [num_outputs], of any float type."""
+    def __init__(
+        self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
+    ) -> None:
+        """bias: [num_outputs], of any float type. many_rows: what multiplies more than FEW_ROWS rows, by numbers of
+        their type unless another is given."""
         require(
             bias is None or bias.shape == weight.shape[:1],
             f"the bias must have {weight.shape[0]} elements, got {None if bias is None else list(bias.shape)}",
@@ -68,6 +66,7 @@ class PackedLinear:
         self._launcher = launcher
         self._bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
         self._num_parts = num_parts(weight)
+        self.many_rows = many_rows or WidenedProducts(launcher, weight)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [num_rows, num_inputs], float16 or bfloat16; out: [num_rows, num_outputs], of x's dtype or float32, rows
@@ -89,20 +88,7 @@ class PackedLinear:
         if len(x) <= FEW_ROWS:
             self._few(_aligned(x, self.weight.padded[1]), out)
         else:
-            self._many(x, out)
-
-    def widened(self, first: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The weights of `size` outputs from `first` on as numbers: [size, num_inputs]. `first` is a multiple of 16;
-        columns are in the order of the codes."""
-        weight = self.weight
-        tiles, shift = -(-size // TILE), np.int32(weight.group_shift)
-        wide = torch.empty(TILE * tiles, weight.padded[1], dtype=dtype, device=weight.codes.device)
-        types = f"{cuda_type(dtype, 'x')}, {cuda_type(weight.scales.dtype, 'scales')}"
-        name = f"widen_weights<{types}, packed::{weight.kind}, packed::{weight.less}>"
-        sizes = np.int32(weight.padded[0]), np.int32(weight.num_chunks), shift, np.int32(first // TILE)
-        grid = (-(-weight.num_chunks // WARPS), tiles, 1)
-        self._launcher.kernel(SOURCE, name)(grid, (THREADS, 1, 1), (wide, weight.codes, weight.scales, *sizes))
-        return wide[:size, : weight.shape[1]]
+            self.many_rows.forward(x, self._bias, out)
 
     def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
         weight, (num_rows, size), parts_count = self.weight, out.shape, self._num_parts
@@ -131,17 +117,6 @@ class PackedLinear:
             (threads, 1, 1),
             (out, parts, self._bias, np.int64(out.stride(0)), np.int32(size), np.int32(parts_count)),
         )
-
-    def _many(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        at_once = max(1, WIDE_BYTES // (self.weight.padded[1] * x.element_size() * OUTPUTS)) * OUTPUTS
-        for first in range(0, out.shape[1], at_once):
-            size = min(at_once, out.shape[1] - first)
-            columns = slice(first, first + size)
-            wide = self.widened(first, size, x.dtype).t()
-            if self._bias is None:
-                out[:, columns] = x @ wide
-            else:
-                out[:, columns] = torch.addmm(self._bias[columns].to(x.dtype), x, wide)
 
 
 def _aligned(x: torch.Tensor, num_inputs: int) -> torch.Tensor:
