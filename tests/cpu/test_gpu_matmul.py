@@ -20,10 +20,11 @@ from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.cuda import cupy_launcher
+from vllm_lite.kernels.cuda import cupy_launcher, many_rows
+from vllm_lite.kernels.cuda.many_rows import Float8Products, WidenedProducts
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
-from vllm_lite.kernels.grouped import INT4, INT8, GroupedChunks, GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedChunks, GroupedWeight, dequantize
 from vllm_lite.layers import gpu_matmul, matmul, weight_form
 from vllm_lite.layers.gpu_matmul import packed_matmul
 from vllm_lite.layers.matmul import DenseMatmul, Quantization, make_grouped_matmul, make_matmul
@@ -188,6 +189,67 @@ def test_a_quantized_model_answers_as_what_its_weights_stand_for(name: str, tmp_
     assert all(isinstance(each, PackedLinear) == stays for each in linears(model))
     ours, dense = (Paged(oracle, model=each).run(oracle.tokens[:12], 9).float() for each in (model, oracle.load()))
     assert (ours - exact).norm() < 1.2 * (dense - exact).norm() < 0.06 * exact.norm()
+
+
+def float8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """With one scale a matrix."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale.view(1)}, codes.float() * scale
+
+
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+TENSORS = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+
+
+def scheme(**rows: Any) -> dict[str, Any]:
+    return TENSORS | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, **rows}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "has_product", "kind"),
+    [
+        ({"quant_method": "fp8"}, True, Float8Products),
+        ({"quant_method": "fp8"}, False, WidenedProducts),
+        (scheme(input_activations=WEIGHTS | {"dynamic": True}), True, Float8Products),
+        (scheme(), True, WidenedProducts),
+    ],
+    ids=["fp8", "no product", "fp8 rows", "weights only"],
+)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rows_become_float8_where_the_checkpoint_says_so_and_the_device_has_it(
+    config: dict[str, Any], has_product: bool, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 150 tokens at once, which is many rows."""
+    monkeypatch.setattr(many_rows, "multiplies_float8", lambda _: has_product)
+    path = write(tmp_path, float8_tensors, config)
+    oracle = Oracle(tmp_path / "exact")
+    oracle.dtype = "bfloat16"
+    model = oracle.stored_as(path)
+    assert {type(each.many_rows) for each in linears(model)} == {kind}
+    ours, dense = (Paged(oracle, model=each).run(oracle.tokens, 150).float() for each in (model, oracle.load()))
+    error = (ours - oracle.logits).norm() / oracle.logits.norm()
+    assert (0.1 < error < 0.3) if kind is Float8Products else torch.equal(ours, dense)
+
+
+def test_a_device_multiplies_float8_from_8_9_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, has in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert many_rows.multiplies_float8(torch.device("cuda", 0)) is has
+        assert not many_rows.multiplies_float8(CPU)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_weights_of_float8_with_several_scales_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_rows, "multiplies_float8", lambda _: True)
+    for weight, kind in ((grouped(E4M3, 192), Float8Products), (grouped(E4M3, 64), WidenedProducts)):
+        made = make_grouped_matmul(weight, None, BF16, CPU, float8_rows=True)
+        assert isinstance(made, PackedLinear)
+        assert type(made.many_rows) is kind
+    for other in (grouped(INT8, 192), grouped(E4M3, 192)._replace(minima=torch.ones(40, 1))):
+        made = make_grouped_matmul(other, None, BF16, CPU, float8_rows=True)
+        assert isinstance(made, PackedLinear)
+        assert type(made.many_rows) is WidenedProducts
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -32,18 +32,26 @@ def launcher_for(dtype: torch.dtype, device: torch.device) -> "Launcher | None":
 
 
 def packed_matmul(
-    weight: GroupedWeight | GroupedChunks, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    weight: GroupedWeight | GroupedChunks,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    float8_rows: bool = False,
 ) -> "PackedLinear | None":
-    """The product with a quantized weight as it is, on `device`; None if there is no kernel for it."""
+    """The product with a quantized weight as it is, on `device`; None if there is no kernel for it. float8_rows:
+    whether rows may become float8, where many of them are multiplied faster so."""
     launcher = launcher_for(dtype, device)
     if launcher is None:
         return None
+    from vllm_lite.kernels.cuda import many_rows
     from vllm_lite.kernels.cuda.packed_linear import PackedLinear
     from vllm_lite.kernels.cuda.packed_weight import PackedWeight
 
     if not PackedWeight.takes(weight.form if isinstance(weight, GroupedChunks) else weight):
         return None
-    return PackedLinear(launcher, PackedWeight.of(weight, device), bias)
+    packed = PackedWeight.of(weight, device)
+    return PackedLinear(launcher, packed, bias, many_rows.for_weight(launcher, packed, float8_rows=float8_rows))
 
 
 def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str) -> "PackedLinear | None":

@@ -146,12 +146,18 @@ def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int)
 
 
 def make_grouped_matmul(
-    weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    weight: GroupedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    float8_rows: bool = False,
 ) -> Matmul:
-    """The best product with a quantized weight on rows of `dtype`. What no kernel multiplies as it is becomes dense."""
+    """The best product with a quantized weight on rows of `dtype`, which may become float8 if it is `float8_rows`. What
+    no kernel multiplies as it is becomes dense."""
     if copies(dtype, device) and PackedWeight.takes(weight):
         return NativeMatmul(PackedWeight(weight, bias))
-    if (packed := gpu_matmul.packed_matmul(weight, bias, dtype, device)) is not None:
+    if (packed := gpu_matmul.packed_matmul(weight, bias, dtype, device, float8_rows=float8_rows)) is not None:
         return packed
     what = f"weights of {weight.bits} bits in groups of {weight.group_size}"
     say_dense(what, device.type, str(dtype).removeprefix("torch."))

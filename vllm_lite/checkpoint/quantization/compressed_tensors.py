@@ -103,6 +103,7 @@ def _spec(group: _Group, form: str, ignored: tuple[str, ...]) -> PackedInts | Bl
             "supported; supported: 'pack-quantized' with int4 or int8 by group or channel, 'float-quantized' with "
             "float8, 'int-quantized' with int8"
         )
+    rows = group.input_activations
     return BlockScaled(
         dense=ignored,
         targets=targets,
@@ -113,6 +114,7 @@ def _spec(group: _Group, form: str, ignored: tuple[str, ...]) -> PackedInts | Bl
         unread=tuple(
             _of_activations("input", group.input_activations) + _of_activations("output", group.output_activations)
         ),
+        float8_rows=weights.type == "float" and rows is not None and rows.kind == "float8",
     )
 
 

@@ -34,4 +34,5 @@ def read_fp8(raw: dict[str, Any]) -> BlockScaled:
         block=(None, None) if block is msgspec.UNSET or block is None else block,
         scale="weight_scale_inv" if of_transformers else "weight_scale",
         unread=(static,) if config.activation_scheme == "static" else (),
+        float8_rows=True,
     )

@@ -152,8 +152,7 @@ class MxFp4(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class BlockScaled(QuantizationSpec, frozen=True, kw_only=True):
-    """Floats (E4M3) or integers of 8 bits, each rectangle of a matrix with a scale. What the checkpoint says of
-    activations is not followed."""
+    """Floats (E4M3) or integers of 8 bits, each rectangle of a matrix with a scale."""
 
     numbers: Literal["float8", "int8"]
     block: tuple[int | None, int | None]
@@ -164,6 +163,8 @@ class BlockScaled(QuantizationSpec, frozen=True, kw_only=True):
     """The tensor of zero points, where there is one."""
     unread: tuple[str, ...] = ()
     """Numbers that each layer has besides: the scales of activations."""
+    float8_rows: bool = False
+    """Whether activations may become float8 (E4M3), too. Their scales are made of them, whatever the checkpoint has."""
 
     @property
     def label(self) -> str:

@@ -42,7 +42,7 @@ class _Reader:
         stacks = [WeightStack(weights, dtype, CPU), self._of_rectangles(spec.scale, torch.float32)]
         if spec.zeros is not None:
             stacks.append(self._of_rectangles(spec.zeros, torch.int8))
-        return QuantizedWeight((*stacks, *self._unread()), self._take, self.shape)
+        return QuantizedWeight((*stacks, *self._unread()), self._take, self.shape, spec.float8_rows)
 
     def _of_rectangles(self, ending: str, dtype: torch.dtype) -> WeightStack:
         named = zip(self.names, self.shape.outputs, strict=True)

@@ -24,9 +24,12 @@ class QuantizedWeight:
     take: Callable[..., GroupedWeight]
     """Called with one tensor for each stack."""
     shape: LinearShape
+    float8_rows: bool = False
+    """Whether rows may become float8, too."""
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        return make_grouped_matmul(self.take(*tensors), bias, self.shape.dtype, self.shape.device)
+        kind = self.shape.dtype, self.shape.device
+        return make_grouped_matmul(self.take(*tensors), bias, *kind, float8_rows=self.float8_rows)
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return dequantize(self.take(*tensors)).to(self.shape.device, self.shape.dtype)
