@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.many_rows import for_weight
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.cuda.packed_weight import ONE_GROUP, OUTPUTS, TILE, TILE_BYTES, PackedWeight, chunk_inputs
 
@@ -35,6 +36,7 @@ KINDS = (
     Kind("int4 g32", "INT4", 32, "NOTHING", torch.bfloat16),
     Kind("int8", "INT8", None, "NOTHING", torch.float32),
     Kind("fp8 g128", "E4M3", 128, "NOTHING", torch.bfloat16),
+    Kind("fp8", "E4M3", None, "NOTHING", torch.float32),  # many rows become float8, too
 )
 
 
@@ -79,7 +81,8 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
         against = _measure_one(bench, (problem, DENSE), ways, weight.nbytes)
         for kind in KINDS:
             packed = random_weight(kind, problem[1:], device)
-            layers = [PackedLinear(launcher, packed._replace(codes=each), None) for each in _cold(bench, packed.codes)]
+            cold = (packed._replace(codes=codes) for codes in _cold(bench, packed.codes))
+            layers = [PackedLinear(launcher, each, None, for_weight(launcher, each, float8_rows=True)) for each in cold]
             ways = [partial(layer.forward, x, out) for layer in layers]
             _measure_one(bench, (problem, f"linear, {kind.name}"), ways, packed.num_bytes, against)
 

@@ -92,12 +92,16 @@ def test_rules_and_prompt_logprobs_are_those_of_the_cpu(tiny_checkpoint: Path) -
 # ---- graphs
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_graphs_give_the_tokens_of_eager_steps(bf16_checkpoint: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("bfloat16", None), ("float32", None), ("bfloat16", "int4"), ("float16", "int8"), ("bfloat16", "fp8")],
+)
+def test_graphs_give_the_tokens_of_eager_steps(bf16_checkpoint: Path, dtype: str, quantization: str | None) -> None:
     """Lengths, tables and batch sizes change from step to step. A batch is padded to a bucket of the same size, so that
     matrix products have the same number of rows, and the bits are the same.
     """
-    settings: dict[str, Any] = {"attention_backend": "cuda", "dtype": dtype, "cudagraph_capture_sizes": [*range(1, 9)]}
+    settings: dict[str, Any] = {"attention_backend": "cuda", "dtype": dtype, "quantization": quantization}
+    settings["cudagraph_capture_sizes"] = [*range(1, 9)]
     eager = on_gpu(bf16_checkpoint, **settings)
     graphed = on_gpu(bf16_checkpoint, **settings, enforce_eager=False)
     steps = Play(1, 1)
