@@ -110,9 +110,14 @@ class Float8Products:
 def quantized_rows(x: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [num_rows, at most num_inputs] -> float8 (E4M3) [num_rows, num_inputs], filled up with zeros, and what each
     row is to be multiplied with, float32 [num_rows, 1]."""
-    wide = torch.nn.functional.pad(x.float(), (0, num_inputs - x.shape[1]))
-    scales = wide.abs().amax(1, keepdim=True).clamp_(min=SMALLEST) / LARGEST
-    return (wide / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+    rows = torch.zeros(len(x), num_inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    at_once = max(1, SLAB_BYTES // (8 * num_inputs))
+    for given, own, some in zip(x.split(at_once), scales.split(at_once), rows.split(at_once), strict=True):
+        wide = given.float()
+        torch.div(wide.abs().amax(1, keepdim=True).clamp_(min=SMALLEST), LARGEST, out=own)
+        some[:, : x.shape[1]] = wide.div_(own).clamp_(-LARGEST, LARGEST)
+    return rows, scales
 
 
 def _grid(weight: PackedWeight, tiles: int) -> tuple[int, int, int]:
