@@ -1,14 +1,20 @@
 """`vllm-lite quantize`: what it writes is read by compressed-tensors, by transformers, and here."""
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from tests.families.all import VARIANTS
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.headers import SINGLE_FILE
@@ -71,6 +77,43 @@ def test_inputs_that_are_no_whole_groups_stay_dense(tmp_path: Path) -> None:
     Oracle(source).stored_as(tmp_path / "out")
 
 
+def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """By transformers."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.inference_mode():
+        made: torch.Tensor = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0]
+    return made
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("name", ["qwen2-odd-tied", "neox"])
+def test_heads_stay_as_they_are_for_others(tmp_path: Path, name: str) -> None:
+    """Of transformers' models some have a head that no file has, or another name for it."""
+    source = next(one for one in VARIANTS if one.name == name).make(tmp_path / "dense")
+    quantize_checkpoint(source, tmp_path / "out", "int4_g32")
+    oracle = Oracle(source)
+    found = Paged(oracle, model=oracle.stored_as(tmp_path / "out")).run(oracle.tokens, 64)
+    torch.testing.assert_close(found, logits_of(tmp_path / "out", oracle.tokens), rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize(("name", "num_quantized"), [("granite-moe-shared", 12), ("deepseek-v3", 57)])
+def test_experts_in_one_tensor_and_latents_of_any_size(tmp_path: Path, name: str, num_quantized: int) -> None:
+    source = next(one for one in VARIANTS if one.name == name).make(tmp_path / "dense")
+    made = quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert (made.num_quantized, made.kept) == (num_quantized, [])
+    Oracle(source).stored_as(tmp_path / "out")
+
+
+def test_a_link_is_followed_and_an_empty_folder_filled(tmp_path: Path) -> None:
+    source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "link").symlink_to("out")
+    assert quantize_checkpoint(source, tmp_path / "link", "int8").folder == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink()
+    assert (out / "config.json").exists()
+
+
 def test_files_are_bounded_and_the_rest_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_checkpoint(tmp_path / "dense", **SIZES)
     (source / "tokenizer.json").write_text("{}")
@@ -95,6 +138,90 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(SCHEMES, "int8", SCHEMES["int8"]._replace(make=fail))
     with pytest.raises(ConfigError, match=r"out: cannot be written \(No space left on device\)"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it."""
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(written, "save_file", fail)
+    with pytest.raises(ConfigError, match=r"out: cannot be written \(I/O error: No space left on device"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+    before = signal.getsignal(number)
+
+    def killed(_: torch.Tensor) -> dict[str, torch.Tensor]:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        return {}
+
+    monkeypatch.setitem(SCHEMES, "int8", SCHEMES["int8"]._replace(make=killed))
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(source), "--scheme", "int8", "--out", str(tmp_path / "out")])
+    assert ended.value.code == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert signal.getsignal(number) == before
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def without(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[DOWN]
+
+
+def with_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN][3, 5] = torch.nan
+
+
+def with_infinity(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN][3, 5] = torch.inf
+
+
+def of_doubles(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN].double()
+
+
+Damage = Callable[[dict[str, torch.Tensor]], None]
+DAMAGE: dict[Damage, str] = {
+    without: r"1 missing: model.layers.1.mlp.down_proj.weight",
+    with_nan: r"down_proj.weight' has values that are infinite or no numbers; it cannot be quantized",
+    with_infinity: r"down_proj.weight' has values that are infinite or no numbers",
+    of_doubles: r"1 not stored as one of F32, BF16, F16: model.layers.1.mlp.down_proj.weight F64",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda one: one.__name__)
+def test_damaged_weights_are_not_written(tmp_path: Path, damage: Damage) -> None:
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+    tensors = load_file(source / SINGLE_FILE)
+    damage(tensors)
+    save_file(tensors, source / SINGLE_FILE)
+    with pytest.raises(ModelError, match=DAMAGE[damage]):
+        quantize_checkpoint(source, tmp_path / "out", "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_what_would_be_a_copy_is_refused(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "dense", hidden_size=64, intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"dense: has no matrix whose inputs are whole groups of int4; try --scheme"):
+        quantize_checkpoint(source, tmp_path / "out", "int4")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to("nothing")
+    with pytest.raises(ConfigError, match=r"dense/tokenizer.json: cannot be copied \(No such file or directory\)"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    (source / SINGLE_FILE).unlink()
+    os.mkfifo(source / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"model.safetensors: is not a file"):
         quantize_checkpoint(source, tmp_path / "out", "int8")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 

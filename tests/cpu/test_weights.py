@@ -108,6 +108,17 @@ def test_missing_and_unexpected_tensors_are_listed_together(copy):
     assert "1 unexpected: lm_head.scale" in message
 
 
+def test_names_that_are_no_text_are_quoted(copy):
+    """A terminal would follow what they say."""
+
+    def change(tensors):
+        tensors["a\n\x1b[31mb.weight"] = torch.ones(1)
+
+    path = copy()
+    rewrite(path, change)
+    assert r"1 unexpected: 'a\n\x1b[31mb.weight'" in refusal(path)
+
+
 def test_long_lists_are_cut_and_counted(copy):
     path = copy()
     rewrite(path, lambda tensors: [tensors.pop(name) for name in sorted(tensors)[:14]])

@@ -87,6 +87,13 @@ def load_weights(
             report.has_taken(group)
 
 
+def check_weights(model: Model, path: str | Path) -> None:
+    """Raise ModelError, as `load_weights` does, unless the checkpoint `path` has what `model` needs. Only headers are
+    read."""
+    with ExitStack() as stack:
+        _Files(list(model.weight_groups()), model.ignores, Path(path), stack)
+
+
 class _Report:
     """Says to `progress` how far it is, or shows a bar if there is none and stderr is a terminal."""
 
@@ -213,7 +220,8 @@ def _is_spare(name: str, found: Mapping[str, Stored], ignores: Callable[[str], b
 def _listing(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        yield f"{len(names)} {what}: {', '.join(names[:MAX_LISTED])}{more}"
+        shown = (name if name.isprintable() else ascii(name) for name in names[:MAX_LISTED])  # a stranger's
+        yield f"{len(names)} {what}: {', '.join(shown)}{more}"
 
 
 def _check_dense(spec: ModelSpec) -> None:

@@ -2,8 +2,12 @@
 `serve` takes it as any other. Needs about as much memory as the largest file it writes, 4 GiB."""
 
 import argparse
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = Path(hub.local_folder(hub.Source(arguments.model), what="model"))
     bar = tqdm(desc="quantizing", unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty())
-    with bar:
+    with bar, _ended_by_signals():
 
         def progress(done: int, total: int) -> None:
             bar.total = total
@@ -43,6 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"not divisible into whole groups, kept as they are: {', '.join(written.kept[:SHOWN])}{more}")
     print(f"Try: vllm-lite serve {written.folder}")
     return 0
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end the process as Ctrl-C does, so that nothing is left that is half written."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _size(num_bytes: int) -> str:

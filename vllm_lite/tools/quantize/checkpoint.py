@@ -1,6 +1,7 @@
 """Goes through a checkpoint tensor by tensor and writes a quantized one: there is never a model in memory."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,19 +14,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import INDEX_FILE, read_headers, weight_files
+from vllm_lite.checkpoint.headers import INDEX_FILE, weight_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.quantization.spec import PackedInts
+from vllm_lite.checkpoint.quantization.spec import Gguf, PackedInts
 from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.weight_slot import WeightSlot
 from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import check_weights
 from vllm_lite.tools.quantize.schemes import SCHEMES, Scheme
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates")
 """What a checkpoint has beside its weights; config.json and the index are written anew."""
 PACKED = ".weight_packed"
+SMALL = Sizes(8, 8)
+"""Of models that are asked for the names of their weights, and compute nothing."""
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read, and all of them."""
 
@@ -47,38 +51,51 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress
     empty; it appears when it is complete. Raises ModelError and ConfigError."""
     if scheme not in SCHEMES:
         raise ConfigError(f"scheme {scheme!r} is not supported; supported: {', '.join(SCHEMES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    place = Path(os.path.realpath(out))  # of a link what it names is written
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigError(f"{out}: is there already; give a folder that is new or empty")
-    spec = load_spec(source, "native")
-    if spec.quantization is not None:
-        raise ModelError(f"{source}: is quantized already ({spec.quantization.label}); a dense checkpoint is expected")
-    names = quantizable(spec)
+    names = _check_source(source)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(source, out.parent)
-        draft = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(source, place.parent)
+        draft = Path(mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     try:
+        _copy(source, draft)
         writer = _Writer(draft, SCHEMES[scheme], names)
         writer.go_through(source, progress)
-        _copy(source, draft, writer.config)
+        if not writer.num_quantized:
+            raise ConfigError(f"{source}: has no matrix whose inputs are whole groups of {scheme}; try --scheme int8")
+        _write_config(source, draft, writer.config)
         draft.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        draft.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+        if place.exists():
+            place.rmdir()
+        draft.rename(place)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Written(out, writer.num_quantized, sorted(writer.kept), writer.num_bytes)
 
 
+def _check_source(source: Path) -> frozenset[str]:
+    """What is `quantizable` of the checkpoint. Raises ModelError unless it is a dense one that could be served."""
+    spec = load_spec(source, "native")
+    if isinstance(spec.quantization, Gguf):
+        raise ModelError(f"{source}: is of GGUF, and serve takes it as it is; a checkpoint in safetensors is expected")
+    if spec.quantization is not None:
+        raise ModelError(f"{source}: is quantized already ({spec.quantization.label}); a dense checkpoint is expected")
+    check_weights(build(spec, torch.float32, "cpu", SMALL), source)
+    return quantizable(spec)
+
+
 def quantizable(spec: ModelSpec) -> frozenset[str]:
     """The canonical names of the matrices that a quantized checkpoint may have, without ".weight": those that the model
     asks for quantized if nothing but the head is dense. Raises ModelError where there are none."""
-    asked = msgspec.structs.replace(spec, quantization=PackedInts(bits=4, group_size=None, dense=(HEAD[:-7],)))
-    groups = build(asked, torch.float32, "cpu", Sizes(8, 8)).weight_groups()
+    form = PackedInts(bits=32, group_size=None, dense=(HEAD[:-7],))  # a word for each weight divides all sizes
+    asked = msgspec.structs.replace(spec, quantization=form)
+    groups = build(asked, torch.float32, "cpu", SMALL).weight_groups()
     slots = [slot for group in groups for slot in group.slots if slot.name.endswith(PACKED)]
     odd = {slot.name for slot in slots if not _is_plain(slot)}
     names = frozenset(slot.name.removesuffix(PACKED) for slot in slots if slot.name not in odd)
@@ -98,7 +115,7 @@ class _Writer:
     def __init__(self, folder: Path, scheme: Scheme, names: frozenset[str]) -> None:
         self.folder, self.scheme, self.names = folder, scheme, names
         self.kept, self.num_quantized, self.num_bytes = set[str](), 0, 0
-        self._ignored = set[str]()
+        self._ignored = {HEAD.removesuffix(".weight")}  # transformers has one where it is tied, too
         self._files: list[tuple[Path, list[str]]] = []
         self._waiting: dict[str, torch.Tensor] = {}
         self._waiting_bytes = 0
@@ -121,13 +138,17 @@ class _Writer:
 
     def _made(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         own, is_weight = canonical(name).removesuffix(".weight"), name.endswith(".weight")
-        if own in self.names and is_weight and tensor.is_floating_point() and self.scheme.takes(tensor.shape):
+        if own in self.names and is_weight and self.scheme.takes(tensor.shape):
             self.num_quantized += 1
+            if not bool(tensor.isfinite().all()):
+                raise ModelError(f"tensor {name!r} has values that are infinite or no numbers; it cannot be quantized")
             layer = name.removesuffix(".weight")
             yield from ((f"{layer}.{ending}", made) for ending, made in self.scheme.make(tensor).items())
             return
         if is_weight and tensor.dim() == 2 and canonical(name) != EMBEDDING:
             self._ignored.add(name.removesuffix(".weight"))
+        if tensor.dim() == 3:
+            self._ignored.add(own)  # experts in one tensor, which have other names in a model
         if own in self.names:
             self.kept.add(name)
         yield name, tensor.clone()  # not the mapped file's
@@ -168,14 +189,21 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
 
 
-def _copy(source: Path, draft: Path, quantization: dict[str, Any]) -> None:
-    """All that is beside the weights, and config.json with what was done to these."""
+def _copy(source: Path, draft: Path) -> None:
+    """All that is beside the weights, but for config.json."""
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_dir():
                 shutil.copytree(path, draft / path.name)
             elif path.name not in ("config.json", INDEX_FILE):
-                shutil.copyfile(path, draft / path.name)
+                try:
+                    shutil.copyfile(path, draft / path.name)
+                except OSError as error:
+                    raise ConfigError(f"{path}: cannot be copied ({error.strerror})") from error
+
+
+def _write_config(source: Path, draft: Path, quantization: dict[str, Any]) -> None:
+    """The source's config.json, with what was done to the weights."""
     config = json.loads((source / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}, indent=2))
 
@@ -186,4 +214,3 @@ def _check_space(source: Path, parent: Path) -> None:
     free, needed = shutil.disk_usage(parent).free, weights * 6 // 10
     if free < needed:
         raise ConfigError(f"{parent}: has {free >> 20} MiB free, and about {needed >> 20} MiB are needed")
-    read_headers(source)  # damage is said before anything is written
