@@ -84,6 +84,25 @@ def test_weights_are_the_headers_tensors_in_the_dtype(tmp_path: Path) -> None:
     assert weights_bytes(more, 2) == 2 * total
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.7000.self_attn.q_proj.weight", (64, 8)),
+        ("model.norm.q_proj.weight", (64, 8)),
+        ("model.layers.0.self_attn.o_proj.weight", (512,)),
+        ("model.layers.0.self_attn.q_proj.weight", ()),
+    ],
+)
+def test_what_a_model_has_not_counts_as_held_whole(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Headers are a stranger's."""
+    model = checkpoint(tmp_path)
+    others = {key: tensor for key, tensor in model.tensors.items() if key != name}
+    more = Checkpoint(model.spec, others | {name: Tensor("BF16", shape)})
+    plain = Checkpoint(model.spec, others)
+    shard = Shard(1, 2)
+    assert weights_bytes(more, 2, shard=shard) - weights_bytes(plain, 2, shard=shard) == 2 * prod(shape)
+
+
 def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     spec = model.spec

@@ -45,6 +45,13 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
 
     Raises ConfigError if so many ranks cannot share the model's heads.
     """
+    try:
+        return _known_shape(name, shape, spec, shard)
+    except (LookupError, StopIteration, ValueError):  # a layer or axis that the model has not: headers are a stranger's
+        return shape
+
+
+def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
     *path, layer, kind = ("", *name.split("."))
     if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
         return _of_experts(name.split("."), shape, own, shard)
