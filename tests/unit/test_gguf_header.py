@@ -1,5 +1,6 @@
 """Headers of GGUF files: what is read of them, and that none of a stranger's takes long, or much, or crashes."""
 
+import os
 import random
 import struct
 import tracemalloc
@@ -167,6 +168,12 @@ def test_a_damaged_header_is_one_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=expected) as caught:
         read_header(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"model.gguf: is not a file; a GGUF file is expected"):
+        read_header(tmp_path / "model.gguf")
 
 
 def test_a_file_that_ends_early_is_one_sentence(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
     """
     if (folder / SINGLE_FILE).exists():
+        if not (folder / SINGLE_FILE).is_file():  # a pipe would be waited for
+            raise ModelError(f"{folder / SINGLE_FILE}: is not a file; a safetensors file is expected")
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.exists():
@@ -68,7 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     files = [folder / name for name in shards(index)]
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             raise ModelError(f"{index}: names the file {file.name!r}, which is missing")
     return files
 

@@ -96,6 +96,8 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Read the header of the file `path`. Raises ModelError, in one sentence, for a file that is damaged or no GGUF."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ModelError(f"{path}: is not a file; a GGUF file is expected")
     try:
         with path.open("rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
