@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -68,13 +69,37 @@ def test_a_written_checkpoint_is_what_others_read_of_it(tmp_path: Path, name: st
         torch.testing.assert_close(logits, found, rtol=0, atol=1e-3)
 
 
-def test_inputs_that_are_no_whole_groups_stay_dense(tmp_path: Path) -> None:
+def test_inputs_that_are_no_whole_groups_stay_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_checkpoint(tmp_path / "dense", **{**SIZES, "intermediate_size": 96})
+    assert main(["quantize", str(source), "--out", str(tmp_path / "again")]) == 0
+    assert "kept as they are: model.layers.0.mlp.down_proj.weight, model" in capsys.readouterr().out
     made = quantize_checkpoint(source, tmp_path / "out", "int4")
     assert made.kept == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
+    dense = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    assert config["quantization_config"]["ignore"] == ["lm_head", *dense]
     Oracle(source).stored_as(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_of_eight_bits_use_their_whole_range(name: str) -> None:
+    """Also rows of zeros, and of numbers so small that their scale is rounded."""
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    rows[1], rows[2], rows[3] = 0, rows[2] * 1e-42, rows[3] * 1e37
+    made = SCHEMES[name].make(rows)
+    codes, scales = made["weight"].float(), made["weight_scale"]
+    largest = {"int8": 127, "fp8": 448}[name]
+    assert scales.shape == (6, 1)
+    assert codes.isfinite().all()
+    assert (codes[[0, 3, 4, 5]].abs().amax(1) == largest).all()
+    assert not codes[1].any()
+    rest = ((codes * scales - rows).abs() / rows.abs().amax(1, keepdim=True))[[0, 3, 4, 5]]
+    assert (rest < {"int8": 0.501 / 127, "fp8": 1 / 28}[name]).all()  # the last 3 bits of 1.75 * 256 are 32
+    assert SCHEMES[name].config([])["config_groups"]["group_0"]["input_activations"] == {
+        **SCHEMES[name].weights,
+        "strategy": "token",
+        "dynamic": True,
+    }
 
 
 def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -117,6 +142,8 @@ def test_a_link_is_followed_and_an_empty_folder_filled(tmp_path: Path) -> None:
 def test_files_are_bounded_and_the_rest_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_checkpoint(tmp_path / "dense", **SIZES)
     (source / "tokenizer.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     monkeypatch.setattr(written, "SHARD_BYTES", 1 << 17)
     seen: list[tuple[int, int]] = []
     made = quantize_checkpoint(source, tmp_path / "out", "int4_g32", lambda *now: seen.append(now))
@@ -125,9 +152,29 @@ def test_files_are_bounded_and_the_rest_is_copied(tmp_path: Path, monkeypatch: p
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert sum(tensor.nbytes for file in files for tensor in load_file(file).values()) == made.num_bytes
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
     assert seen == sorted(seen)
+    assert seen[0][0] < seen[-1][0] / 2
     assert len({total for _, total in seen}) == 1
     Oracle(source).stored_as(tmp_path / "out")
+
+
+def test_an_index_is_not_copied(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "dense", max_shard_size="100KB", **SIZES)
+    assert len(list(source.glob("*.safetensors"))) > 2
+    quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert [file.name for file in tmp_path.glob("out/model*")] == [SINGLE_FILE]
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "dense", **SIZES)
+    size = (source / SINGLE_FILE).stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size // 2))
+    with pytest.raises(ConfigError, match=r"has 0 MiB free, and about 1 MiB are needed"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +276,9 @@ def test_what_would_be_a_copy_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
     assert main(["quantize", str(source), "--scheme", "int4", "--out", str(out)]) == 0
-    assert f"Try: vllm-lite serve {out}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"Try: vllm-lite serve {out}" in said
+    assert "kept as they are" not in said
     assert main(["quantize", str(source), "--out", str(out)]) == 2
     assert capsys.readouterr().err == f"vllm-lite: {out}: is there already; give a folder that is new or empty\n"
     with pytest.raises(ModelError, match=r"is quantized already \(compressed-tensors w4a16\); a dense checkpoint"):

@@ -4,17 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from tests.families.all import VARIANTS
+from tests.gguf_files import write_gguf
 from tests.paged import Oracle
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, READ
 from vllm_lite.checkpoint.headers import SINGLE_FILE, Tensor, read_headers
-from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS, GPU_BLOCK_BITS, kept_on_gpu
+from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS, GPU_BLOCK_BITS, kept_on_gpu, tensor_bytes
 from vllm_lite.checkpoint.quantization.spec import (
     Awq,
     BitsAndBytes4,
@@ -168,10 +171,43 @@ def test_what_a_gpu_keeps(spec: QuantizationSpec, kept: bool) -> None:
     assert not kept_on_gpu(EXPERT, tensor, spec, 2)
 
 
-def test_ranks_share_and_floats_of_a_gpu_are_dense(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_devices_keep_dense_weights(tmp_path: Path, name: str) -> None:
+    path = quantized(tmp_path, *FORMATS[name])
+    assert planned(path, device="cuda") == 4 * load_spec(path).num_parameters()
+
+
+def test_blocks_of_gguf_are_dense_on_other_devices(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", make_checkpoint(tmp_path / "dense", **LARGE), lambda _: "Q8_0")
+    assert planned(file, device="cuda") == 4 * load_spec(file).num_parameters()
+
+
+def test_stored_floats_are_of_the_dtype(tmp_path: Path) -> None:
     path = quantized(tmp_path, *FORMATS["gptq"])
+    tensors = dict(read_headers(path))
+    floats = sum(one.num_elements for name, one in tensors.items() if name.endswith(".weight"))
     spec = load_spec(path)
-    dense = 4 * spec.num_parameters()
-    assert planned(path, device="cuda") == pytest.approx(dense, rel=0.03)
+    assert spec.quantization is not None
+    assert tensor_bytes("a.other", Tensor("F64", (3,)), spec.quantization, 4, "cpu") == 24
+    one, two = (weights_bytes(Checkpoint(spec, tensors), dtype_bytes) for dtype_bytes in (2, 4))
+    assert two - one == 2 * floats
+
+
+def test_ranks_share_experts_by_their_own_size(tmp_path: Path) -> None:
+    """Of 3 columns in 2 ranks; other experts are of another rank."""
+    variant = next(one for one in VARIANTS if one.name == "qwen2-moe")
+    file = write_gguf(tmp_path / "m.gguf", variant.make(tmp_path / "dense"), lambda _: "F16")
+    spec = load_spec(file)
+    shape = read_headers(file)["model.layers.0.mlp.experts.0.gate_proj.weight"].shape
+    for rank in range(2):
+        own = weights_bytes(Checkpoint(spec, read_headers(file)), 4, shard=Shard(rank, 2))
+        dense = weights_bytes(
+            Checkpoint(msgspec.structs.replace(spec, quantization=None), read_headers(file)), 4, shard=Shard(rank, 2)
+        )
+        assert own == pytest.approx(dense, rel=1e-6), shape
+
+
+def test_ranks_share_quantized_weights(tmp_path: Path) -> None:
+    path = quantized(tmp_path, *FORMATS["gptq"])
     whole, two = planned(path), [planned(path, shard=Shard(rank, 2)) for rank in range(2)]
     assert sum(two) == pytest.approx(whole, rel=0.03)

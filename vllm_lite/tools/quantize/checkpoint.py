@@ -69,9 +69,7 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress
             raise ConfigError(f"{source}: has no matrix whose inputs are whole groups of {scheme}; try --scheme int8")
         _write_config(source, draft, writer.config)
         draft.chmod(0o755)
-        if place.exists():
-            place.rmdir()
-        draft.rename(place)
+        draft.rename(place)  # which may be an empty folder
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
     finally:
