@@ -97,10 +97,10 @@ def test_the_smallest_scale_and_the_largest_are_kept() -> None:
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_dense_table_is_made_some_rows_at_a_time(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "CHUNK_ELEMENTS", 3 * 64)
+    monkeypatch.setattr(layer, "CHUNK_ELEMENTS", 40 * 64)
     if not is_native:
         monkeypatch.setattr(cpu, "available", lambda: False)
-    some = blocks("Q8_0", 7, 2)
+    some = blocks("Q8_0", 70, 2)
     sizes: list[int] = []
 
     def counted(rows: BlockRows) -> GroupedWeight:
@@ -109,10 +109,10 @@ def test_a_dense_table_is_made_some_rows_at_a_time(is_native: bool, monkeypatch:
 
     monkeypatch.setattr("vllm_lite.kernels.gguf_blocks.take_apart", counted)
     monkeypatch.setattr(native, "take_apart", counted)
-    shape = LinearShape(Split.whole(64), (Split.whole(7),), torch.bfloat16, CPU)
+    shape = LinearShape(Split.whole(64), (Split.whole(70),), torch.bfloat16, CPU)
     found = BlockWeight.of("Q8_0", ("w",), shape).dense((some,))
     assert torch.equal(found, dequantize(take_apart(BlockRows("Q8_0", some))).bfloat16())
-    assert sizes == [3, 3, 1]
+    assert sizes == [32, 32, 6]
 
 
 def test_the_types_have_the_sizes_that_gguf_py_knows() -> None:

@@ -5,7 +5,7 @@ from math import prod
 
 import msgspec
 
-from vllm_lite.checkpoint.headers import Tensor
+from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
 from vllm_lite.checkpoint.quantization.on_load import quantized_bytes

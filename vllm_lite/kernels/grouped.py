@@ -41,7 +41,7 @@ class GroupedWeight(NamedTuple):
 
 
 class GroupedChunks(NamedTuple):
-    """A grouped weight that is made some rows at a time: of the whole, codes alone would take a byte for each weight."""
+    """A grouped weight that is made some rows at a time: codes of the whole would take a byte for each weight."""
 
     shape: tuple[int, int]
     """[num_outputs, num_inputs]."""

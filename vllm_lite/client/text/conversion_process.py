@@ -52,6 +52,10 @@ class ConversionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
+_UNMAPPED = "failed to map segment"
+"""How the dynamic linker says, in an ImportError, that there is no memory left for a library."""
+
+
 class _UnprovedError(Exception):
     """What the libraries make of a tokenizer is not that tokenizer, or cannot be known to be."""
 
@@ -77,7 +81,7 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
 def _sentence(error: Exception, settings: ConversionSettings) -> str:
     if isinstance(error, _UnprovedError):
         return str(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _UNMAPPED in str(error):
         return f"it takes more than {settings.max_memory_bytes >> 20} MiB of memory"
     text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

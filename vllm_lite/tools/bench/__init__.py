@@ -16,6 +16,7 @@ simulated.py              the engine core alone, with simulated workers and a vi
 stub_worker.py            a worker process without a model, which answers at once
 kernels.py                the native kernels against memory's speed and torch
 kernels_attention.py      paged attention and cache writes
+kernels_experts.py        layers of experts
 kernels_fused.py          small operations and the sampler
 kernels_linear.py         linear layers
 kernels_masks.py          bitmasks on logits

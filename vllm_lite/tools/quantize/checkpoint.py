@@ -29,7 +29,7 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_cha
 """What a checkpoint has beside its weights; config.json and the index are written anew."""
 PACKED = ".weight_packed"
 SMALL = Sizes(8, 8)
-"""Of models that are asked for the names of their weights, and compute nothing."""
+"""For models that are asked for the names of their weights, and compute nothing."""
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read, and all of them."""
 
