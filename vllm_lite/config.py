@@ -219,6 +219,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         None
     )
     enable_chunked_prefill: Annotated[bool, about("spread long prompts over several steps")] = True
+    max_itl_ms: Annotated[
+        Annotated[float, Meta(ge=1, le=600_000)] | None,
+        about("inter-token latency to aim at: while sequences decode, prompts are cut so that a step takes no longer"),
+    ] = None
     scheduling_policy: Annotated[
         str, about("fcfs, priority, deadline, fair, or module:Class of a policy of your own")
     ] = "fcfs"
@@ -380,6 +384,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _step_sizes(self, defaults: DeviceDefaults, max_model_len: int) -> tuple[int, int]:
         """The most sequences and the most tokens of one step. Raises ConfigError if they do not go together."""
         budget = self.max_num_batched_tokens
+        if self.max_itl_ms is not None and not self.enable_chunked_prefill:
+            raise ConfigError("max_itl_ms cuts prompts into chunks, and needs enable_chunked_prefill")
         if budget is None:
             budget = max(defaults.max_num_batched_tokens, 0 if self.enable_chunked_prefill else max_model_len)
         if not self.enable_chunked_prefill and budget < max_model_len:

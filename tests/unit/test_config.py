@@ -171,6 +171,8 @@ BAD_VALUES = [
     ("kv_watermark", -0.1),
     ("max_num_seqs", 0),
     ("max_num_batched_tokens", 0),
+    ("max_itl_ms", 0.5),
+    ("max_itl_ms", "nan"),
     ("tensor_parallel_size", 0),
     ("tensor_parallel_size", 32),
     ("tensor_parallel_backend", "mpi"),
@@ -482,19 +484,6 @@ def test_resolve_keeps_what_was_said() -> None:
     assert (config.tokenizer, config.served_model_name) == ("/t", "s")
 
 
-def test_a_step_has_a_token_for_every_sequence() -> None:
-    assert resolved(max_num_batched_tokens=20).max_num_seqs == 20, "the default is lowered"
-    assert resolved(max_num_batched_tokens=20, max_num_seqs=20).max_num_seqs == 20
-    with pytest.raises(ConfigError, match=r"at least max_num_seqs \(21\), one for every sequence of a step, got 20"):
-        resolved(max_num_batched_tokens=20, max_num_seqs=21)
-
-
 def test_a_context_longer_than_the_models_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"1000.*1001"):
         resolved(max_model_len=1001)
-
-
-def test_without_chunks_a_step_holds_a_whole_context() -> None:
-    assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 1000
-    with pytest.raises(ConfigError, match=r"at least max_model_len \(1000\), got 999"):
-        resolved(enable_chunked_prefill=False, max_num_batched_tokens=999)

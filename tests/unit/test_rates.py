@@ -1,5 +1,6 @@
 """The rate at which prompts are computed: learned from steps one behind another, and what `auto` makes of it."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.rates import PrefillRate
+from vllm_lite.engine.rates import MIN_PREFILL_TOKENS, PrefillRate, Rates
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -27,8 +28,8 @@ class Bench:
 
     def __init__(self, num_blocks: int, **settings: object) -> None:
         config = EngineConfig.check({"device": "cpu", "max_num_batched_tokens": CHUNK, **settings})
-        config = config.resolve(max_position_embeddings=8192, dtype="float32", model_path="m")
-        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 8192, 32_000, ())
+        config = config.resolve(max_position_embeddings=20_000, dtype="float32", model_path="m")
+        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 20_000, 32_000, ())
         self.clock = VirtualClock(100.0)
         self.executor = SimulatedExecutor(ready, self.clock, COST)
         self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks, 2000, 40_000), Lives(), self.clock)
@@ -80,6 +81,66 @@ def test_auto_swaps_once_it_knows_the_rates(overlapped: bool, tmp_path: Path) ->
     assert counters.swaps == counters.preemptions > 0
     assert any(isinstance(record, records.RatesMeasured) for record in TraceReader(trace))
     assert Replay(trace).run().divergence is None
+
+
+class Latencies(Bench):
+    """Keeps when each token of a request came."""
+
+    def run(self) -> None:
+        self.came_s: dict[str, list[float]] = {}
+        self.budgets: list[int] = []
+        while self.core.scheduler.requests:
+            while self.core.begin():
+                self.budgets.append(self.core.scheduler.num_scheduled_tokens)
+            self.clock.advance_to(self.executor.next_result_s or 0.0)
+            while (output := self.executor.poll()) is not None:
+                for produced in self.core.finish(output):
+                    times = self.came_s.setdefault(produced.request.request_id, [])
+                    times += [self.clock.now_s] * len(produced.token_ids)
+        self.core.close()
+
+    def gaps_s(self, name: str) -> list[float]:
+        times = self.came_s[name]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_long_prompt_does_not_hold_up_those_that_decode(overlapped: bool, tmp_path: Path) -> None:
+    """Steps take 5 ms and 20 us a token: for 8 ms a token there is time for 150 tokens in each."""
+    trace = str(tmp_path / "trace")
+    bench = Latencies(1500, async_scheduling=overlapped, max_itl_ms=8, record=trace)
+    bench.add("a", 100, 200)
+    bench.add("bb", 16_000, 1)
+    bench.run()
+    assert max(bench.budgets) > 400, "while the rate is not known, a chunk is whole"
+    settled = bench.gaps_s("a")[50:90]
+    assert settled == pytest.approx([0.008] * 40, rel=0.03)
+    assert sum(bench.budgets) == 100 + 199 + 16_000
+    assert Replay(trace).run().divergence is None
+
+
+def test_a_goal_that_cannot_be_met_leaves_prompts_some_tokens() -> None:
+    bench = Latencies(1000, max_itl_ms=1)
+    for name in ("a", "aa", "aaa"):
+        bench.add(name, 10, 300)
+    bench.add("bbbb", 3000, 1)
+    bench.run()
+    chunks = bench.budgets[20:50]
+    assert set(chunks) == {4 + MIN_PREFILL_TOKENS}, "of four that run three decode"
+
+
+def test_prompts_alone_are_computed_at_full_speed() -> None:
+    bench = Latencies(1000, max_itl_ms=1)
+    bench.add("a", 3000, 1)
+    bench.run()
+    assert bench.budgets == [CHUNK] * 5 + [3000 - 5 * CHUNK]
+
+
+def test_a_policy_may_ask_for_less() -> None:
+    rates = Rates(prefill_tokens_per_s=10_000)
+    assert [rates.tokens_within(0.01, 40, most) for most in (1000, 100, 60)] == [100, 100, 60]
+    assert rates.tokens_within(0.001, 40, 1000) == 40
+    assert Rates().tokens_within(0.001, 40, 1000) == 1000
 
 
 class Steps:

@@ -248,6 +248,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         num_forced=NUM_FORCED if config.jump_forward else 0,
         generation=lives.generation,
+        max_itl_s=(config.max_itl_ms or 0) / 1000,
     )
     return Header(
         engine_version=__version__,

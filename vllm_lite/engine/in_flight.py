@@ -8,10 +8,13 @@ model's step. While nothing but short decode steps is to be done, several travel
 """
 
 from collections import abc, deque
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import accumulate, repeat
+from typing import NamedTuple, TypeVar
 
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Continue, ModelOutput, NewRequest, Resume, SchedulerOutput
 
@@ -19,6 +22,7 @@ MESSAGE_S = 0.003
 """Steps are put together up to this time: a stream is read in such pieces, an arrival waits for at most two of them."""
 MAX_STEPS = 4
 MEASURED_STEPS = 16
+Item = TypeVar("Item")
 
 
 class StepMessage:
@@ -61,6 +65,25 @@ class StepInFlight(NamedTuple):
                 f"step {step} samples {len(self.sampling)} sequences, got {len(tokens)} tokens for {len(counts)}"
             )
         return tokens
+
+    def results_of(
+        self, result: ModelOutput, tokens: list[int]
+    ) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
+        """What the workers found for each sequence, in order: its part of `tokens`, their logprobs, and its error."""
+        counts = result.counts or [1] * len(tokens)
+
+        def pieces(items: list[Item]) -> list[list[Item]]:
+            """The part of `items` that belongs to each sequence."""
+            return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+        failed = dict(result.failed or ())
+        return zip(
+            self.sampling,
+            pieces(tokens) if result.counts else [[token] for token in tokens],
+            pieces(result.logprobs) if result.logprobs is not None else repeat(None),
+            [failed.get(sequence.handle) for sequence in self.sampling] if failed else repeat(None),
+            strict=False,
+        )
 
 
 class InFlight:

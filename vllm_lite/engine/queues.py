@@ -31,6 +31,9 @@ class Options(NamedTuple):
     num_forced: int = 0
     """The same, of those that follow a grammar, where others draft nothing."""
     generation: int = 0
+    max_itl_s: float = 0.0
+    """How long a step may take in which sequences wait for their next tokens, as far as prompts make it longer. 0: any
+    time."""
 
 
 class Queues:

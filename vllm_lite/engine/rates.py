@@ -1,5 +1,5 @@
 """Measures how fast prompts are computed and blocks are moved: that decides whether preempted KV is swapped or computed
-again.
+again, and how much of a prompt a step may compute while others wait for their next tokens.
 
 The first rate is learned from the results of the steps. Steps run one after the other, so one that was sent while
 another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
@@ -20,6 +20,16 @@ class Rates(NamedTuple):
 
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
+
+    def tokens_within(self, seconds: float, least: int, most: int) -> int:
+        """How many tokens a step computes in `seconds`, which a chunk of a prompt is cut to: `least` to `most`.
+
+        A step takes a time of its own and one for each token, so that the rate falls with the chunks. Cut to the rate,
+        and measured again, they come to where the whole step takes `seconds`.
+        """
+        if not self.prefill_tokens_per_s:
+            return most
+        return min(most, max(least, int(seconds * self.prefill_tokens_per_s)))
 
     def prefer_swap(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether moving the blocks out and in costs less than computing the tokens again."""

@@ -10,25 +10,24 @@ Steps may be in flight while the next one is made: a sequence whose next token i
 are its drafts, as if all of them were right; what proves wrong is taken back with the step's result.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import accumulate, repeat, zip_longest
-from typing import TypeVar
+from collections.abc import Callable
+from itertools import zip_longest
 
 from vllm_lite.engine.admission import Admitter
 from vllm_lite.engine.blocks.manager import Growth, KVCacheManager
 from vllm_lite.engine.branching import Branching
-from vllm_lite.engine.in_flight import InFlight, StepInFlight
+from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.quarantine import Quarantine
 from vllm_lite.engine.queues import Options, Queues
-from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.rates import MIN_PREFILL_TOKENS, Rates
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.step_plan import OnDecision, StepPlan
 from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import FinishReason, PrefixCacheReset, TokenLogprobs
+from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
 from vllm_lite.protocol.step import (
     NOT_FINITE,
     Continue,
@@ -40,8 +39,6 @@ from vllm_lite.protocol.step import (
     ReplaceBlock,
     SchedulerOutput,
 )
-
-Item = TypeVar("Item")
 
 
 class Scheduler:
@@ -57,6 +54,8 @@ class Scheduler:
         """Called once, with what was wrong, when the policy is replaced by first come, first served."""
         self.num_scheduled_tokens = 0
         """The tokens of the latest step, drafts included."""
+        self.step_budget = options.max_num_batched_tokens
+        """The most that it might have had."""
         longest = options.max_model_len
         if not options.chunked_prefill:  # a sequence comes in whole, however often it is preempted
             longest = min(longest, options.max_num_batched_tokens)
@@ -168,9 +167,7 @@ class Scheduler:
         queues, swapping, max_tokens = self.queues, self.kv.swapping, self.options.max_num_batched_tokens
         swapping.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
-        budget = max_tokens
-        if self.policy.choose_budget is not None and self.options.chunked_prefill:  # else prompts cannot be cut to it
-            budget = self.policy.budget(view)
+        self.step_budget = budget = self._choose_budget(view)
         plan = StepPlan(budget, view, self.policy, self.branching, self.on_decision)
         queues.running = self.policy.sorted_running(queues.running, view)
         self._schedule_decodes(plan)
@@ -196,6 +193,19 @@ class Scheduler:
         only_decodes = num_tokens <= len(queues.running)
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=only_decodes, drafted=plan.drafted)
         return output
+
+    def _choose_budget(self, view: View) -> int:
+        """The most tokens of the next step: as the policy says, and no more than max_itl_s has time for while anybody
+        waits for a next token. Every such sequence has room, and the prompts for what their rate is measured by."""
+        options, budget = self.options, view.max_num_batched_tokens
+        if not options.chunked_prefill:  # prompts cannot be cut to it
+            return budget
+        if self.policy.choose_budget is not None:
+            budget = self.policy.budget(view)
+        if options.max_itl_s and any(sequence.num_output for sequence in self.running):
+            least = view.num_running + MIN_PREFILL_TOKENS
+            budget = self.rates.tokens_within(options.max_itl_s, min(least, budget), budget)
+        return budget
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """Give one token to every running sequence that lacks one, and put those that lack more on `plan.prompts`.
@@ -380,7 +390,7 @@ class Scheduler:
         produced = queues.handles.scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
         silent: list[Sequence] = []  # sequences whose tokens go to no stream
-        for sequence, new, logprobs, error in _results(step, result, tokens):
+        for sequence, new, logprobs, error in step.results_of(result, tokens):
             if sequence.status is Status.FINISHED:  # it ended while the step ran
                 silent.append(sequence)
             elif error is not None:
@@ -463,26 +473,6 @@ class Scheduler:
         self.queues.check_integrity()
         if not self.has_workers and (self.running or self.in_flight or self.queues.entries):
             raise RuntimeError("there are no workers, but something runs or is on its way to them")
-
-
-def _results(
-    step: StepInFlight, result: ModelOutput, tokens: list[int]
-) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
-    """What the workers found for each sequence of a step, in order: its new tokens, their logprobs, and its error."""
-    counts = result.counts or [1] * len(tokens)
-
-    def pieces(items: list[Item]) -> list[list[Item]]:
-        """The part of `items` that belongs to each sequence."""
-        return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-
-    failed = dict(result.failed or ())
-    return zip(
-        step.sampling,
-        pieces(tokens) if result.counts else [[token] for token in tokens],
-        pieces(result.logprobs) if result.logprobs is not None else repeat(None),
-        [failed.get(sequence.handle) for sequence in step.sampling] if failed else repeat(None),
-        strict=False,
-    )
 
 
 def _joined(first: list[list[int]], then: list[list[int]]) -> list[list[int]]:

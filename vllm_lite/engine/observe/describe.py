@@ -102,5 +102,5 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
     if sequence.host_ids is not None and num_held(sequence):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens
-    is_full = scheduler.num_scheduled_tokens + count > options.max_num_batched_tokens
+    is_full = scheduler.num_scheduled_tokens + count > scheduler.step_budget
     return "waits_for_budget" if scheduler.in_flight and is_full else "waits_for_step"
