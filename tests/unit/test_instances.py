@@ -90,9 +90,23 @@ def test_a_record_says_nothing_of_the_command(engine: Launched, place: Path) -> 
     assert "python" not in record.read_text(), "there might be keys in it"
 
 
-def test_a_stopped_engine_is_reported_and_force_kills_it(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_engine_is_reported_and_ended(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(engine.pid, signal.SIGSTOP)
     until(lambda: ps(capsys)[0]["state"] == "stopped", "the stop")
+    assert main(["kill", str(engine.pid), "--timeout", str(DEADLINE_S)]) == 0
+    assert capsys.readouterr().out == f"{engine.pid} serves: ended\n"
+    assert engine.wait(DEADLINE_S)
+    assert engine.alive() == "exit status 0"
+
+
+def test_force_kills_an_engine_that_hangs(
+    engine: Launched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = signal.pidfd_send_signal
+    monkeypatch.setattr(
+        signal, "pidfd_send_signal", lambda of, number: None if number == signal.SIGCONT else send(of, number)
+    )
+    os.kill(engine.pid, signal.SIGSTOP)
     assert main(["kill", str(engine.pid), "--timeout", "0.1"]) == 1
     assert capsys.readouterr().out == f"{engine.pid} serves: still running; --force kills it\n"
     assert main(["kill", str(engine.pid), "--timeout", "0.1", "--force"]) == 0

@@ -201,6 +201,7 @@ def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
             return "was gone"
         watch = select.poll()
         watch.register(descriptor, select.POLLIN)
+        signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no SIGTERM
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         if watch.poll(1000 * timeout_s):
             return "ended"

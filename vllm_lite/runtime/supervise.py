@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from vllm_lite.runtime import log
-from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.runtime.wakeup import SignalWakeup, Wakeup
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -128,8 +128,8 @@ class ChildProcess(Child):
             if self._ended.is_set():
                 return
             with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)  # a stopped process takes no SIGTERM
                 os.kill(self.pid, number)
-                os.kill(self.pid, signal.SIGCONT)  # one that was stopped gets SIGTERM no sooner
             self._ended.wait(patience_s)
 
 
@@ -227,7 +227,7 @@ def run_child(
     the process ends at once, graceful or not: nobody wants what it would end with.
     """
     read_end, parent = int(sys.argv[1]), int(sys.argv[2])
-    stop = Wakeup()
+    stop = SignalWakeup() if graceful else Wakeup()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
     of_death = signal.SIGHUP if graceful else signal.SIGTERM  # which is no request to end in peace

@@ -1,6 +1,7 @@
 """An event that poll() can watch: how threads and signal handlers reach a loop that waits for messages."""
 
 import os
+import signal
 from contextlib import suppress
 
 
@@ -35,3 +36,24 @@ class Wakeup:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class SignalWakeup(Wakeup):
+    """One for signal handlers to set. To be made once, by the main thread, before loops that have their own way.
+
+    CPython runs handlers in the main thread. The kernel may give a signal to any other, which happens to a process that
+    was stopped; then it would be noticed when the main thread's poll ends for another reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pipe, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # a byte for every signal with a handler
+
+    def pollables(self) -> tuple[int, ...]:
+        return (*super().pollables(), self._pipe)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._pipe, 4096)
+        super().clear()
