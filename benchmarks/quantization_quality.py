@@ -47,7 +47,7 @@ class Reader:
         cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, kv_dtype, device)
         self.kv_caches = cache.layer_views()
         groups = tuple(group.attention for group in spec.kv_groups)
-        self.backend = select_backend(AttentionShape(groups, BLOCK_SIZE, kv_dtype, device))
+        self.backend = select_backend(AttentionShape(groups, BLOCK_SIZE, torch.bfloat16, device, kv_dtype))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 [n] -> float32 [n, vocab_size]; the whole text in one step."""
